@@ -1,0 +1,110 @@
+"""Files are written aside and renamed, so that a kill at any moment leaves the old file or the new one, never half."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; rename it to ``path`` on success, remove it on failure.
+
+    The temporary name begins with ``.tmp-`` so that readers which list a folder can pass it over.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".tmp-", suffix="-" + path.name, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes files private to the user; an artefact gets the mode any other new file would get.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write UTF-8 ``text`` to ``path`` atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` as indented JSON to ``path`` atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Read a JSON file; ``what`` names it in the error.
+
+    Raises:
+        UserError: the file is missing, not UTF-8 or not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{what} is missing: there is no file {path}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{what} at {path} is not readable JSON ({error}); restore it or make it anew") from None
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of the file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """SHA-256 of the UTF-8 bytes of ``text``, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: str | Path, waiting_message: str | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on ``path`` (made if absent), waiting for another holder.
+
+    The kernel drops the lock when a process dies, so a kill never leaves a stale one.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting_message:
+                print(waiting_message, file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
+    """Refuse to start what will not fit.
+
+    Raises:
+        UserError: the file system of ``folder`` has less than ``n_bytes`` free.
+    """
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < n_bytes:
+        raise UserError(
+            f"{what} needs {n_bytes / 1e9:.2f} GB in {folder}, which has {free / 1e9:.2f} GB free;"
+            " choose another output folder or fewer tokens"
+        )

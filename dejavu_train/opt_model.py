@@ -1,0 +1,284 @@
+"""Reads an OPT model (Hugging Face format, folder or hub id): its shape, its weights, and a hash that names them."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+
+from dejavu_train.errors import UserError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HASH_SAMPLE_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class OPTShape:
+    """The sizes of a pre-norm OPT."""
+
+    d_model: int
+    d_ffn: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_positions: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @classmethod
+    def from_config(cls, config: OPTConfig, name: str = "this model") -> "OPTShape":
+        """Take the sizes from a Hugging Face config.
+
+        Raises:
+            UserError: not an OPT, a post-norm OPT (such as facebook/opt-350m), or an activation other than ReLU.
+        """
+        if config.model_type != "opt":
+            raise UserError(f"{name} is of type {config.model_type}; only OPT models are supported")
+        if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
+            raise UserError(
+                f"{name} is a post-norm OPT (do_layer_norm_before false, or word_embed_proj_dim other than"
+                " hidden_size, as facebook/opt-350m); use a pre-norm size such as facebook/opt-125m"
+            )
+        if config.activation_function != "relu":
+            raise UserError(
+                f"{name} uses the activation {config.activation_function}; contextual sparsity here needs relu"
+            )
+        return cls(
+            d_model=config.hidden_size,
+            d_ffn=config.ffn_dim,
+            n_layers=config.num_hidden_layers,
+            n_heads=config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+        )
+
+    def units(self, target: str) -> int:
+        """How many units a predictor of ``target`` (``mlp`` or ``heads``) chooses from."""
+        return self.d_ffn if target == "mlp" else self.n_heads
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``.
+
+    Raises:
+        UserError: not one of float32, float16, bfloat16.
+    """
+    if name not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {name}")
+    return DTYPES[name]
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: a device that torch does not know or cannot use here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device must be auto, cpu or cuda[:N], got {name}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name} was asked for, but torch sees no GPU here; use --device cpu")
+    return device
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
+
+
+def _check_exists(name: str) -> None:
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"the model folder {name} has no config.json; give a folder written by save_pretrained")
+    elif folder.exists():
+        raise UserError(f"the model {name} is a file; give the folder that holds its config.json")
+    elif _looks_like_path(name):
+        raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
+
+
+def read_config(name: str, revision: str | None = None) -> OPTConfig:
+    """The Hugging Face config of a folder or hub id.
+
+    Raises:
+        UserError: nothing there, or not an OPT.
+    """
+    _check_exists(name)
+    try:
+        values, _ = OPTConfig.get_config_dict(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the config of {name}: {str(error).splitlines()[0]}") from None
+    if values.get("model_type") != "opt":
+        raise UserError(f"{name} is of type {values.get('model_type')}; only OPT models are supported")
+    return OPTConfig.from_dict(values)
+
+
+def read_shape(name: str, revision: str | None = None) -> OPTShape:
+    """The sizes of the model ``name``; raises as :func:`read_config` and :meth:`OPTShape.from_config`."""
+    return OPTShape.from_config(read_config(name, revision), name)
+
+
+def load_opt(
+    name: str,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    device_map: Any = None,
+    revision: str | None = None,
+) -> OPTForCausalLM:
+    """Load the dense model in evaluation mode.
+
+    Args:
+        name: folder or hub id.
+        dtype: ``float32``, ``float16`` or ``bfloat16``.
+        device: ignored when ``device_map`` is given.
+        device_map: as in transformers, for models larger than one GPU; needs accelerate.
+
+    Raises:
+        UserError: nothing there, not a pre-norm OPT, weights that cannot be read or do not fit the config.
+    """
+    read_shape(name, revision)
+    if device_map is not None:
+        try:
+            import accelerate  # noqa: F401
+        except ImportError:
+            raise UserError("device_map needs accelerate: pip install 'dejavu-train[large]'") from None
+    options: dict[str, Any] = {"dtype": torch_dtype(dtype), "revision": revision}
+    if Path(name).is_dir():
+        _stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
+        options["use_safetensors"] = True
+    if device_map is not None:
+        options["device_map"] = device_map
+    try:
+        model, info = OPTForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot load the weights of {name}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # safetensors raises its own class for a truncated or damaged file
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
+    missing = [key for key in info["missing_keys"] if key != "lm_head.weight"]
+    if missing or info["mismatched_keys"]:
+        raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}")
+    model.eval()
+    if device_map is None:
+        model.to(torch.device(device))
+    return model
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer beside the model.
+
+    Raises:
+        UserError: nothing there.
+    """
+    _check_exists(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]}") from None
+
+
+def _stored_files(name: str, revision: str | None) -> list[Path]:
+    """The weight files of a folder or hub id, safetensors if there are any."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors*", "*.json"]))
+            if not list(folder.glob("*.safetensors")):
+                folder = Path(snapshot_download(name, revision=revision, allow_patterns=["pytorch_model*"]))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise UserError(f"cannot fetch the weights of {name}: {str(error).splitlines()[0]}") from None
+        return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / part for part in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UserError(f"the model folder {name} lacks {absent[0]}, which its index names")
+    if not files:
+        raise UserError(
+            f"the model folder {name} has no *.safetensors (pickled weights are not read);"
+            " save the model with save_pretrained"
+        )
+    return files
+
+
+def _hash_safetensors(file: Path, full: bool) -> list[tuple[str, bytes]]:
+    rows = []
+    with open(file, "rb") as stored:
+        size = file.stat().st_size
+        header_bytes = int.from_bytes(stored.read(8), "little")
+        if header_bytes > size:
+            raise UserError(f"the weights file {file} is truncated or not safetensors; fetch or save it again")
+        try:
+            header = json.loads(stored.read(header_bytes))
+        except ValueError:
+            raise UserError(f"the weights file {file} is damaged; fetch or save it again") from None
+        base = 8 + header_bytes
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if base + end > size:
+                raise UserError(f"the weights file {file} is truncated at tensor {name}; fetch or save it again")
+            digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
+            for start, stop in _samples(end - begin, full):
+                stored.seek(base + begin + start)
+                digest.update(stored.read(stop - start))
+            rows.append((name, digest.digest()))
+    return rows
+
+
+def _samples(n_bytes: int, full: bool) -> list[tuple[int, int]]:
+    """Byte ranges of a tensor that go into the hash: 64 KiB at four fixed offsets, or everything in pieces."""
+    if full or n_bytes <= 4 * HASH_SAMPLE_BYTES:
+        return [(start, min(start + (1 << 24), n_bytes)) for start in range(0, n_bytes, 1 << 24)]
+    last = n_bytes - HASH_SAMPLE_BYTES
+    return [(last * part // 3, last * part // 3 + HASH_SAMPLE_BYTES) for part in range(4)]
+
+
+def _hash_pickled(file: Path, full: bool) -> list[tuple[str, bytes]]:
+    # Only files of hub repositories come here (older OPT uploads have nothing else); weights_only runs no code.
+    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    rows = []
+    for name, tensor in tensors.items():
+        digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        flat = tensor.contiguous().flatten().view(torch.uint8)
+        for start, stop in _samples(flat.numel(), full):
+            digest.update(flat[start:stop].numpy().tobytes())
+        rows.append((name, digest.digest()))
+    return rows
+
+
+def weight_hash(name: str, full: bool = False, revision: str | None = None) -> str:
+    """A name for the exact weights: SHA-256 over the sorted (name, dtype, shape, sampled bytes) of the stored tensors.
+
+    The same for any sharding of the same tensors. With ``full`` every byte is read (``--verify full``); the two
+    kinds differ and are only compared with their own kind.
+
+    Raises:
+        UserError: no weights there, or a damaged file.
+    """
+    _check_exists(name)
+    rows: list[tuple[str, bytes]] = []
+    for file in _stored_files(name, revision):
+        rows += _hash_safetensors(file, full) if file.suffix == ".safetensors" else _hash_pickled(file, full)
+    digest = hashlib.sha256()
+    for tensor_name, tensor_digest in sorted(rows):
+        digest.update(tensor_name.encode() + b"\0" + tensor_digest)
+    return ("full:" if full else "") + digest.hexdigest()

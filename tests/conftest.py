@@ -1,0 +1,83 @@
+"""Fixtures shared by all tests: a tiny random OPT with a real tokenizer, and some text."""
+
+import os
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WORDS = (
+    "the model reads a token and the layer keeps only those rows that matter for it so that memory traffic falls "
+    "while quality holds because most neurons of a rectified network stay silent on any one word of the text"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def _few_threads_and_a_seed():
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+
+
+def make_text(n_words: int, seed: int = 0) -> str:
+    """Paragraphs of pseudo-random words, cut at blank lines, ``n_words`` long."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(WORDS), (n_words,), generator=generator).tolist()
+    words = [WORDS[pick] for pick in picks]
+    sentences = [" ".join(words[i : i + 11]) + "." for i in range(0, n_words, 11)]
+    return "\n\n".join(" ".join(sentences[i : i + 6]) for i in range(0, len(sentences), 6)) + "\n"
+
+
+def save_tiny_tokenizer(folder: Path) -> int:
+    """A byte-level BPE with OPT's special ids, trained on the fixture's text; returns its vocabulary size."""
+    from dejavu_train.pretrain import train_tokenizer
+
+    tokenizer = train_tokenizer([make_text(2000)], vocab_size=320)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def save_tiny_opt(folder: Path, **overrides) -> Path:
+    """A random pre-norm OPT in Hugging Face format, with a tokenizer."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    vocab_size = save_tiny_tokenizer(folder)
+    values = {
+        "vocab_size": vocab_size,
+        "hidden_size": 48,
+        "word_embed_proj_dim": 48,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "do_layer_norm_before": True,
+        "dropout": 0.0,
+        "init_std": 0.15,
+    } | overrides
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(**values))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_opt(tmp_path_factory) -> Path:
+    """Folder of a random OPT: 2 layers, d_model 48, 4 heads, d_ffn 96, vocabulary 320, 512 positions."""
+    return save_tiny_opt(tmp_path_factory.mktemp("tiny-opt"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """About 300 KB of plain text: some 70 documents, so that none of the four sets is empty."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(make_text(60000, seed=1), encoding="utf-8")
+    return path
