@@ -1,0 +1,135 @@
+"""Reads the hidden states of a Hugging Face OPT by hooks, writes nothing: one dict of tensors per layer and forward.
+
+The places are named as in the bundle: ``attn_in`` (after the LayerNorm before attention), ``mlp_in`` (after the
+LayerNorm before fc1), ``activation`` (post-ReLU, the input of fc2), ``head_out`` (each head's output before the output
+projection). Hooks on the modules themselves, not a copy of the forward pass, so that any attention implementation,
+dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that layer ends, so nothing of
+an earlier layer needs to stay in memory.
+
+Letters: B batch, T positions, d model width, f ffn width, h heads, e head width.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLACES = ("attn_in", "mlp_in", "activation", "head_out")
+OnLayer = Callable[[int, dict[str, Tensor]], None]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks of an OPTForCausalLM, in order."""
+    return model.model.decoder.layers  # type: ignore[union-attr, return-value]
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    want: Iterable[str],
+    layers: Iterable[int] | None = None,
+    on_layer: OnLayer | None = None,
+) -> Iterator[dict[int, dict[str, Tensor]]]:
+    """Within the context every forward pass of ``model`` hands over the wanted places of the wanted layers.
+
+    Args:
+        model: an OPTForCausalLM (pre-norm).
+        want: some of ``PLACES``.
+        layers: layer numbers; None means all.
+        on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
+            forward pass are kept in the dict that the context yields, by layer.
+
+    The tensors, detached, in the model's dtype and on the layer's device: ``attn_in``, ``mlp_in`` (B, T, d),
+    ``activation`` (B, T, f), ``head_out`` (B, T, h, e). Padding is recorded like everything else: the caller knows it.
+    """
+    wanted = set(want)
+    assert wanted <= set(PLACES), f"unknown places {sorted(wanted - set(PLACES))}; known are {PLACES}"
+    kept: dict[int, dict[str, Tensor]] = {}
+    blocks = decoder_layers(model)
+    chosen = range(len(blocks)) if layers is None else sorted(set(layers))
+    handles = []
+    for layer in chosen:
+        handles += _hook_layer(layer, blocks[layer], wanted, on_layer or kept.__setitem__)
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook_layer(layer: int, block: Any, wanted: set[str], hand_over: OnLayer) -> list[Any]:
+    """Hooks on one decoder block; returns their handles."""
+    got: dict[str, Tensor] = {}
+    rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
+    n_heads = block.self_attn.num_heads
+
+    def after_attn_norm(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        got.clear()
+        rows[0] = (output.shape[0], output.shape[1])
+        if "attn_in" in wanted:
+            got["attn_in"] = output.detach()
+
+    def before_out_proj(_module: nn.Module, args: Any) -> None:
+        got["head_out"] = args[0].detach().unflatten(-1, (n_heads, -1))
+
+    def after_mlp_norm(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        got["mlp_in"] = output.detach().view(*rows[0], -1)
+
+    def before_fc2(_module: nn.Module, args: Any) -> None:
+        got["activation"] = args[0].detach().view(*rows[0], -1)
+
+    def after_block(_module: nn.Module, _args: Any, _output: Any) -> None:
+        hand_over(layer, dict(got))
+        got.clear()
+
+    handles = [block.self_attn_layer_norm.register_forward_hook(after_attn_norm)]
+    if "head_out" in wanted:
+        handles.append(block.self_attn.out_proj.register_forward_pre_hook(before_out_proj))
+    if "mlp_in" in wanted:
+        handles.append(block.final_layer_norm.register_forward_hook(after_mlp_norm))
+    if "activation" in wanted:
+        handles.append(block.fc2.register_forward_pre_hook(before_fc2))
+    handles.append(block.register_forward_hook(after_block))
+    return handles
+
+
+def neuron_contribution(activation: Tensor, fc2_weight: Tensor) -> Tensor:
+    """What each neuron adds to the residual stream: activation x the norm of its fc2 column.
+
+    Args:
+        activation: (..., f), post-ReLU.
+        fc2_weight: (d, f), as stored.
+    Returns: (..., f) in fp32, never negative.
+    """
+    return activation.float() * torch.linalg.vector_norm(fc2_weight.float(), dim=0)
+
+
+def output_gram(out_proj_weight: Tensor, n_heads: int) -> Tensor:
+    """Per head the Gram matrix of its slice of the output projection, for ``head_contribution``.
+
+    Args:
+        out_proj_weight: (d, h * e), as stored.
+    Returns: (h, e, e) fp32.
+    """
+    slices = out_proj_weight.float().unflatten(1, (n_heads, -1)).transpose(0, 1)  # (h, d, e)
+    return slices.transpose(1, 2) @ slices
+
+
+def head_contribution(head_out: Tensor, out_proj_weight: Tensor, gram: Tensor | None = None) -> Tensor:
+    """What each head adds to the residual stream: the norm of its output through its slice of the output projection.
+
+    Computed as sqrt(o' G o) with the slice's Gram matrix G, e/d of the work of projecting first.
+
+    Args:
+        head_out: (..., h, e).
+        out_proj_weight: (d, h * e), as stored.
+        gram: ``output_gram`` of it, when the caller keeps that for many calls.
+    Returns: (..., h) in fp32, never negative.
+    """
+    if gram is None:
+        gram = output_gram(out_proj_weight, head_out.shape[-2])
+    flat = head_out.float().flatten(0, -3).transpose(0, 1)  # (h, N, e)
+    squares = ((flat @ gram) * flat).sum(-1)  # (h, N)
+    return squares.clamp_min(0).sqrt().transpose(0, 1).reshape(head_out.shape[:-1])
