@@ -1,0 +1,379 @@
+"""Reads and writes activation shards, the only file that knows HDF5: one folder per layer, one set per shard.
+
+    activations/manifest.json                 model, weights, text, and the planned shards
+    activations/statistics.json               share of active neurons per layer, once every shard is there
+    activations/layer_07/weights.safetensors  what a loss needs of the layer: fc1 and the norms of fc2's columns
+    activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
+
+Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
+(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, each head's
+contribution; ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1 where the model wrote the token.
+Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset, so that a block is one read each.
+A file is written under a temporary name and renamed when complete: no rename, no shard.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json, replacing, write_json
+from dejavu_train.opt_model import OPTShape
+
+SCHEMA = 1
+CHUNK_BYTES = 1 << 20
+SETS = ("train", "choose", "calibrate")  # the sets that are collected; report is only ever scored
+HIDDEN = ("attn_in", "mlp_in")
+Storage = Literal["float16", "bfloat16"]
+COLLECT_AGAIN = "delete it and run train.py again, which collects what is missing"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardEntry:
+    """One planned shard: ``tokens`` rows of one set."""
+
+    index: int
+    set: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationManifest:
+    """What an activations folder holds, or will hold when its collecting is over."""
+
+    model: str
+    weight_hash: str
+    shape: OPTShape
+    storage: Storage
+    request: dict[str, Any]
+    text: dict[str, Any]
+    shards: tuple[ShardEntry, ...]
+
+    def save(self, folder: str | Path) -> None:
+        write_json(Path(folder) / "manifest.json", {"schema": SCHEMA, **dataclasses.asdict(self)})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ActivationManifest":
+        """Read ``manifest.json``.
+
+        Raises:
+            UserError: missing, damaged, or of another schema.
+        """
+        path = Path(folder) / "manifest.json"
+        values = read_json(path, "the manifest of the activation shards")
+        try:
+            schema = values.pop("schema")
+            if schema != SCHEMA:
+                raise UserError(
+                    f"the activation shards in {folder} have schema {schema}, this version reads {SCHEMA};"
+                    " delete the folder and run train.py again"
+                )
+            values["shape"] = OPTShape(**values["shape"])
+            values["shards"] = tuple(ShardEntry(**entry) for entry in values["shards"])
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a manifest of activation shards ({error}); {COLLECT_AGAIN}") from None
+
+    def of_set(self, set_name: str) -> list[ShardEntry]:
+        return [entry for entry in self.shards if entry.set == set_name]
+
+    def missing(self, folder: str | Path) -> list[ShardEntry]:
+        """The shards that are not there in every layer."""
+        return [
+            entry
+            for entry in self.shards
+            if not all(shard_path(folder, layer, entry.index).is_file() for layer in range(self.shape.n_layers))
+        ]
+
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer's shards."""
+        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 9
+
+
+def layer_folder(activations: str | Path, layer: int) -> Path:
+    return Path(activations) / f"layer_{layer:02d}"
+
+
+def shard_path(activations: str | Path, layer: int, index: int) -> Path:
+    return layer_folder(activations, layer) / f"shard_{index:04d}.h5"
+
+
+def chunk_rows(d_model: int) -> int:
+    """Rows of a chunk: the power of two that keeps a hidden state's chunk within 1 MB."""
+    return max(16, 1 << (CHUNK_BYTES // (2 * d_model)).bit_length() - 1)
+
+
+def pack_bits(active: Tensor) -> Tensor:
+    """(N, n) bool -> (N, ceil(n / 8)) uint8 on the same device, first unit in the highest bit."""
+    rows, units = active.shape
+    padded = torch.nn.functional.pad(active, (0, -units % 8)).view(rows, -1, 8)
+    powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=active.device)
+    return (padded.to(torch.uint8) * powers).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: np.ndarray, n_units: int) -> Tensor:
+    """(N, ceil(n / 8)) uint8 -> (N, n) bool."""
+    return torch.from_numpy(np.unpackbits(packed, axis=1, count=n_units)).view(torch.bool)
+
+
+class ShardWriter:
+    """Writes one shard of every layer at once; leaving the context without an error completes it."""
+
+    def __init__(self, folder: str | Path, manifest: ActivationManifest, entry: ShardEntry) -> None:
+        self._folder, self._manifest, self._entry = Path(folder), manifest, entry
+        self._stack = contextlib.ExitStack()
+        self._files: list[h5py.File] = []
+        self._active = [0] * manifest.shape.n_layers
+        self._rows = [0] * manifest.shape.n_layers
+
+    def __enter__(self) -> "ShardWriter":
+        shape, entry = self._manifest.shape, self._entry
+        with contextlib.ExitStack() as opening:
+            for layer in range(shape.n_layers):
+                path = opening.enter_context(replacing(shard_path(self._folder, layer, entry.index)))
+                file = opening.enter_context(h5py.File(path, "w"))
+                file.attrs.update(self._attributes(layer))
+                for name, (width, dtype) in self._datasets().items():
+                    rows = min(chunk_rows(shape.d_model), entry.tokens)
+                    tail = () if width is None else (width,)
+                    file.create_dataset(name, (entry.tokens, *tail), dtype, chunks=(rows, *tail))
+                self._files.append(file)
+            self._stack = opening.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            for layer, file in enumerate(self._files):
+                assert self._rows[layer] == self._entry.tokens, f"layer {layer}: {self._rows[layer]} rows"
+                file.attrs["active"] = self._active[layer]
+        self._stack.__exit__(kind, error, trace)
+
+    def _attributes(self, layer: int) -> dict[str, Any]:
+        manifest, entry = self._manifest, self._entry
+        return {
+            "schema": SCHEMA,
+            "model": manifest.model,
+            "weight_hash": manifest.weight_hash,
+            "text_sha256": str(manifest.text.get("sha256", "")),
+            "text_source": str(manifest.text.get("source", "")),
+            "seed": int(manifest.request.get("seed", 0)),
+            "storage": manifest.storage,
+            "layer": layer,
+            "index": entry.index,
+            "set": entry.set,
+            "tokens": entry.tokens,
+        }
+
+    def _datasets(self) -> dict[str, tuple[int | None, str]]:
+        shape = self._manifest.shape
+        hidden = "f2" if self._manifest.storage == "float16" else "u2"
+        return {
+            "attn_in": (shape.d_model, hidden),
+            "mlp_in": (shape.d_model, hidden),
+            "mlp_active": (-(-shape.d_ffn // 8), "u1"),
+            "head_norm": (shape.n_heads, "f2"),
+            "document": (None, "i4"),
+            "position": (None, "i4"),
+            "generated": (None, "u1"),
+        }
+
+    def write(self, layer: int, start: int, rows: Mapping[str, np.ndarray], active: int) -> None:
+        """Write all datasets of rows ``start`` .. of one layer; ``active`` is the count of set bits among them."""
+        stop = start + len(rows["document"])
+        for name, values in rows.items():
+            self._files[layer][name][start:stop] = values
+        self._active[layer] += active
+        self._rows[layer] += stop - start
+
+
+class ShardReader:
+    """The rows of one set of one layer, as if all its shards were one file.
+
+    Args:
+        activations: the folder with ``manifest.json``.
+        layer: layer number.
+        set_name: ``train``, ``choose`` or ``calibrate``.
+
+    Raises:
+        UserError: a shard that is missing, truncated, of another model, set or schema; a set without rows.
+
+    HDF5 handles open on the first read, in the process that reads: a reader may be sent to workers.
+    """
+
+    def __init__(self, activations: str | Path, layer: int, set_name: str) -> None:
+        self.manifest = ActivationManifest.load(activations)
+        self.layer, self.set = layer, set_name
+        shape = self.manifest.shape
+        if not 0 <= layer < shape.n_layers:
+            raise UserError(f"layer {layer} is out of range: {self.manifest.model} has layers 0 to {shape.n_layers - 1}")
+        entries = self.manifest.of_set(set_name)
+        if not entries:
+            raise UserError(f"the activation shards in {activations} have no rows of the set {set_name}; {COLLECT_AGAIN}")
+        self._paths = [shard_path(activations, layer, entry.index) for entry in entries]
+        self._starts = np.cumsum([0] + [entry.tokens for entry in entries])
+        for path, entry in zip(self._paths, entries, strict=True):
+            check_shard(path, self.manifest, layer, entry)
+        self._files: dict[int, h5py.File] = {}
+        self._owner = 0
+
+    @property
+    def rows(self) -> int:
+        return int(self._starts[-1])
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Row ranges (start, stop) that are cheap to read: whole chunks, none across two shards."""
+        step = chunk_rows(self.manifest.shape.d_model)
+        return [
+            (start, min(start + step, int(stop)))
+            for first, stop in zip(self._starts[:-1], self._starts[1:], strict=True)
+            for start in range(int(first), int(stop), step)
+        ]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` .. ``stop`` - 1 of one dataset.
+
+        Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16 as stored; ``mlp_active`` (N, d_ffn) bool;
+            ``head_norm`` (N, n_heads) float16; ``document``, ``position`` (N) int32; ``generated`` (N) uint8.
+
+        Raises:
+            UserError: damaged, or not a number.
+        """
+        pieces = []
+        for shard in range(len(self._paths)):
+            first, last = int(self._starts[shard]), int(self._starts[shard + 1])
+            if start < last and stop > first:
+                pieces.append(self._read(shard, name, max(start, first) - first, min(stop, last) - first))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def iterate(self, *names: str) -> Iterator[tuple[Tensor, ...]]:
+        """Go through the set in order, block by block, reading the named datasets."""
+        for start, stop in self.blocks():
+            yield tuple(self.read(name, start, stop) for name in names)
+
+    def _read(self, shard: int, name: str, start: int, stop: int) -> Tensor:
+        path = self._paths[shard]
+        try:
+            values = self._open(shard)[name][start:stop]
+        except (OSError, KeyError, RuntimeError) as error:
+            raise UserError(f"the shard {path} is damaged ({_first_line(error)}); {COLLECT_AGAIN}") from None
+        if name == "mlp_active":
+            return unpack_bits(values, self.manifest.shape.d_ffn)
+        tensor = torch.from_numpy(values)
+        if name in HIDDEN and self.manifest.storage == "bfloat16":
+            tensor = tensor.view(torch.bfloat16)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"the shard {path} has values in {name} that are not finite numbers; {COLLECT_AGAIN}")
+        return tensor
+
+    def _open(self, shard: int) -> h5py.File:
+        if self._owner != os.getpid():
+            self._files, self._owner = {}, os.getpid()
+        if shard not in self._files:
+            self._files[shard] = h5py.File(self._paths[shard], "r")
+        return self._files[shard]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}, "_owner": 0}
+
+
+def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: ShardEntry) -> int:
+    """Compare a shard with the manifest; returns its count of active neurons, summed over its tokens.
+
+    Raises:
+        UserError: missing, truncated, or of another model, set, size or schema.
+    """
+    if not path.is_file():
+        raise UserError(f"the shard {path} is missing; run train.py again, which collects what is missing")
+    try:
+        with h5py.File(path, "r") as file:
+            found = dict(file.attrs)
+            sizes = {name: len(file[name]) for name in ("attn_in", "mlp_in", "mlp_active", "head_norm", "document")}
+    except (OSError, KeyError, RuntimeError) as error:
+        raise UserError(f"the shard {path} is truncated or damaged ({_first_line(error)}); {COLLECT_AGAIN}") from None
+    if found.get("schema") != SCHEMA:
+        raise UserError(f"the shard {path} has schema {found.get('schema')}, expected {SCHEMA}; {COLLECT_AGAIN}")
+    if found.get("weight_hash") != manifest.weight_hash:
+        raise UserError(
+            f"the shard {path} is of another model ({found.get('model')}) than its manifest ({manifest.model});"
+            f" {COLLECT_AGAIN}"
+        )
+    expected = {"layer": layer, "index": entry.index, "set": entry.set, "tokens": entry.tokens}
+    for name, value in expected.items():
+        if found.get(name) != value:
+            raise UserError(f"the shard {path} says {name} {found.get(name)}, expected {value}; {COLLECT_AGAIN}")
+    wrong = [name for name, rows in sizes.items() if rows != entry.tokens]
+    if wrong:
+        raise UserError(f"the shard {path} has {sizes[wrong[0]]} rows of {wrong[0]}, not {entry.tokens}; {COLLECT_AGAIN}")
+    return int(found["active"])
+
+
+def write_statistics(activations: str | Path, manifest: ActivationManifest) -> None:
+    """Check every shard and store each layer's share of active neurons."""
+    shape = manifest.shape
+    total = sum(entry.tokens for entry in manifest.shards) * shape.d_ffn
+    densities = [
+        sum(check_shard(shard_path(activations, layer, e.index), manifest, layer, e) for e in manifest.shards) / total
+        for layer in range(shape.n_layers)
+    ]
+    write_json(Path(activations) / "statistics.json", {"active_density": densities})
+
+
+def active_densities(activations: str | Path) -> list[float]:
+    """Share of active neurons of every layer, over all collected tokens.
+
+    Raises:
+        UserError: collecting is not over.
+    """
+    values = read_json(Path(activations) / "statistics.json", "the statistics of the activation shards")
+    return [float(value) for value in values["active_density"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """What the losses need of a layer: fc1 (n, d), its bias (n), and the norm of each column of fc2 (n), float32."""
+
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_norm: Tensor
+
+    def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
+        tensors = {"fc1_weight": self.fc1_weight.to(storage), "fc1_bias": self.fc1_bias, "fc2_norm": self.fc2_norm}
+        with replacing(layer_folder(activations, layer) / "weights.safetensors") as path:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"model": weight_hash})
+
+    @classmethod
+    def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "LayerWeights":
+        """Read a layer's weights.
+
+        Raises:
+            UserError: missing, damaged, or of another model.
+        """
+        path = layer_folder(activations, layer) / "weights.safetensors"
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("model") != weight_hash:
+                    raise UserError(f"{path} is of another model than the shards beside it; {COLLECT_AGAIN}")
+                names = [field.name for field in dataclasses.fields(cls)]
+                return cls(**{name: file.get_tensor(name).float() for name in names})
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} is missing or damaged ({_first_line(error)}); {COLLECT_AGAIN}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
