@@ -1,0 +1,373 @@
+"""Reads and writes a bundle: every predictor of one model, its thresholds, and what they were measured at.
+
+A folder with ``bundle.json`` (facts) and ``predictors.safetensors`` (tensors); nothing is ever unpickled. Reading is
+strict: whatever is missing, surplus, of another shape or changed by one byte is named in one line. The curves of
+calibration (density, threshold, ...) travel with the predictors, so one bundle serves every density (``Bundle.at``).
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dejavu_train.allocate import allocate, read_curve
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.opt_model import DTYPES, OPTShape, read_shape, weight_hash
+from dejavu_train.predictor import LowRankPredictor
+
+SCHEMA = 1
+FACTS = "bundle.json"
+TENSORS = "predictors.safetensors"
+TARGETS = ("mlp", "heads")
+SITES = ("attn_in", "mlp_in")
+CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
+
+Key = tuple[int, str]
+Curve = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One predictor: what it selects, what it reads, from which logit on, and how good that was on ``calibrate``.
+
+    ``threshold`` and ``top_k`` exclude each other; with neither the layer is dense. ``curve`` holds equally long lists
+    ``density`` (rising), ``threshold`` (falling), ``recall``, ``precision``, ``retained_mass`` and perhaps
+    ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold.
+    """
+
+    layer: int
+    target: str
+    site: str
+    site_layer: int
+    rank: int
+    d_in: int
+    n_out: int
+    kind: str = "low_rank"
+    nonlinearity: str = "none"
+    bias: bool = True
+    dtype: str = "float16"
+    threshold: float | None = None
+    top_k: int | None = None
+    keep_dense: bool = False
+    density: float = 1.0
+    recall: float = 1.0
+    precision: float | None = None
+    retained_mass: float = 1.0
+    active_density: float | None = None
+    curve: Curve = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.layer, self.target
+
+    @property
+    def dense(self) -> bool:
+        return self.threshold is None and self.top_k is None
+
+    def at(self, density: float, top_k: bool = False) -> "Entry":
+        """The same predictor with the threshold (or the k) that selects ``density``, read from the curve.
+
+        Raises:
+            UserError: the entry has no curve, or the density lies outside (0, 1].
+        """
+        if not 0 < density <= 1:
+            raise UserError(f"a density lies above 0 and at most at 1, got {density} for {self.target} {self.layer}")
+        if density == 1 or self.keep_dense:
+            read: dict[str, Any] = {"density": 1.0, "recall": 1.0, "retained_mass": 1.0}
+            return dataclasses.replace(self, threshold=None, top_k=None, precision=self.active_density, **read)
+        if not self.curve:
+            raise UserError(f"{self.target} of layer {self.layer} has no calibration curve; calibrate the bundle again")
+        row = read_curve(self.curve, density)
+        read = {column: row[column] for column in CURVE_COLUMNS}
+        if top_k:
+            read |= {"threshold": None, "top_k": max(1, round(density * self.n_out))}
+        else:
+            read |= {"top_k": None}
+        return dataclasses.replace(self, **read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """All predictors of one model.
+
+    Args:
+        model: folder or hub id it was made from (a name to show; ``weight_hash`` decides).
+        weight_hash: of the model's stored tensors, see ``opt_model.weight_hash``.
+        shape: sizes of the model.
+        entries: by (layer, target). A target is there for every layer or for none.
+        tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the entry's
+            dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution).
+        facts: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
+    """
+
+    model: str
+    weight_hash: str
+    shape: OPTShape
+    entries: dict[Key, Entry]
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def targets(self) -> list[str]:
+        return [target for target in TARGETS if (0, target) in self.entries]
+
+    def predictor(self, layer: int, target: str) -> LowRankPredictor:
+        """The predictor as deployed: its weights rounded to the entry's dtype, held in fp32."""
+        entry = self.entries[layer, target]
+        made = LowRankPredictor(entry.d_in, entry.rank, entry.n_out, entry.nonlinearity, entry.bias)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(self.tensors[tensor_name(layer, target, name)])
+        return made.requires_grad_(False).eval()
+
+    def frequency(self, layer: int, target: str) -> Tensor:
+        """(n_out,) fp32: how often each unit was needed on ``calibrate``; orders the static selection."""
+        return self.tensors[tensor_name(layer, target, "frequency")]
+
+    def mean_density(self, target: str) -> float:
+        """Mean of the calibrated densities over the layers; 1.0 for a target without predictors."""
+        found = [entry.density for entry in self.entries.values() if entry.target == target]
+        return sum(found) / len(found) if found else 1.0
+
+    def with_densities(self, densities: Mapping[Key, float], top_k: bool = False) -> "Bundle":
+        """The same predictors with thresholds for the given densities; entries not named stay as they are."""
+        entries = dict(self.entries)
+        for key, density in densities.items():
+            if key not in entries:
+                raise UserError(f"this bundle has no predictor for {key[1]} of layer {key[0]}")
+            entries[key] = entries[key].at(density, top_k)
+        return dataclasses.replace(self, entries=entries)
+
+    def at(self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool = False) -> "Bundle":
+        """The same predictors at other mean densities, shared out over the layers as their curves ask; 1.0 is dense.
+
+        Raises:
+            UserError: a density outside (0, 1], or a target this bundle has no predictors for.
+        """
+        wanted: dict[Key, float] = {}
+        for target, density in (("mlp", mlp_density), ("heads", head_density)):
+            if density is None or (density == 1 and target not in self.targets):
+                continue
+            if not 0 < density <= 1:
+                raise UserError(f"the {target} density must lie above 0 and at most at 1, got {density}")
+            if target not in self.targets:
+                raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
+            entries = [self.entries[layer, target] for layer in range(self.shape.n_layers)]
+            shares = dict.fromkeys(range(self.shape.n_layers), 1.0) if density == 1 else _shares(entries, density)
+            wanted |= {(layer, target): share for layer, share in shares.items()}
+        return self.with_densities(wanted, top_k)
+
+    def check_model(self, model: str) -> None:
+        """Make sure that the bundle belongs to exactly these weights.
+
+        Args:
+            model: folder or hub id of a model, or a weight hash.
+        Raises:
+            UserError: another shape, or the same shape with other weights.
+        """
+        if re.fullmatch(r"(full:)?[0-9a-f]{64}", model):
+            found = model
+        else:
+            shape = read_shape(model)
+            if shape != self.shape:
+                pairs = [
+                    (f.name, getattr(self.shape, f.name), getattr(shape, f.name)) for f in dataclasses.fields(shape)
+                ]
+                name, ours, theirs = next(pair for pair in pairs if pair[1] != pair[2])
+                raise UserError(
+                    f"the bundle belongs to another model: it was made for {self.model} with {name} {ours[name]},"
+                    f" {model} has {theirs[name]}; give the bundle of this model"
+                )
+            found = weight_hash(model, full=self.weight_hash.startswith("full:"))
+        if found != self.weight_hash:
+            raise UserError(
+                f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"
+                f" {model if found != model else 'this model'} has {found[:12]} (another model or revision);"
+                " train and calibrate predictors for these weights"
+            )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``bundle.json`` and ``predictors.safetensors`` into ``folder``.
+
+        The facts are written last: a kill in between leaves a folder without ``bundle.json``, which is no bundle.
+        """
+        folder = Path(folder)
+        _check_parts(self, "this bundle")
+        (folder / FACTS).unlink(missing_ok=True)
+        with replacing(folder / TENSORS) as temporary:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, temporary)
+        facts: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "weight_hash": self.weight_hash,
+            "shape": dataclasses.asdict(self.shape),
+            "targets": self.targets,
+            "tensors_sha256": sha256_file(folder / TENSORS),
+            "facts": self.facts,
+            "entries": [dataclasses.asdict(self.entries[key]) for key in sorted(self.entries)],
+        }
+        write_json(folder / FACTS, facts | {"sha256": _digest(facts)})
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, revision: str | None = None) -> "Bundle":
+        """Read a bundle from a folder or a hub id.
+
+        Raises:
+            UserError: anything that is not exactly as it was written, naming the part.
+        """
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = _download(str(name), revision)
+        where = f"the bundle {name}"
+        facts = read_json(folder / FACTS, f"{where}: {FACTS}")
+        if not isinstance(facts, dict) or "schema" not in facts:
+            raise UserError(f"{where}: {FACTS} is not a bundle's")
+        if facts["schema"] != SCHEMA:
+            raise UserError(f"{where} has schema {facts['schema']}, this version reads {SCHEMA}; make the bundle anew")
+        if facts.pop("sha256", None) != _digest(facts):
+            raise UserError(f"{where}: {FACTS} was changed after it was written; restore it or make the bundle anew")
+        if not (folder / TENSORS).is_file():
+            raise UserError(f"{where}: {TENSORS} is missing (no other format is read, least of all a pickled one)")
+        if sha256_file(folder / TENSORS) != facts["tensors_sha256"]:
+            raise UserError(
+                f"{where}: {TENSORS} is not the file that {FACTS} describes (its SHA-256 differs: truncated, changed or"
+                " replaced); restore it or make the bundle anew"
+            )
+        try:
+            tensors = load_file(folder / TENSORS)
+        except SafetensorError as error:
+            raise UserError(f"{where}: {TENSORS} is not readable safetensors ({error})") from None
+        try:
+            found = [Entry(**entry) for entry in facts["entries"]]
+            shape = OPTShape(**facts["shape"])
+            bundle = cls(
+                facts["model"], facts["weight_hash"], shape, {e.key: e for e in found}, tensors, facts["facts"]
+            )
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{where}: {FACTS} does not hold what schema {SCHEMA} asks ({error})") from None
+        if len(found) != len(bundle.entries) or facts["targets"] != bundle.targets:
+            raise UserError(f"{where}: {FACTS} names a predictor twice, or targets it does not hold")
+        _check_parts(bundle, where)
+        return bundle
+
+    def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None) -> str:
+        """Upload the bundle to the Hugging Face hub; returns the address of the commit."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
+
+
+def _shares(entries: list[Entry], mean_density: float) -> dict[int, float]:
+    """A density for every layer: measured loss decides, else the true densities (mlp) or the lost mass (heads)."""
+    bare = [entry for entry in entries if not entry.curve and not entry.keep_dense]
+    if bare:
+        raise UserError(
+            f"{bare[0].target} of layer {bare[0].layer} has no calibration curve; calibrate the bundle again"
+        )
+    dense_curve = {"density": [1.0], "retained_mass": [1.0], "loss_increase": [0.0]}
+    curves = {entry.layer: entry.curve or dense_curve for entry in entries}
+    active = {e.layer: e.active_density for e in entries if e.active_density is not None and e.target == "mlp"}
+    floors = {entry.layer: 1.0 for entry in entries if entry.keep_dense}
+    return allocate(curves, mean_density, floors, active if len(active) == len(entries) else None)
+
+
+def tensor_name(layer: int, target: str, part: str) -> str:
+    """Name of a tensor in ``predictors.safetensors``; ``part`` is down, up, bias or frequency."""
+    return f"layers.{layer}.{target}.{part}"
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    """SHA-256 of the facts as canonical JSON: insensitive to layout, sensitive to every value."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def _download(name: str, revision: str | None) -> Path:
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir():
+        raise UserError(f"there is no bundle folder {name}; python train.py makes one")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[FACTS, TENSORS]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot fetch the bundle {name}: {str(error).splitlines()[0]}") from None
+
+
+def _check_parts(bundle: Bundle, where: str) -> None:
+    """Every predictor and every tensor that must be there is there, and nothing else."""
+    n_layers = bundle.shape.n_layers
+    present = {target for _, target in bundle.entries}
+    if not present or not present <= set(TARGETS):
+        raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(present)}")
+    for target in sorted(present):
+        for layer in range(n_layers):
+            if (layer, target) not in bundle.entries:
+                raise UserError(f"{where} lacks the {target} predictor of layer {layer}; train that layer")
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for entry in bundle.entries.values():
+        expected |= _check_entry(entry, bundle.shape, where)
+    for name, (shape, dtype) in expected.items():
+        if name not in bundle.tensors:
+            raise UserError(f"{where}: the tensor {name} is missing")
+        tensor = bundle.tensors[name]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise UserError(f"{where}: the tensor {name} must be {shape} {dtype}, got {got}")
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: the tensor {name} holds a value that is not finite; train that layer again")
+    surplus = sorted(set(bundle.tensors) - set(expected))
+    if surplus:
+        raise UserError(f"{where}: the tensor {surplus[0]} belongs to no predictor")
+
+
+def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The tensors that an entry needs: name -> (shape, dtype)."""
+    part = f"{where}: {entry.target} of layer {entry.layer}"
+    if not 0 <= entry.layer < shape.n_layers:
+        raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
+    if entry.kind != "low_rank":
+        raise UserError(f"{part} is of kind {entry.kind}; this version knows low_rank")
+    if entry.dtype not in DTYPES or entry.nonlinearity not in ("none", "relu"):
+        raise UserError(f"{part} has an unknown dtype {entry.dtype} or nonlinearity {entry.nonlinearity}")
+    earlier = (entry.site_layer, SITES.index(entry.site)) if entry.site in SITES else None
+    own = (entry.layer, 1 if entry.target == "mlp" else 0)
+    if earlier is None or not (0, 0) <= earlier <= own:
+        raise UserError(f"{part} reads {entry.site} of layer {entry.site_layer}, which is no site before its target")
+    if entry.d_in != shape.d_model or entry.n_out != shape.units(entry.target):
+        need = f"{shape.d_model} -> {shape.units(entry.target)}"
+        raise UserError(f"{part} maps {entry.d_in} -> {entry.n_out}, the model needs {need}")
+    if entry.threshold is not None and (entry.top_k is not None or not math.isfinite(entry.threshold)):
+        raise UserError(f"{part} needs one finite threshold or one top_k, got {entry.threshold} and {entry.top_k}")
+    if entry.top_k is not None and not 1 <= entry.top_k <= entry.n_out:
+        raise UserError(f"{part}: top_k must lie in 1..{entry.n_out}, got {entry.top_k}")
+    if entry.curve:
+        lengths = {len(entry.curve.get(column, [])) for column in CURVE_COLUMNS} | {
+            len(values) for values in entry.curve.values()
+        }
+        grid = entry.curve.get("density", [])
+        if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
+            raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
+    dtype = DTYPES[entry.dtype]
+    needed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "down": ((entry.rank, entry.d_in), dtype),
+        "up": ((entry.n_out, entry.rank), dtype),
+        "frequency": ((entry.n_out,), torch.float32),
+    }
+    if entry.bias:
+        needed["bias"] = ((entry.n_out,), dtype)
+    return {tensor_name(entry.layer, entry.target, part): value for part, value in needed.items()}

@@ -1,0 +1,40 @@
+"""Makes bundles of random predictors for tests; thresholds stand in curves measured on random inputs."""
+
+from pathlib import Path
+
+import torch
+
+from dejavu_train.bundle import Bundle, Entry, tensor_name
+from dejavu_train.opt_model import read_shape, weight_hash
+from dejavu_train.predictor import LowRankPredictor
+
+GRID = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
+
+
+def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False) -> Bundle:
+    """Random predictors with honest curves; with ``lookahead`` each reads the site half a block before its own."""
+    shape = read_shape(str(model))
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(500, shape.d_model, generator=generator)
+    entries, tensors = {}, {}
+    for layer in range(shape.n_layers):
+        for target in ("mlp", "heads"):
+            n_out = shape.units(target)
+            made = LowRankPredictor(shape.d_model, rank, n_out)
+            for name, parameter in made.named_parameters():
+                values = torch.randn(parameter.shape, generator=generator) * (0.3 if name != "down" else 0.15)
+                tensors[tensor_name(layer, target, name)] = values.half()
+                parameter.data.copy_(values.half())
+            tensors[tensor_name(layer, target, "frequency")] = torch.rand(n_out, generator=generator)
+            logits = made(inputs).detach().flatten().sort(descending=True).values
+            picks = [logits[min(int(density * len(logits)), len(logits) - 1)].item() for density in GRID]
+            curve = {"density": GRID, "threshold": picks, "retained_mass": [density**0.3 for density in GRID]}
+            curve |= {"recall": [density**0.5 for density in GRID], "precision": [0.5] * len(GRID)}
+            site = ("mlp_in", layer) if target == "mlp" else ("attn_in", layer)
+            if lookahead:
+                site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
+            entry = Entry(
+                layer, target, *site, rank, shape.d_model, n_out, active_density=0.1 + 0.1 * layer, curve=curve
+            )
+            entries[layer, target] = entry
+    return Bundle(str(model), weight_hash(str(model)), shape, entries, tensors, {"text": "made up"})
