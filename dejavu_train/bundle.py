@@ -119,7 +119,8 @@ class Bundle:
 
     @property
     def targets(self) -> list[str]:
-        return [target for target in TARGETS if (0, target) in self.entries]
+        present = {target for _, target in self.entries}
+        return [target for target in TARGETS if target in present]
 
     def predictor(self, layer: int, target: str) -> LowRankPredictor:
         """The predictor as deployed: its weights rounded to the entry's dtype, held in fp32."""
@@ -162,9 +163,8 @@ class Bundle:
                 raise UserError(f"the {target} density must lie above 0 and at most at 1, got {density}")
             if target not in self.targets:
                 raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
-            entries = [self.entries[layer, target] for layer in range(self.shape.n_layers)]
-            shares = dict.fromkeys(range(self.shape.n_layers), 1.0) if density == 1 else _shares(entries, density)
-            wanted |= {(layer, target): share for layer, share in shares.items()}
+            layers = {layer: self.entries[layer, target] for layer in range(self.shape.n_layers)}
+            wanted |= {(layer, target): share for layer, share in allocate(layers, density).items()}
         return self.with_densities(wanted, top_k)
 
     def check_model(self, model: str) -> None:
@@ -180,10 +180,8 @@ class Bundle:
         else:
             shape = read_shape(model)
             if shape != self.shape:
-                pairs = [
-                    (f.name, getattr(self.shape, f.name), getattr(shape, f.name)) for f in dataclasses.fields(shape)
-                ]
-                name, ours, theirs = next(pair for pair in pairs if pair[1] != pair[2])
+                ours, theirs = dataclasses.asdict(self.shape), dataclasses.asdict(shape)
+                name = next(name for name in ours if ours[name] != theirs[name])
                 raise UserError(
                     f"the bundle belongs to another model: it was made for {self.model} with {name} {ours[name]},"
                     f" {model} has {theirs[name]}; give the bundle of this model"
@@ -273,20 +271,6 @@ class Bundle:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
 
 
-def _shares(entries: list[Entry], mean_density: float) -> dict[int, float]:
-    """A density for every layer: measured loss decides, else the true densities (mlp) or the lost mass (heads)."""
-    bare = [entry for entry in entries if not entry.curve and not entry.keep_dense]
-    if bare:
-        raise UserError(
-            f"{bare[0].target} of layer {bare[0].layer} has no calibration curve; calibrate the bundle again"
-        )
-    dense_curve = {"density": [1.0], "retained_mass": [1.0], "loss_increase": [0.0]}
-    curves = {entry.layer: entry.curve or dense_curve for entry in entries}
-    active = {e.layer: e.active_density for e in entries if e.active_density is not None and e.target == "mlp"}
-    floors = {entry.layer: 1.0 for entry in entries if entry.keep_dense}
-    return allocate(curves, mean_density, floors, active if len(active) == len(entries) else None)
-
-
 def tensor_name(layer: int, target: str, part: str) -> str:
     """Name of a tensor in ``predictors.safetensors``; ``part`` is down, up, bias or frequency."""
     return f"layers.{layer}.{target}.{part}"
@@ -311,10 +295,10 @@ def _download(name: str, revision: str | None) -> Path:
 def _check_parts(bundle: Bundle, where: str) -> None:
     """Every predictor and every tensor that must be there is there, and nothing else."""
     n_layers = bundle.shape.n_layers
-    present = {target for _, target in bundle.entries}
-    if not present or not present <= set(TARGETS):
-        raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(present)}")
-    for target in sorted(present):
+    foreign = {target for _, target in bundle.entries} - set(TARGETS)
+    if foreign or not bundle.targets:
+        raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(foreign)}")
+    for target in bundle.targets:
         for layer in range(n_layers):
             if (layer, target) not in bundle.entries:
                 raise UserError(f"{where} lacks the {target} predictor of layer {layer}; train that layer")

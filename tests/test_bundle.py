@@ -97,7 +97,7 @@ def test_densities_that_cannot_be(bundle):
         dataclasses.replace(bundle, entries=only_mlp).at(head_density=0.5)
     assert dataclasses.replace(bundle, entries=only_mlp).at(0.2, 1.0).mean_density("heads") == 1.0
     bare = {key: dataclasses.replace(entry, curve={}) for key, entry in bundle.entries.items()}
-    with pytest.raises(UserError, match="mlp of layer 0 has no calibration curve"):
+    with pytest.raises(UserError, match="layer 0 has no calibration curve"):
         dataclasses.replace(bundle, entries=bare).at(mlp_density=0.2)
     with pytest.raises(UserError, match="mlp of layer 7"):
         bundle.with_densities({(7, "mlp"): 0.5})
