@@ -7,7 +7,7 @@
 
 Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
 (tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, each head's
-contribution; ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1 where the model wrote the token.
+contribution; ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1 where the model wrote it.
 Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset, so that a block is one read each.
 A file is written under a temporary name and renamed when complete: no rename, no shard.
 """
@@ -215,10 +215,14 @@ class ShardReader:
         self.layer, self.set = layer, set_name
         shape = self.manifest.shape
         if not 0 <= layer < shape.n_layers:
-            raise UserError(f"layer {layer} is out of range: {self.manifest.model} has layers 0 to {shape.n_layers - 1}")
+            raise UserError(
+                f"layer {layer} is out of range: {self.manifest.model} has layers 0 to {shape.n_layers - 1}"
+            )
         entries = self.manifest.of_set(set_name)
         if not entries:
-            raise UserError(f"the activation shards in {activations} have no rows of the set {set_name}; {COLLECT_AGAIN}")
+            raise UserError(
+                f"the activation shards in {activations} have no rows of the set {set_name}; {COLLECT_AGAIN}"
+            )
         self._paths = [shard_path(activations, layer, entry.index) for entry in entries]
         self._starts = np.cumsum([0] + [entry.tokens for entry in entries])
         for path, entry in zip(self._paths, entries, strict=True):
@@ -318,7 +322,9 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
             raise UserError(f"the shard {path} says {name} {found.get(name)}, expected {value}; {COLLECT_AGAIN}")
     wrong = [name for name, rows in sizes.items() if rows != entry.tokens]
     if wrong:
-        raise UserError(f"the shard {path} has {sizes[wrong[0]]} rows of {wrong[0]}, not {entry.tokens}; {COLLECT_AGAIN}")
+        raise UserError(
+            f"the shard {path} has {sizes[wrong[0]]} rows of {wrong[0]}, not {entry.tokens}; {COLLECT_AGAIN}"
+        )
     return int(found["active"])
 
 
