@@ -187,7 +187,7 @@ def set_entry(**values):
         (lambda facts: facts.update(schema=2), "schema 2"),
         (lambda facts: facts.pop("entries"), "entries"),
         (lambda facts: facts.update(targets=["mlp"]), "targets"),
-        (set_entry(layer=9), "layer 9"),
+        (lambda facts: facts["entries"].append(facts["entries"][0] | {"layer": 9}), "layer 9"),
         (set_entry(kind="mlp"), "kind mlp"),
         (set_entry(site="mlp_in"), "no site before"),
         (set_entry(rank=5), "must be"),
