@@ -1,0 +1,216 @@
+"""Reads activation shards, writes nothing: shuffled batches for one predictor.
+
+Single random rows are what makes HDF5 slow, so whole blocks (chunks of rows) are drawn in random order, a pool of them
+is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
+shuffled sequence, so that all have the same number of batches and none waits for another.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from dejavu_train.errors import UserError
+from dejavu_train.shards import ShardReader
+
+RawBatch = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """How shards are read for training."""
+
+    batch_size: int = 1024
+    """Rows per step, over all devices."""
+    num_workers: int = 0
+    """Reader processes; 0 reads in the training process, which is right on few cores."""
+    pool_blocks: int = 32
+    """Blocks (of about 1 MB) whose rows are shuffled together."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.pool_blocks < 1 or self.num_workers < 0:
+            raise UserError("data.batch_size and data.pool_blocks must be at least 1, data.num_workers at least 0")
+
+
+class BlockShuffled(IterableDataset[RawBatch]):
+    """Batches of ``batch_size`` rows; an epoch's order follows from ``seed`` and the count of epochs begun.
+
+    Args:
+        sources: key in the batch -> (reader, dataset). All readers have the same rows.
+        batch_size: rows of a batch on one rank.
+        rank, world: which part is ours.
+        workers: worker processes of the loader; 0 counts as one.
+        pool_blocks: blocks shuffled together; 0 reads in order, without shuffling.
+        seed: of the order.
+
+    Each batch has the named tensors and ``seconds``, the time it took to make.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, tuple[ShardReader, str]],
+        batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        pool_blocks: int = 32,
+        seed: int = 0,
+    ) -> None:
+        self.sources, self.batch_size = sources, batch_size
+        self.reader = next(iter(sources.values()))[0]  # the one that is asked for rows and blocks
+        self.rank, self.world, self.workers = rank, world, max(1, workers)
+        self.pool_blocks, self.seed = pool_blocks, seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch, the same on every rank."""
+        return self._per_consumer() * self.workers
+
+    def _per_consumer(self) -> int:
+        rows = self.reader.rows // (self.world * self.workers)
+        return rows // self.batch_size if self.pool_blocks else -(-rows // self.batch_size)
+
+    def _stretches(self, consumer: int) -> list[tuple[int, int]]:
+        """The row ranges of one consumer, in the order in which it reads them."""
+        blocks = self.reader.blocks()
+        if self.pool_blocks:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(blocks))
+            blocks = [blocks[i] for i in order]
+        quota = self.reader.rows // (self.world * self.workers)
+        first, last = consumer * quota, (consumer + 1) * quota
+        stretches, passed = [], 0
+        for start, stop in blocks:
+            low, high = max(first - passed, 0), min(last - passed, stop - start)
+            if low < high:
+                stretches.append((start + low, start + high))
+            passed += stop - start
+        return stretches
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        worker = get_worker_info()
+        consumer = self.rank * self.workers + (0 if worker is None else worker.id)
+        stretches = self._stretches(consumer)
+        generator = np.random.default_rng([self.seed, self.epoch, consumer])
+        self.epoch += 1
+        left: RawBatch = {}
+        made, limit = 0, self._per_consumer()
+        step = self.pool_blocks or 8
+        for first in range(0, len(stretches), step):
+            began = time.perf_counter()
+            pool = self._read_pool(stretches[first : first + step], left, generator)
+            spent = time.perf_counter() - began
+            rows = len(next(iter(pool.values())))
+            is_last = first + step >= len(stretches)
+            count = -(-rows // self.batch_size) if is_last and not self.pool_blocks else rows // self.batch_size
+            for number in range(count):
+                if made == limit:
+                    return
+                began = time.perf_counter()
+                part = slice(number * self.batch_size, (number + 1) * self.batch_size)
+                batch = {name: tensor[part] for name, tensor in pool.items()}
+                batch["seconds"] = torch.tensor(spent / count + time.perf_counter() - began)
+                made += 1
+                yield batch
+            left = {name: tensor[count * self.batch_size :] for name, tensor in pool.items()}
+
+    def _read_pool(self, stretches: list[tuple[int, int]], left: RawBatch, generator: np.random.Generator) -> RawBatch:
+        pool: RawBatch = {}
+        shuffle: Tensor | None = None
+        for name, (reader, dataset) in self.sources.items():
+            parts = [reader.read(dataset, start, stop) for start, stop in stretches]
+            tensor = torch.cat([left[name], *parts] if left else parts)
+            if self.pool_blocks:
+                if shuffle is None:
+                    shuffle = torch.from_numpy(generator.permutation(len(tensor)))
+                tensor = tensor[shuffle]
+            pool[name] = tensor
+        return pool
+
+
+class ShardDataModule(lightning.LightningDataModule):
+    """Train and choose batches of one (layer, target).
+
+    Args:
+        activations: folder of shards.
+        layer: the target's layer.
+        target: ``mlp`` or ``heads``.
+        site: ``attn_in`` or ``mlp_in``, what the predictor reads.
+        site_layer: the layer of that site (an earlier one for look-ahead).
+        config: sizes.
+        seed: of the order.
+
+    Raises:
+        UserError: shards that are missing or wrong, or too few rows for one batch.
+
+    A batch is a dict: ``inputs`` (B, d) as stored; for ``mlp`` ``active`` (B, n) bool and ``mlp_in`` (B, d) if it is
+    not the input already; for ``heads`` ``contribution`` (B, n); ``seconds``.
+    """
+
+    def __init__(
+        self,
+        activations: str | Path,
+        layer: int,
+        target: str,
+        site: str,
+        site_layer: int,
+        config: DataConfig,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.seed = config, seed
+        self.target, self.site = target, site
+        self._readers = {name: ShardReader(activations, layer, name) for name in ("train", "choose")}
+        self._inputs = self._readers
+        if site_layer != layer:
+            self._inputs = {name: ShardReader(activations, site_layer, name) for name in ("train", "choose")}
+        self._mlp_in_is_input = site == "mlp_in" and site_layer == layer
+        shape = self._readers["train"].manifest.shape
+        self.d_in, self.n_units = shape.d_model, shape.units(target)
+
+    def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch]:
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        reader = self._readers[set_name]
+        sources = {"inputs": (self._inputs[set_name], self.site)}
+        if self.target == "heads":
+            sources["contribution"] = (reader, "head_norm")
+        else:
+            sources["active"] = (reader, "mlp_active")
+            if not self._mlp_in_is_input:
+                sources["mlp_in"] = (reader, "mlp_in")
+        consumers = world * max(1, self.config.num_workers)
+        batch_size = min(max(1, self.config.batch_size // world), reader.rows // consumers)
+        if batch_size < 1:
+            raise UserError(
+                f"the set {set_name} has {reader.rows} rows, fewer than the {consumers} readers; collect more tokens"
+            )
+        dataset = BlockShuffled(
+            sources,
+            batch_size,
+            rank,
+            world,
+            self.config.num_workers,
+            self.config.pool_blocks if shuffle else 0,
+            self.seed,
+        )
+        if trainer is not None:
+            dataset.epoch = trainer.current_epoch  # a resumed run goes on with the order it would have had
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=self.config.num_workers,
+            persistent_workers=self.config.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def train_dataloader(self) -> DataLoader[RawBatch]:
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[RawBatch]:
+        return self._loader("choose", shuffle=False)
