@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import lzma
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,13 @@ def _read_local(path: Path) -> str:
 def cut_plain_text(text: str) -> list[Document]:
     """Cut plain text at blank lines into numbered documents of at least 4,000 characters (the last may be shorter)."""
     documents: list[Document] = []
-    pending: list[str] = []
-    size = 0
-    for paragraph in text.split("\n\n"):
-        pending.append(paragraph)
-        size += len(paragraph) + 2
-        if size >= MIN_DOCUMENT_CHARACTERS:
-            documents.append(Document(str(len(documents)), "\n\n".join(pending)))
-            pending, size = [], 0
-    rest = "\n\n".join(pending)
-    if rest.strip():
-        documents.append(Document(str(len(documents)), rest))
+    start = 0
+    for blank in re.finditer(r"\n[ \t]*\n", text):
+        if blank.start() - start >= MIN_DOCUMENT_CHARACTERS:
+            documents.append(Document(str(len(documents)), text[start : blank.start()]))
+            start = blank.end()
+    if text[start:].strip():
+        documents.append(Document(str(len(documents)), text[start:]))
     return documents
 
 
