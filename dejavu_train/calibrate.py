@@ -1,0 +1,382 @@
+"""Reads predictors and ``calibrate`` shards, returns a bundle: thresholds for a density, a retained mass or a budget.
+
+For every (layer, target) one pass over the rows gives a curve: for each density of a grid the logit threshold that
+selects it, and what that selection keeps. The pass streams: logits are counted in the 65,536 values of fp16, so
+memory is the same for any number of rows, and a quantile is exact to the resolution that the kernels compare at.
+Predictors are rounded to their deployed dtype first. With calibrate text, sensitivity.py adds what each density costs
+in nats, and allocate.py shares the budget out by it.
+
+Letters: N rows, d model width, n units.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dejavu_train.allocate import (
+    Point,
+    allocate,
+    density_for_mass,
+    head_bytes,
+    least_cost,
+    mlp_bytes,
+    parse_budget,
+    read_curve,
+    spend,
+)
+from dejavu_train.bundle import Bundle, Entry, tensor_name
+from dejavu_train.curves import (
+    HEAD_GRID,
+    HEAD_PROBES,
+    MLP_GRID,
+    MLP_PROBES,
+    Tally,
+    head_curve,
+    spread_blocks,
+    spread_loss,
+    union_densities,
+)
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json
+from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, torch_dtype, weight_hash
+from dejavu_train.predictor import LowRankPredictor
+from dejavu_train.sensitivity import Probe, loss_increases
+
+logger = logging.getLogger(__name__)
+Target = Literal["mlp", "heads"]
+Key = tuple[int, str]
+
+BLOCK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """How thresholds are set."""
+
+    mlp_density: float = 0.10
+    """Mean share of neurons selected, over all layers; 1 keeps every MLP dense."""
+    head_density: float = 1.0
+    """Mean share of heads selected, over all layers."""
+    retained_mass: float | None = None
+    """Instead of mlp_density: the share of the neurons' contribution that every layer keeps."""
+    budget: str | None = None
+    """Instead of densities: bytes of blocks and predictors read per token (600kB), or a perplexity allowance (1%)."""
+    selection: Literal["threshold", "top_k"] = "threshold"
+    """A logit threshold (counts follow the token), or the same number of units for every token."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that stay dense, their heads too."""
+    dtype: str = "float16"
+    """Predictor weights as deployed."""
+    rows: int = 20_000
+    """Rows of the calibrate set that set the thresholds."""
+    sensitivity_tokens: int = 2048
+    """Tokens of the calibrate set on which each layer's loss is measured; 0 shares out by true density instead."""
+    batch_size: int = 1
+    """Sequences decoded together: a budget then counts the union of their selections."""
+
+    def check(self, shape: OPTShape) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        for name in ("mlp_density", "head_density", "retained_mass"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise UserError(f"calibrate.{name} must lie above 0 and at most at 1, got {value:g}")
+        for layer in self.dense_layers:
+            if not 0 <= layer < shape.n_layers:
+                raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
+        if self.rows < 1 or self.batch_size < 1:
+            raise UserError("calibrate.rows and calibrate.batch_size must be at least 1")
+        if self.selection not in ("threshold", "top_k"):
+            raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
+        if self.budget is not None:
+            parse_budget(self.budget)
+        torch_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A finished predictor as training left it."""
+
+    facts: Mapping[str, Any]
+    predictor: LowRankPredictor
+
+
+def read_predictor(folder: str | Path) -> Stored:
+    """Read ``predictor.json`` and ``predictor.safetensors``.
+
+    Raises:
+        UserError: missing, damaged, or tensors that do not fit the facts.
+    """
+    folder = Path(folder)
+    facts = read_json(folder / "predictor.json", "a finished predictor")
+    try:
+        tensors = load_file(folder / "predictor.safetensors")
+        predictor = LowRankPredictor(
+            facts["d_in"], facts["rank"], facts["n_out"], facts["nonlinearity"], bias=facts["bias"]
+        )
+        predictor.load_state_dict(tensors)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"the predictor in {folder} is damaged ({str(error).splitlines()[0]}); train it again"
+        ) from None
+    return Stored(facts, predictor.requires_grad_(False))
+
+
+def rounded(predictor: LowRankPredictor, dtype: str) -> LowRankPredictor:
+    """The predictor with every weight rounded to the deployed dtype, held in fp32."""
+    for parameter in predictor.parameters():
+        parameter.data = parameter.data.to(torch_dtype(dtype)).float()
+    return predictor
+
+
+def calibrate(
+    predictors_folder: str | Path,
+    activations_folder: str | Path,
+    model: str,
+    config: CalibrateConfig,
+    windows: Sequence[Sequence[int]] | None = None,
+    device: str = "auto",
+    progress: Callable[[str], object] | None = None,
+) -> Bundle:
+    """Set the thresholds of every predictor in ``predictors_folder`` and pack them.
+
+    Args:
+        predictors_folder: ``layer_XX/<target>/`` as training writes them; a target for every layer or for none.
+        activations_folder: shards, of which those of the ``calibrate`` set are read.
+        model: folder or hub id of the dense model.
+        config: what to aim at.
+        windows: token ids of calibrate documents, to measure sensitivities on; None shares out by true density.
+        device: where the rows are scored.
+        progress: called with a line at the start of every step.
+
+    Raises:
+        UserError: a missing predictor, a budget that cannot be met, or another value that cannot be meant.
+    """
+    from dejavu_train.shards import ShardReader
+
+    say = progress or logger.info
+    where = resolve_device(device)
+    dense = load_opt(model, device=where)
+    shape = OPTShape.from_config(dense.config, model)
+    config.check(shape)
+    folder = Path(predictors_folder)
+    targets = [
+        t for t in ("mlp", "heads") if any((folder / f"layer_{i:02d}" / t).is_dir() for i in range(shape.n_layers))
+    ]
+    if not targets:
+        raise UserError(f"there is no predictor in {folder}; train some first")
+    entries: dict[Key, Entry] = {}
+    tensors: dict[str, Tensor] = {}
+    predictors: dict[Key, LowRankPredictor] = {}
+    unions: dict[Key, list[float]] = {}
+    for layer in range(shape.n_layers):
+        say(f"thresholds of layer {layer}")
+        for target in targets:
+            stored = read_predictor(folder / f"layer_{layer:02d}" / target)
+            predictor = rounded(stored.predictor, config.dtype).to(where)
+            facts = stored.facts
+            site = ShardReader(activations_folder, facts["site_layer"], "calibrate")
+            own = ShardReader(activations_folder, layer, "calibrate")
+            blocks = _blocks(dense, layer, target, facts["site"], site, own, config.rows, where)
+            curve, active_density, frequency, logits = measure(predictor, target, blocks, config.batch_size > 1)
+            if config.batch_size > 1:
+                unions[layer, target] = union_densities(logits, curve["threshold"], config.batch_size)
+            predictors[layer, target] = predictor
+            entries[layer, target] = Entry(
+                layer=layer,
+                target=target,
+                site=facts["site"],
+                site_layer=facts["site_layer"],
+                rank=facts["rank"],
+                d_in=facts["d_in"],
+                n_out=facts["n_out"],
+                nonlinearity=facts["nonlinearity"],
+                bias=facts["bias"],
+                dtype=config.dtype,
+                keep_dense=layer in config.dense_layers,
+                active_density=active_density,
+                curve=curve,
+            )
+            for name, parameter in predictor.named_parameters():
+                tensors[tensor_name(layer, target, name)] = parameter.data.to(torch_dtype(config.dtype)).cpu()
+            tensors[tensor_name(layer, target, "frequency")] = frequency.float().cpu()
+    tokens = 0
+    if windows and config.sensitivity_tokens:
+        chosen = _take(windows, config.sensitivity_tokens)
+        tokens = sum(len(window) - 1 for window in chosen)
+        say(f"sensitivity of every layer on {tokens} tokens")
+        measured = _sensitivities(dense, predictors, entries, chosen, config)
+        for key, losses in measured.items():
+            entries[key].curve["loss_increase"] = losses
+    facts_kept = {"calibrate_rows": config.rows, "sensitivity_tokens": tokens}
+    bundle = Bundle(model, weight_hash(model), shape, entries, tensors, facts_kept)
+    return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
+
+
+def _blocks(
+    dense: Any, layer: int, target: str, site: str, inputs: Any, own: Any, rows: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(inputs (N, d), active (N, n) bool, contribution (N, n)) of evenly spread blocks, ``rows`` rows in all."""
+    block = dense.model.decoder.layers[layer]
+    norms = torch.linalg.vector_norm(block.fc2.weight.float(), dim=0)
+    for start, stop in spread_blocks(own.rows, rows, BLOCK_ROWS):
+        x = inputs.read(site, start, stop).to(device).float()
+        if target == "heads":
+            contribution = own.read("head_norm", start, stop).to(device).float()
+            yield x, contribution > 0, contribution
+            continue
+        active = own.read("mlp_active", start, stop).to(device).bool()
+        mlp_in = x if (site, inputs.layer) == ("mlp_in", layer) else own.read("mlp_in", start, stop).to(device).float()
+        activation = F.relu(F.linear(mlp_in.to(block.fc1.weight.dtype), block.fc1.weight, block.fc1.bias)).float()
+        yield x, active, activation * norms * active
+
+
+@torch.no_grad()
+def measure(
+    predictor: LowRankPredictor, target: str, blocks: Iterator[tuple[Tensor, Tensor, Tensor]], keep_logits: bool = False
+) -> tuple[dict[str, list[float]], float | None, Tensor, Tensor]:
+    """Curve, true density, frequency (n) and (heads, or when asked) a sample of the logits (N, n) of one predictor.
+
+    The frequency of a neuron is how often it is active; of a head, its mean contribution. The true density of heads
+    is not defined: every head contributes something.
+    """
+    tally = Tally()
+    frequency: Tensor | float = 0.0
+    rows = 0
+    kept: list[Tensor] = []
+    contributions: list[Tensor] = []
+    for x, active, contribution in blocks:
+        logits = predictor(x)
+        rows += x.shape[0]
+        frequency = frequency + (contribution if target == "heads" else active).double().sum(0)
+        if target == "heads":
+            contributions.append(contribution.cpu())
+        else:
+            tally.add(logits, active, contribution)
+        if target == "heads" or (keep_logits and rows <= 8 * BLOCK_ROWS):
+            kept.append(logits.half().cpu() if target == "mlp" else logits.cpu())
+    if rows == 0:
+        raise UserError("the calibrate set has no rows; collect more documents")
+    all_logits = torch.cat(kept) if kept else torch.empty(0)
+    frequency = torch.as_tensor(frequency) / rows
+    if target == "heads":
+        return (head_curve(all_logits, torch.cat(contributions), HEAD_GRID), None, frequency, all_logits)
+    return tally.curve(MLP_GRID), float(frequency.mean()), frequency, all_logits
+
+
+def _take(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
+    """Windows spread over all documents until ``tokens`` scored tokens are there."""
+    chosen: list[Sequence[int]] = []
+    longest = max(len(window) for window in windows)
+    count = max(1, min(len(windows), -(-tokens // max(longest - 1, 1))))
+    left = tokens
+    for i in range(count):
+        window = windows[len(windows) * i // count][: left + 1]
+        if len(window) > 1:
+            chosen.append(window)
+            left -= len(window) - 1
+        if left <= 0:
+            break
+    return chosen
+
+
+def _sensitivities(
+    dense: Any,
+    predictors: Mapping[Key, LowRankPredictor],
+    entries: Mapping[Key, Entry],
+    windows: Sequence[Sequence[int]],
+    config: CalibrateConfig,
+) -> dict[Key, list[float]]:
+    """``loss_increase`` over the grid of every entry."""
+    probes = {}
+    wanted = {"mlp": MLP_PROBES, "heads": HEAD_PROBES}
+    for key, entry in entries.items():
+        thresholds = [read_curve(entry.curve, density)["threshold"] for density in wanted[entry.target]]
+        probes[key] = Probe(predictors[key], entry.site, entry.site_layer, thresholds)
+    measured = loss_increases(dense, probes, windows)
+    return {
+        key: spread_loss(wanted[entries[key].target], losses, entries[key].curve["density"])
+        for key, losses in measured.items()
+    }
+
+
+def choose_densities(
+    bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key, Sequence[float]] | None = None
+) -> dict[Key, float]:
+    """A density for every entry of an uncalibrated bundle, as ``config`` asks.
+
+    Raises:
+        UserError: a budget below what predictors and the smallest densities read.
+    """
+    densities: dict[Key, float] = {}
+    if config.budget is not None:
+        return _within_budget(bundle, config, unions or {})
+    for target, mean in (("mlp", config.mlp_density), ("heads", config.head_density)):
+        layers = {layer: entry for (layer, t), entry in bundle.entries.items() if t == target}
+        if not layers:
+            if mean < 1.0 and target == "heads":
+                raise UserError(f"calibrate.head_density {mean:g} needs head predictors; train them or ask for 1.0")
+            continue
+        if target == "mlp" and config.retained_mass is not None:
+            shares = {
+                layer: 1.0 if entry.keep_dense else density_for_mass(entry.curve, config.retained_mass)
+                for layer, entry in layers.items()
+            }
+        else:
+            shares = allocate(layers, mean)
+        densities |= {(layer, target): share for layer, share in shares.items()}
+    return densities
+
+
+def predictor_bytes(entry: Entry) -> float:
+    """Bytes of one predictor in its deployed dtype."""
+    size = torch.empty(0, dtype=torch_dtype(entry.dtype)).element_size()
+    return float(size * (entry.rank * (entry.d_in + entry.n_out) + (entry.n_out if entry.bias else 0)))
+
+
+def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Densities over layers and both targets by loss saved per byte; a layer that saves nothing stays dense.
+
+    A dense layer reads no predictor, so density 1 is one more choice, not the end of the curve.
+    """
+    budget = parse_budget(config.budget or "")
+    shape = bundle.shape
+    choices: dict[Key, list[Point]] = {}
+    for key, entry in bundle.entries.items():
+        if "loss_increase" not in entry.curve:
+            raise UserError("calibrate.budget needs sensitivities; set calibrate.sensitivity_tokens above 0")
+        dense_cost = _unit_bytes(entry, shape, 1.0, 1.0)
+        points = [Point(dense_cost, 0.0, 1.0, whole=True)]
+        if not entry.keep_dense:
+            for i, density in enumerate(entry.curve["density"]):
+                read = unions[key][i] if key in unions else density
+                cost = predictor_bytes(entry) + _unit_bytes(entry, shape, read, entry.curve["recall"][i])
+                if cost < dense_cost:
+                    points.append(Point(cost, entry.curve["loss_increase"][i], density))
+        choices[key] = points
+    for target in ("mlp", "heads"):
+        if (0, target) not in bundle.entries:
+            one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model) if target == "mlp" else 8.0 * shape.d_model**2
+            choices[-1, target] = [Point(one * shape.n_layers, 0.0, 1.0)]
+    if budget.bytes_per_token is not None:
+        chosen = spend(choices, budget.bytes_per_token)
+    else:
+        assert budget.perplexity_increase is not None
+        chosen = least_cost(choices, float(np.log1p(budget.perplexity_increase)))
+    return {key: point.density for key, point in chosen.items() if key in bundle.entries}
+
+
+def _unit_bytes(entry: Entry, shape: OPTShape, density: float, recall: float) -> float:
+    if entry.target == "heads":
+        return head_bytes(density, shape.n_heads, shape.head_dim, shape.d_model)
+    active = 1.0 if density == 1.0 else (entry.active_density or 1.0)
+    return mlp_bytes(density, recall, active, shape.d_ffn, shape.d_model)

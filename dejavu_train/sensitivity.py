@@ -1,0 +1,166 @@
+"""Reads calibrate windows, returns nats: how much loss each layer and target costs when it alone is sparse.
+
+The loss of a density is measured as the divergence KL(dense || sparse) of the next-token distributions, in nats per
+token. Its expectation under the model's own text is the increase of the cross-entropy, and it scatters far less than
+a difference of two cross-entropies, so a few thousand tokens are enough to share out a budget.
+
+The dense pass is done once per window. A layer is then rerun from its recorded input, all densities as one batch,
+together with the layers above it; the layers below are dense and stay as they were. This halves the work, and needs
+nothing of the model but hooks, so it holds for every attention implementation and transformers version.
+
+Letters: K densities, T positions, d model width, n units, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dejavu_train.predictor import LowRankPredictor
+from dejavu_train.sites import decoder_layers
+
+Key = tuple[int, str]
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to measure of one (layer, target): its predictor, the site that it reads, and rising thresholds to try.
+
+    ``thresholds`` fall as densities rise; each is one sparse run of the layer.
+    """
+
+    predictor: LowRankPredictor
+    site: str
+    site_layer: int
+    thresholds: Sequence[float]
+
+
+@contextmanager
+def _multiplied(module: nn.Module, factor: Tensor) -> Iterator[None]:
+    """Multiply the input of ``module`` by ``factor``, whatever leading shape the model gives it."""
+
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] * factor.to(inputs[0].dtype).reshape(inputs[0].shape),)
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def masked(layer: Any, target: str, keep: Tensor) -> Iterator[None]:
+    """Zero the unselected units of one decoder layer.
+
+    Args:
+        layer: an OPT decoder layer of transformers.
+        target: ``mlp`` or ``heads``.
+        keep: (B, T, n) bool, true for selected units.
+    """
+    if target == "mlp":
+        module, factor = layer.fc2, keep
+    else:
+        module = layer.self_attn.out_proj
+        factor = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
+    with _multiplied(module, factor):
+        yield
+
+
+@torch.no_grad()
+def loss_increases(
+    model: Any, probes: Mapping[Key, Probe], windows: Sequence[Sequence[int]], progress: Progress | None = None
+) -> dict[Key, list[float]]:
+    """Mean nats per token that each probe loses at each of its thresholds, everything else dense.
+
+    Args:
+        model: an OPTForCausalLM.
+        probes: what to measure.
+        windows: token ids of calibrate documents, each starting with ``</s>``.
+        progress: called with 1 after every window.
+    """
+    device = next(model.parameters()).device
+    sums = {key: torch.zeros(len(probe.thresholds), dtype=torch.float64) for key, probe in probes.items()}
+    tokens = 0
+    for window in windows:
+        ids = torch.tensor([list(window)], device=device)
+        run = _dense_pass(model, ids)
+        for key, probe in probes.items():
+            logits = probe.predictor.to(device)(run.sites[probe.site, probe.site_layer].float())  # (1, T, n)
+            thresholds = torch.tensor(list(probe.thresholds), device=device).reshape(-1, 1, 1)
+            divergence = _rerun(model, run, key, logits > thresholds)
+            sums[key] += divergence.double().sum(dim=1).cpu()
+        tokens += ids.shape[1] - 1
+        if progress is not None:
+            progress(1)
+    return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
+
+
+@dataclass
+class _Run:
+    """The dense pass of one window: what every layer was called with, the sites, and the log-probabilities (1, T, V)."""
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    sites: dict[tuple[str, int], Tensor]
+    log_probabilities: Tensor
+
+
+def _dense_pass(model: Any, ids: Tensor) -> _Run:
+    layers = decoder_layers(model)
+    calls: list[Any] = [None] * len(layers)
+    sites: dict[tuple[str, int], Tensor] = {}
+
+    def keep_call(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[index] = (args, dict(kwargs))
+
+        return hook
+
+    def keep_site(site: str, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            sites[site, index] = output.reshape(ids.shape[0], ids.shape[1], -1)
+
+        return hook
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            for handle in (
+                layer.register_forward_pre_hook(keep_call(index), with_kwargs=True),
+                layer.self_attn_layer_norm.register_forward_hook(keep_site("attn_in", index)),
+                layer.final_layer_norm.register_forward_hook(keep_site("mlp_in", index)),
+            ):
+                hooks.callback(handle.remove)
+        logits = model(input_ids=ids, use_cache=False).logits
+    return _Run(calls, sites, F.log_softmax(logits.float(), dim=-1))
+
+
+def _rerun(model: Any, run: _Run, key: Key, keep: Tensor) -> Tensor:
+    """KL (K, T - 1) of the scored positions, with layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
+    first, target = key
+    layers = decoder_layers(model)
+    args, kwargs = run.calls[first]
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden = hidden.expand(keep.shape[0], -1, -1)
+    for index in range(first, len(layers)):
+        args, kwargs = run.calls[index]
+        if args:
+            args = (hidden, *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": hidden}
+        if index == first:
+            with masked(layers[index], target, keep):
+                output = layers[index](*args, **kwargs)
+        else:
+            output = layers[index](*args, **kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+    decoder = model.model.decoder
+    if decoder.final_layer_norm is not None:
+        hidden = decoder.final_layer_norm(hidden)
+    sparse = F.log_softmax(model.lm_head(hidden[:, :-1]).float(), dim=-1)
+    dense = run.log_probabilities[:, :-1]
+    return (dense.exp() * (dense - sparse)).sum(-1)

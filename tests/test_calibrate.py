@@ -1,0 +1,176 @@
+"""Calibration on the tiny model: thresholds give the densities they promise, and wrong wishes are one line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dejavu_train import calibrate as cal
+from dejavu_train.bundle import Bundle
+from dejavu_train.errors import UserError
+from dejavu_train.opt_model import OPTShape, load_opt, weight_hash
+from dejavu_train.predictor import LowRankPredictor, svd_start
+from dejavu_train.shards import ActivationManifest, ShardEntry, ShardWriter, pack_bits
+from dejavu_train.sites import head_contribution, record
+
+ROWS = 640
+
+
+@pytest.fixture(scope="module")
+def run(tiny_opt, tmp_path_factory):
+    """Shards of random tokens and SVD predictors for both targets of the tiny model."""
+    folder = tmp_path_factory.mktemp("run")
+    model = load_opt(str(tiny_opt))
+    shape = OPTShape.from_config(model.config)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, shape.vocab_size, (10, 64), generator=generator)
+    with record(model, ("attn_in", "mlp_in", "activation", "head_out")) as got, torch.no_grad():
+        model(ids)
+    entry = ShardEntry(0, "calibrate", ROWS)
+    manifest = ActivationManifest("tiny", weight_hash(str(tiny_opt)), shape, "float16", {}, {}, (entry,))
+    manifest.save(folder / "activations")
+    with ShardWriter(folder / "activations", manifest, entry) as writer:
+        for layer in range(shape.n_layers):
+            block = model.model.decoder.layers[layer]
+            tensors = got[layer]
+            active = tensors["activation"].flatten(0, 1) > 0
+            heads = head_contribution(tensors["head_out"], block.self_attn.out_proj.weight).flatten(0, 1)
+            rows = {
+                "attn_in": tensors["attn_in"].flatten(0, 1).half().numpy(),
+                "mlp_in": tensors["mlp_in"].flatten(0, 1).half().numpy(),
+                "mlp_active": pack_bits(active).numpy(),
+                "head_norm": heads.detach().half().numpy(),
+                "document": np.arange(ROWS, dtype=np.int32) // 64,
+                "position": np.arange(ROWS, dtype=np.int32) % 64,
+                "generated": np.zeros(ROWS, dtype=np.uint8),
+            }
+            writer.write(layer, 0, rows, int(active.sum()))
+    for layer in range(shape.n_layers):
+        for target in ("mlp", "heads"):
+            write_predictor(folder / "predictors", model, layer, target)
+    return str(tiny_opt), folder
+
+
+def write_predictor(folder, model, layer, target, rank=24):
+    block = model.model.decoder.layers[layer]
+    predictor = LowRankPredictor(48, rank, 96 if target == "mlp" else 4)
+    if target == "mlp":
+        svd_start(predictor, block.fc1.weight, block.fc1.bias)
+    path = folder / f"layer_{layer:02d}" / target
+    path.mkdir(parents=True)
+    save_file({name: p.data for name, p in predictor.named_parameters()}, path / "predictor.safetensors")
+    facts = {
+        "layer": layer, "target": target, "kind": "low_rank", "site": "mlp_in" if target == "mlp" else "attn_in",
+        "site_layer": layer, "rank": rank, "d_in": 48, "n_out": predictor.up.shape[0], "nonlinearity": "none",
+        "bias": True, "loss": "none", "metrics": {},
+    }  # fmt: skip
+    (path / "predictor.json").write_text(json.dumps(facts))
+
+
+def windows():
+    return [[2, *torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(i)).tolist()] for i in range(4)]
+
+
+def calibrated(run, **changes):
+    model, folder = run
+    config = cal.CalibrateConfig(**{"sensitivity_tokens": 60, **changes})
+    return cal.calibrate(folder / "predictors", folder / "activations", model, config, windows(), device="cpu")
+
+
+def measured_density(run, bundle, layer, target):
+    _, folder = run
+    from dejavu_train.shards import ShardReader
+
+    entry = bundle.entries[layer, target]
+    x = ShardReader(folder / "activations", entry.site_layer, "calibrate").read(entry.site, 0, ROWS).float()
+    with torch.no_grad():
+        return float((bundle.predictor(layer, target)(x) > entry.threshold).float().mean())
+
+
+def test_a_mean_density_is_met_by_thresholds(run, tmp_path):
+    bundle = calibrated(run, mlp_density=0.3, head_density=0.75)
+    for target, asked in (("mlp", 0.3), ("heads", 0.75)):
+        assert bundle.mean_density(target) == pytest.approx(asked, rel=1e-6)
+        for layer in range(2):
+            entry = bundle.entries[layer, target]
+            if entry.threshold is not None:
+                assert measured_density(run, bundle, layer, target) == pytest.approx(entry.density, rel=0.05, abs=0.01)
+    bundle.save_pretrained(tmp_path / "bundle")
+    again = Bundle.from_pretrained(tmp_path / "bundle")
+    again.check_model(run[0])
+    assert again.at(mlp_density=0.5).mean_density("mlp") == pytest.approx(0.5, rel=1e-6)
+    assert "loss_increase" in again.entries[0, "mlp"].curve
+
+
+def test_without_sensitivities_neurons_follow_true_density(run):
+    bundle = calibrated(run, mlp_density=0.2, sensitivity_tokens=0)
+    first, second = (bundle.entries[layer, "mlp"] for layer in range(2))
+    assert "loss_increase" not in first.curve
+    assert first.density / second.density == pytest.approx(first.active_density / second.active_density, rel=1e-6)
+
+
+def test_retained_mass_top_k_and_dense_layers(run):
+    bundle = calibrated(run, retained_mass=0.9, dense_layers=(1,), selection="top_k")
+    assert bundle.entries[0, "mlp"].retained_mass == pytest.approx(0.9, abs=1e-6)
+    assert bundle.entries[0, "mlp"].top_k == round(bundle.entries[0, "mlp"].density * 96)
+    assert bundle.entries[1, "mlp"].dense and bundle.entries[1, "heads"].dense
+
+
+def bytes_read(bundle):
+    shape = bundle.shape
+    total = 0.0
+    for entry in bundle.entries.values():
+        recall = entry.recall if not entry.dense else 1.0
+        total += cal._unit_bytes(entry, shape, entry.density, recall)
+        total += 0.0 if entry.dense else cal.predictor_bytes(entry)
+    return total
+
+
+def test_a_budget_in_bytes_is_kept_and_a_larger_one_loses_less(run):
+    dense = 8 * 48 * 48 * 2 * 2  # the ffn is 2 d wide
+    small, large = (calibrated(run, budget=str(int(share * dense))) for share in (0.7, 0.9))
+    assert bytes_read(small) <= 0.7 * dense * 1.02
+    assert bytes_read(large) <= 0.9 * dense * 1.02
+    assert bytes_read(large) > bytes_read(small)
+
+
+def test_a_perplexity_allowance_lets_less_be_read_when_it_is_larger(run):
+    strict, loose = calibrated(run, budget="0.01%"), calibrated(run, budget="30%")
+    assert bytes_read(loose) < bytes_read(strict)
+
+
+def test_a_budget_knows_that_a_batch_reads_a_union(run):
+    dense = 8 * 48 * 48 * 2 * 2  # the ffn is 2 d wide
+    one, four = (calibrated(run, budget=str(int(0.85 * dense)), batch_size=b) for b in (1, 4))
+    assert four.mean_density("mlp") + four.mean_density("heads") < one.mean_density("mlp") + one.mean_density("heads")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": "100"}, "cannot be met: the least that can be read is"),
+        ({"budget": "lots"}, "a budget is a perplexity allowance"),
+        ({"budget": "1%", "sensitivity_tokens": 0}, "needs sensitivities"),
+        ({"mlp_density": 0.0}, "calibrate.mlp_density must lie above 0"),
+        ({"dense_layers": (7,)}, "the model has layers 0 to 1, got 7"),
+        ({"dtype": "int3"}, "dtype must be"),
+        ({"dense_layers": (0, 1), "mlp_density": 0.5}, "cannot be met: the dense layers"),
+    ],
+)
+def test_wrong_wishes_are_one_line(run, changes, message):
+    with pytest.raises(UserError, match=message):
+        calibrated(run, **changes)
+
+
+def test_a_damaged_predictor_is_named(tmp_path):
+    path = tmp_path / "layer_00" / "mlp"
+    path.mkdir(parents=True)
+    with pytest.raises(UserError, match="a finished predictor is missing"):
+        cal.read_predictor(path)
+    facts = {"d_in": 4, "rank": 2, "n_out": 8, "nonlinearity": "none", "bias": False}
+    (path / "predictor.json").write_text(json.dumps(facts))
+    (path / "predictor.safetensors").write_bytes(b"half a file")
+    with pytest.raises(UserError, match="is damaged .*train it again"):
+        cal.read_predictor(path)
