@@ -1,0 +1,43 @@
+# make demo    train predictors on the embedded model and evaluate the sparse model (about 15 minutes on 2 cores)
+# make test    lint, format check, types, tests
+# INDEX=URL    another package index, for instance one with CPU wheels of torch
+# PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
+
+PYTHON ?= python3
+INDEX ?=
+PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
+CODE = dejavu_train kernels benchmarks tests train.py infer.py
+
+.PHONY: demo train infer test lint clean
+
+demo: train infer
+
+train: .venv/train
+	.venv/bin/python train.py --config configs/opt-mini.yaml
+
+infer: .venv/train
+	.venv/bin/python infer.py --config configs/infer/opt-mini.yaml
+
+test: .venv/dev lint
+	.venv/bin/python -m pytest --cov=dejavu_train --cov-report=term --cov-fail-under=85
+
+lint: .venv/dev
+	.venv/bin/ruff check $(CODE)
+	.venv/bin/ruff format --check $(CODE)
+	.venv/bin/mypy
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/train: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing the training dependencies into .venv"
+	$(PIP) --editable ".[train]"
+	@touch $@
+
+.venv/dev: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing the development dependencies into .venv"
+	$(PIP) --editable ".[train,large,dev]"
+	@touch $@ .venv/train
+
+clean:
+	rm -rf checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .coverage
