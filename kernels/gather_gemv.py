@@ -7,9 +7,25 @@ come out as `LiveRows`, the list that `scatter_gemv` reads, or at their own plac
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.launch import (
+    FLOAT_TYPES,
+    INTERPRET,
+    QUANTIZED_TYPES,
+    GatherSettings,
+    check_input,
+    check_tensor,
+    gather_settings,
+    list_slots,
+    next_power_of_two,
+    prefetch_l2,
+    require,
+    wait_for_predecessor,
+)
+from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 from kernels.select import Selection
 
 
@@ -79,6 +95,225 @@ def gather_gemv_reference(
     return y if mask is None else torch.where(mask, y, torch.zeros_like(y))
 
 
+@triton.jit
+def _gather_kernel(
+    x_ptr,
+    ln_weight_ptr,
+    ln_bias_ptr,
+    normalised_ptr,
+    w_ptr,
+    bias_ptr,
+    scale_ptr,
+    ids_ptr,
+    counts_ptr,
+    out_ptr,
+    live_ids_ptr,
+    live_counts_ptr,
+    n,
+    n_blocks,
+    slots,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEL_BLOCKS: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    RELU: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One batch row. Program p takes an even, contiguous share of the list, ROWS rows at a time over the full width."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    MASKED: tl.constexpr = D % BLOCK != 0
+    if PREFETCH > 0:  # a dense list is static: its first rows may travel to the L2 before the wait
+        LINES: tl.constexpr = PREFETCH // 128
+        line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        first_row = (pid.to(tl.int64) * n) // programs
+        last_row = ((pid + 1).to(tl.int64) * n) // programs
+        prefetch_l2(w_ptr + first_row * D + line, first_row * D + line < last_row * D)
+    gammas = ()
+    betas = ()
+    if ln_weight_ptr is not None:
+        for j in tl.static_range(STEPS):
+            c = j * BLOCK + columns
+            if MASKED:
+                gammas = gammas + (tl.load(ln_weight_ptr + c, mask=c < D, other=0.0),)
+                betas = betas + (tl.load(ln_bias_ptr + c, mask=c < D, other=0.0),)
+            else:
+                gammas = gammas + (tl.load(ln_weight_ptr + c),)
+                betas = betas + (tl.load(ln_bias_ptr + c),)
+    wait_for_predecessor(PDL)
+
+    xs = ()
+    for j in tl.static_range(STEPS):
+        c = j * BLOCK + columns
+        if MASKED:
+            xs = xs + (tl.load(x_ptr + c, mask=c < D, other=0.0),)
+        else:
+            xs = xs + (tl.load(x_ptr + c),)
+    if counts_ptr is not None:
+        block_index = tl.arange(0, SEL_BLOCKS)
+        counts = tl.load(counts_ptr + block_index, mask=block_index < n_blocks, other=0)
+        running = tl.cumsum(counts, 0)
+        total = tl.sum(counts, 0) * GROUP
+    else:
+        total = n
+    first = ((pid.to(tl.int64) * total) // programs).to(tl.int32)
+    last = (((pid + 1).to(tl.int64) * total) // programs).to(tl.int32)
+
+    if ln_weight_ptr is not None:
+        partial = tl.zeros((BLOCK,), tl.float32)
+        for j in tl.static_range(STEPS):
+            partial += xs[j].to(tl.float32)
+        mean = tl.sum(partial, 0) / D
+        partial = tl.zeros((BLOCK,), tl.float32)
+        for j in tl.static_range(STEPS):
+            centred = xs[j].to(tl.float32) - mean
+            if MASKED:
+                centred = tl.where(j * BLOCK + columns < D, centred, 0.0)
+            partial += centred * centred
+        rstd = tl.rsqrt(tl.sum(partial, 0) / D + eps)
+        normed = ()
+        for j in tl.static_range(STEPS):
+            y = (xs[j].to(tl.float32) - mean) * rstd * gammas[j].to(tl.float32) + betas[j].to(tl.float32)
+            if w_ptr.dtype.element_ty == tl.float16 or w_ptr.dtype.element_ty == tl.bfloat16:
+                y = y.to(w_ptr.dtype.element_ty)
+            normed = normed + (y,)
+        xs = normed
+        if normalised_ptr is not None:
+            for j in tl.static_range(STEPS):
+                c = j * BLOCK + columns
+                if j % programs == pid:
+                    tl.store(normalised_ptr + c, xs[j].to(normalised_ptr.dtype.element_ty), mask=c < D)
+
+    written = 0
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        items = start + tl.arange(0, ROWS)
+        valid = items < last
+        if ids_ptr is not None:
+            slot = list_slots(items // GROUP, running, SEL_BLOCK)
+            rows = tl.load(ids_ptr + slot, mask=valid, other=0) * GROUP + items % GROUP
+        else:
+            rows = items
+        row_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+        acc = tl.zeros((ROWS, BLOCK), tl.float32)
+        for j in tl.static_range(STEPS):
+            if MASKED:
+                w = tl.load(row_ptrs + j * BLOCK, mask=valid[:, None] & (j * BLOCK + columns < D)[None, :], other=0.0)
+            else:
+                w = tl.load(row_ptrs + j * BLOCK, mask=valid[:, None], other=0.0)
+            acc += w.to(tl.float32) * xs[j].to(tl.float32)[None, :]
+        y = tl.sum(acc, 1)
+        if scale_ptr is not None:
+            y = y * tl.load(scale_ptr + rows, mask=valid, other=0.0)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + rows, mask=valid, other=0.0).to(tl.float32)
+        if RELU:
+            y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+        if live_ids_ptr is not None:
+            live = valid & (y != 0)
+            rank = written + tl.cumsum(live.to(tl.int32), 0) - 1
+            tl.store(live_ids_ptr + pid * slots + rank, rows, mask=live)
+            tl.store(out_ptr + pid * slots + rank, y, mask=live)
+            written += tl.sum(live.to(tl.int32), 0)
+        else:
+            tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=valid)
+    if live_ids_ptr is not None:
+        tl.store(live_counts_ptr + pid, written)
+
+
+@triton.jit
+def _gather_dot_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    scale_ptr,
+    ids_ptr,
+    counts_ptr,
+    row_bits_ptr,
+    out_ptr,
+    live_ids_ptr,
+    live_counts_ptr,
+    n,
+    n_blocks,
+    slots,
+    batch,
+    D: tl.constexpr,
+    BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEL_BLOCKS: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    RELU: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """2 to 32 batch rows on the tensor cores: ROWS gathered weight rows are M, the padded batch is N."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    k = tl.arange(0, BLOCK)
+    b = tl.arange(0, BATCH)
+    wait_for_predecessor(PDL)
+    if counts_ptr is not None:
+        block_index = tl.arange(0, SEL_BLOCKS)
+        counts = tl.load(counts_ptr + block_index, mask=block_index < n_blocks, other=0)
+        running = tl.cumsum(counts, 0)
+        total = tl.sum(counts, 0) * GROUP
+    else:
+        total = n
+    first = ((pid.to(tl.int64) * total) // programs).to(tl.int32)
+    last = (((pid + 1).to(tl.int64) * total) // programs).to(tl.int32)
+    written = 0
+    for start in range(first, last, ROWS):
+        items = start + tl.arange(0, ROWS)
+        valid = items < last
+        if ids_ptr is not None:
+            slot = list_slots(items // GROUP, running, SEL_BLOCK)
+            index = tl.load(ids_ptr + slot, mask=valid, other=0)
+            rows = index * GROUP + items % GROUP
+            bits = tl.load(row_bits_ptr + index, mask=valid, other=0)
+        else:
+            rows = items
+        row_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + k[None, :]
+        x_ptrs = x_ptr + b[None, :] * D + k[:, None]
+        acc = tl.zeros((ROWS, BATCH), tl.float32)
+        for column in tl.range(0, D, BLOCK, num_stages=STAGES):
+            inside = k + column < D
+            w = tl.load(row_ptrs + column, mask=valid[:, None] & inside[None, :], other=0.0)
+            x = tl.load(x_ptrs + column, mask=inside[:, None] & (b < batch)[None, :], other=0.0)
+            acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision="ieee")
+        y = acc
+        if scale_ptr is not None:
+            y = y * tl.load(scale_ptr + rows, mask=valid, other=0.0)[:, None]
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
+        if RELU:
+            y = tl.where(y <= 0, 0.0, y)
+        if ids_ptr is not None:
+            y = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, y, 0.0)
+        y = tl.where((b < batch)[None, :], y, 0.0)
+        store = valid[:, None] & (b < batch)[None, :]
+        if live_ids_ptr is not None:
+            live = valid & (tl.sum((y != 0).to(tl.int32), 1) > 0)
+            rank = written + tl.cumsum(live.to(tl.int32), 0) - 1
+            tl.store(live_ids_ptr + pid * slots + rank, rows, mask=live)
+            place = (pid * slots + rank)[:, None] * batch + b[None, :]
+            tl.store(out_ptr + place, y, mask=store & live[:, None])
+            written += tl.sum(live.to(tl.int32), 0)
+        else:
+            place = b[None, :].to(tl.int64) * n + rows[:, None]
+            tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=store)
+    if live_ids_ptr is not None:
+        tl.store(live_counts_ptr + pid, written)
+
+
 def gather_gemv(
     x: Tensor,
     weight: Tensor,
@@ -91,29 +326,126 @@ def gather_gemv(
     rows_per_id: int = 1,
     normalised_out: Tensor | None = None,
     pdl: bool = False,
+    settings: GatherSettings | None = None,
 ) -> None:
     """Selected rows of `weight` times x; selection None = all rows (a dense GEMV).
 
     x: (B, d) fp32/fp16/bf16, B <= 32; weight: (n, d) fp32/fp16/bf16, or int8/fp8 with scale (n,) fp32; bias: (n,).
-    activation: "none" or "relu". ln normalises x first (in fp32, then rounded to the weight's dtype).
+    activation: "none" or "relu". ln normalises x first, in fp32, then rounds to the weight's dtype if that is fp16 or
+    bf16 (for B > 1 with a kernel of its own, which needs normalised_out or allocates one).
     out: `LiveRows` (needs a selection), or (B, n) fp32/fp16/bf16; then rows that no batch row selected are left
-    untouched. For B > 1 a row that batch row b did not select is 0 there. rows_per_id: every selected id stands for this
-    many consecutive rows (a head). normalised_out: (B, d), receives LN(x).
+    untouched. For B > 1 a row that batch row b did not select is 0 there. rows_per_id: every selected id stands for
+    this many consecutive rows (a head). normalised_out: (B, d), receives LN(x). Sums in fp32, in an order that the
+    settings fix.
     """
-    batch, n = x.shape[0], weight.shape[0]
-    mask = None
-    if selection is not None:
-        mask = selection.to_mask(batch).repeat_interleave(rows_per_id, dim=1)
+    batch, d = check_input("x", x)
+    n = weight.shape[0]
+    check_tensor("weight", weight, (n, d), FLOAT_TYPES + QUANTIZED_TYPES, x)
+    require(activation in ("none", "relu"), f"activation must be 'none' or 'relu', got {activation!r}")
+    quantized = weight.dtype in QUANTIZED_TYPES
+    require(not quantized or scale is not None, f"a weight of {weight.dtype} needs a scale per row")
+    if bias is not None:
+        check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
+    if scale is not None:
+        check_tensor("scale", scale, (n,), (torch.float32,), x)
     if ln is not None:
-        x = layer_norm_reference(x, ln, weight.dtype if weight.is_floating_point() and scale is None else torch.float32)
-        if normalised_out is not None:
-            normalised_out.copy_(x)
-    y = gather_gemv_reference(x, weight, bias, mask, activation, None, scale)
+        check_tensor("LayerNorm weight", ln.weight, (d,), FLOAT_TYPES, x)
+        check_tensor("LayerNorm bias", ln.bias, (d,), FLOAT_TYPES, x)
+    if normalised_out is not None:
+        require(ln is not None, "normalised_out needs a LayerNorm")
+        check_tensor("normalised_out", normalised_out, (batch, d), FLOAT_TYPES, x)
+    if selection is not None:
+        require(
+            selection.n * rows_per_id == n,
+            f"a selection of {selection.n} ids of {rows_per_id} rows does not fit a weight of {n} rows",
+        )
+        check_tensor("selection.ids", selection.ids, tuple(selection.ids.shape), (torch.int32,), x)
+    settings = settings or gather_settings(d, batch, selection is None, n)
+    programs = min(settings.programs, n)
     if isinstance(out, LiveRows):
-        out.set_dense(y)
-    elif mask is None:
-        out.copy_(y)
+        require(selection is not None, "LiveRows are the output of a selection; a dense product needs a tensor")
+        require(out.n == n, f"the live rows are made for {out.n} rows, the weight has {n}")
+        require(out.values.shape[1] == batch, f"the live rows are made for batch {out.values.shape[1]}, got {batch}")
+        check_tensor("out.values", out.values, tuple(out.values.shape), (torch.float32,), x)
+        target, live_ids, live_counts, slots = out.values, out.ids, out.counts, out.slots
+        programs = out.counts.numel()  # the list's ranges are the programs of this launch
     else:
-        union = mask.any(0)
-        out[:, union] = y[:, union].to(out.dtype)
-    assert n == y.shape[1]
+        check_tensor("out", out, (batch, n), FLOAT_TYPES, x)
+        target, live_ids, live_counts, slots = out, None, None, 0
+    ids = counts = row_bits = None
+    n_blocks, sel_block = 0, 1
+    if selection is not None:
+        ids, counts, row_bits = selection.ids, selection.counts, selection.row_bits
+        n_blocks, sel_block = counts.numel(), selection.block
+    use_pdl = pdl and not INTERPRET
+    sel_blocks = next_power_of_two(max(n_blocks, 2))
+    if batch == 1:
+        prefetch = 0 if INTERPRET or selection is not None or not pdl else settings.prefetch
+        _gather_kernel[(programs,)](
+            x,
+            None if ln is None else ln.weight,
+            None if ln is None else ln.bias,
+            normalised_out,
+            weight,
+            bias,
+            scale,
+            ids,
+            counts,
+            target,
+            live_ids,
+            live_counts,
+            n,
+            n_blocks,
+            slots,
+            0.0 if ln is None else ln.eps,
+            D=d,
+            BLOCK=settings.block,
+            ROWS=settings.rows,
+            SEL_BLOCKS=sel_blocks,
+            SEL_BLOCK=sel_block,
+            GROUP=rows_per_id,
+            RELU=activation == "relu",
+            STAGES=settings.stages,
+            PREFETCH=prefetch,
+            PDL=use_pdl,
+            num_warps=settings.warps,
+            launch_pdl=use_pdl,
+        )
+        return
+    if ln is not None:
+        if normalised_out is None:
+            normalised_out = torch.empty(x.shape, dtype=x.dtype if quantized else weight.dtype, device=x.device)
+        layer_norm(x, ln, normalised_out, pdl)
+        x = normalised_out
+    _gather_dot_kernel[(programs,)](
+        x,
+        weight,
+        bias,
+        scale,
+        ids,
+        counts,
+        row_bits,
+        target,
+        live_ids,
+        live_counts,
+        n,
+        n_blocks,
+        slots,
+        batch,
+        D=d,
+        BATCH=max(16, next_power_of_two(batch)),
+        BLOCK=settings.block,
+        ROWS=settings.rows,
+        SEL_BLOCKS=sel_blocks,
+        SEL_BLOCK=sel_block,
+        GROUP=rows_per_id,
+        RELU=activation == "relu",
+        STAGES=settings.stages,
+        DOT=DOT_TYPES.get(weight.dtype, tl.float16),
+        PDL=use_pdl,
+        num_warps=settings.warps,
+        launch_pdl=use_pdl,
+    )
+
+
+DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

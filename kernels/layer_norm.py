@@ -1,12 +1,17 @@
 """LayerNorm as a prologue: y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, in fp32.
 
-It is never a kernel of its own: the kernels that read the residual stream x (B, d) fp32 normalise it on the way in.
+For one batch row it is no kernel of its own: the kernels that read the residual stream x (1, d) fp32 normalise it on
+the way in. For a batch it is one (`layer_norm`).
 """
 
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels.launch import FLOAT_TYPES, INTERPRET, check_input, check_tensor, next_power_of_two, wait_for_predecessor
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,40 @@ def layer_norm_reference(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype = t
     variance = (wide - mean).square().mean(-1, keepdim=True)
     y = (wide - mean) * torch.rsqrt(variance + ln.eps) * ln.weight.to(wide.dtype) + ln.bias.to(wide.dtype)
     return y.to(dtype)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < D
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * D + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 0) / D
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
+    y = centred * rstd * weight + bias
+    tl.store(out_ptr + row * D + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
+    """x (B, d) -> out (B, d), one program a row; for batches, where normalising in each consumer costs more."""
+    batch, d = check_input("x", x)
+    check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
+    use_pdl = pdl and not INTERPRET
+    _layer_norm_kernel[(batch,)](
+        x,
+        ln.weight,
+        ln.bias,
+        out,
+        ln.eps,
+        D=d,
+        BLOCK=next_power_of_two(d),
+        PDL=use_pdl,
+        num_warps=8,
+        launch_pdl=use_pdl,
+    )

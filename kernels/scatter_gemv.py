@@ -1,15 +1,29 @@
-"""Rows of a transposed matrix summed by weight: y[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] w_t[i, j] over listed i.
+"""A weighted sum of listed rows: y[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] w_t[i, j], i over the list.
 
-h is a `LiveRows` list (fc2 after the gathered fc1: rows of zero activations are never read), or a dense (B, n) with the rows
-of a selection (the out-projection after attention over selected heads), or with all rows. w_t (n, d), sums in fp32.
+h is a `LiveRows` list (fc2 after the gathered fc1: rows of zero activations are never read), or a dense (B, n) with the
+rows of a selection (the out-projection after attention over selected heads), or with all rows. w_t (n, d), fp32 sums.
 """
 
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.gather_gemv import LiveRows
+from kernels.launch import (
+    FLOAT_TYPES,
+    INTERPRET,
+    ScatterSettings,
+    check_input,
+    check_tensor,
+    list_slots,
+    next_power_of_two,
+    require,
+    scatter_settings,
+    wait_for_predecessor,
+)
 from kernels.select import Selection
 
 
@@ -39,6 +53,171 @@ def scatter_gemv_reference(
     return y if residual is None else y + residual.to(wide)
 
 
+@triton.jit
+def _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, splits, GROUP: tl.constexpr, LIVE: tl.constexpr,
+              BLOCKS: tl.constexpr):  # fmt: skip
+    """(running counts, first block, first item, last item) of a split. A live list is cut between its ranges, which
+    are even already; a selection is cut between items; without a list all n rows are the items."""
+    index = tl.arange(0, BLOCKS)
+    if LIVE:
+        low = split * n_blocks // splits
+        high = (split + 1) * n_blocks // splits
+        counts = tl.load(counts_ptr + low + index, mask=low + index < high, other=0)
+        return tl.cumsum(counts, 0), low, 0, tl.sum(counts, 0)
+    elif ids_ptr is not None:
+        counts = tl.load(counts_ptr + index, mask=index < n_blocks, other=0)
+        total = tl.sum(counts, 0) * GROUP
+        first = (split.to(tl.int64) * total // splits).to(tl.int32)
+        last = ((split + 1).to(tl.int64) * total // splits).to(tl.int32)
+        return tl.cumsum(counts, 0), 0, first, last
+    else:
+        first = (split.to(tl.int64) * n // splits).to(tl.int32)
+        last = ((split + 1).to(tl.int64) * n // splits).to(tl.int32)
+        return index, 0, first, last
+
+
+@triton.jit
+def _scatter_kernel(
+    h_ptr,
+    w_ptr,
+    bias_ptr,
+    residual_ptr,
+    ids_ptr,
+    counts_ptr,
+    out_ptr,
+    partials_ptr,
+    tickets_ptr,
+    n,
+    n_blocks,
+    slots,
+    D: tl.constexpr,
+    STRIPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One batch row: program (stripe, split) sums its share of the listed rows over STRIPE columns."""
+    stripe = tl.program_id(0)
+    split = tl.program_id(1)
+    columns = stripe * STRIPE + tl.arange(0, STRIPE)
+    inside = columns < D
+    wait_for_predecessor(PDL)
+    running, low, first, last = _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, SPLITS, GROUP, LIVE, BLOCKS)
+    acc = tl.zeros((ROWS, STRIPE), tl.float32)
+    for start in range(first, last, ROWS):
+        items = start + tl.arange(0, ROWS)
+        valid = items < last
+        if LIVE:
+            slot = low * slots + list_slots(items, running, slots)
+            rows = tl.load(ids_ptr + slot, mask=valid, other=0)
+            h = tl.load(h_ptr + slot, mask=valid, other=0.0).to(tl.float32)
+        else:
+            if ids_ptr is not None:
+                slot = list_slots(items // GROUP, running, SEL_BLOCK)
+                rows = tl.load(ids_ptr + slot, mask=valid, other=0) * GROUP + items % GROUP
+            else:
+                rows = items
+            h = tl.load(h_ptr + rows, mask=valid, other=0.0).to(tl.float32)
+        w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+        w = tl.load(w_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
+        acc += w.to(tl.float32) * h[:, None]
+    partial = tl.sum(acc, 0)
+    tl.store(partials_ptr + split * D + columns, partial, mask=inside, cache_modifier=".cg")
+    tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
+    arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        s = tl.arange(0, SPLITS_PAD)
+        partial_ptrs = partials_ptr + s[:, None] * D + columns[None, :]
+        parts = tl.load(partial_ptrs, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        y = tl.sum(parts, 0)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(tickets_ptr + stripe, 0)
+
+
+@triton.jit
+def _scatter_dot_kernel(
+    h_ptr,
+    w_ptr,
+    bias_ptr,
+    residual_ptr,
+    ids_ptr,
+    counts_ptr,
+    row_bits_ptr,
+    out_ptr,
+    partials_ptr,
+    tickets_ptr,
+    n,
+    n_blocks,
+    slots,
+    batch,
+    D: tl.constexpr,
+    BATCH: tl.constexpr,
+    STRIPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LIVE: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """2 to 32 batch rows on the tensor cores: STRIPE columns are M, the padded batch is N, listed rows are K."""
+    stripe = tl.program_id(0)
+    split = tl.program_id(1)
+    columns = stripe * STRIPE + tl.arange(0, STRIPE)
+    inside = columns < D
+    b = tl.arange(0, BATCH)
+    in_batch = b < batch
+    wait_for_predecessor(PDL)
+    running, low, first, last = _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, SPLITS, GROUP, LIVE, BLOCKS)
+    acc = tl.zeros((STRIPE, BATCH), tl.float32)
+    for start in range(first, last, ROWS):
+        items = start + tl.arange(0, ROWS)
+        valid = items < last
+        use = valid[:, None] & in_batch[None, :]
+        if LIVE:
+            slot = low * slots + list_slots(items, running, slots)
+            rows = tl.load(ids_ptr + slot, mask=valid, other=0)
+            h = tl.load(h_ptr + slot[:, None] * batch + b[None, :], mask=use, other=0.0)
+        else:
+            if ids_ptr is not None:
+                index = tl.load(ids_ptr + list_slots(items // GROUP, running, SEL_BLOCK), mask=valid, other=0)
+                rows = index * GROUP + items % GROUP
+                bits = tl.load(row_bits_ptr + index, mask=valid, other=0)
+                use = use & (((bits[:, None] >> b[None, :]) & 1) != 0)
+            else:
+                rows = items
+            h = tl.load(h_ptr + b[None, :].to(tl.int64) * n + rows[:, None], mask=use, other=0.0)
+        w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+        w = tl.load(w_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
+        acc = tl.dot(tl.trans(w.to(DOT)), h.to(DOT), acc, input_precision="ieee")
+    place = b[None, :] * D + columns[:, None]
+    store = inside[:, None] & in_batch[None, :]
+    tl.store(partials_ptr + split * batch * D + place, acc, mask=store, cache_modifier=".cg")
+    tl.debug_barrier()
+    arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        y = tl.zeros((STRIPE, BATCH), tl.float32)
+        for s in tl.static_range(SPLITS):
+            y += tl.load(partials_ptr + s * batch * D + place, mask=store, other=0.0, cache_modifier=".cg")
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + place, mask=store, other=0.0).to(tl.float32)
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=store)
+        tl.store(tickets_ptr + stripe, 0)
+
+
 def scatter_gemv(
     h: Tensor | LiveRows,
     weight_t: Tensor,
@@ -49,17 +228,68 @@ def scatter_gemv(
     rows_per_id: int = 1,
     scratch: ScatterScratch | None = None,
     pdl: bool = False,
+    settings: ScatterSettings | None = None,
 ) -> None:
     """Sum the listed rows of weight_t (n, d) into out (B, d), one kernel, bitwise deterministic.
 
-    h: `LiveRows` (selection None), or (B, n) fp32/fp16/bf16 with a selection of n / rows_per_id ids (rows that batch row b did not
-    select count as zero for it), or with selection None: all n rows. residual: (B, d) fp32 or None; out: (B, d)
-    fp32/fp16/bf16 and may be the residual itself. scratch: shared by calls that run one after another; without it
-    one is made for the call.
+    h: `LiveRows` (selection None), or (B, n) fp32/fp16/bf16 with a selection of n / rows_per_id ids (rows that batch
+    row b did not select count as zero for it; with B = 1 the list itself says so), or with selection None: all n rows.
+    residual: (B, d) or None; out: (B, d) and may be the residual itself; both fp32/fp16/bf16. For B > 1, h is rounded
+    to the dtype of the weight. scratch: shared by calls that run one after another; without it the call makes one.
     """
+    values = h.values if isinstance(h, LiveRows) else h
     if isinstance(h, LiveRows):
-        dense, mask = h.to_dense(), None
+        require(selection is None, "LiveRows are a list already; they take no selection")
+        batch = h.values.shape[1]
+        check_input("h.values", h.values.view(batch, -1))
+        n_listed = h.n
     else:
-        dense = h
-        mask = None if selection is None else selection.to_mask(h.shape[0]).repeat_interleave(rows_per_id, dim=1)
-    out.copy_(scatter_gemv_reference(dense, weight_t, bias, residual, mask))
+        batch, n_listed = check_input("h", h)
+    n, d = weight_t.shape
+    require(n == n_listed, f"h has {n_listed} rows, the weight {n}")
+    check_tensor("weight_t", weight_t, (n, d), FLOAT_TYPES, values)
+    check_tensor("out", out, (batch, d), FLOAT_TYPES, values)
+    if bias is not None:
+        check_tensor("bias", bias, (d,), FLOAT_TYPES, values)
+    if residual is not None:
+        check_tensor("residual", residual, (batch, d), FLOAT_TYPES, values)
+    ids = counts = row_bits = None
+    n_blocks, sel_block, slots = 0, 1, 0
+    settings = settings or scatter_settings(d, batch)
+    splits, blocks = settings.splits, 2
+    if isinstance(h, LiveRows):
+        ids, counts, slots = h.ids, h.counts, h.slots
+        n_blocks = counts.numel()
+        blocks = next_power_of_two(max(2, -(-n_blocks // splits)))
+    elif selection is not None:
+        require(
+            selection.n * rows_per_id == n,
+            f"a selection of {selection.n} ids of {rows_per_id} rows does not fit a weight of {n} rows",
+        )
+        ids, counts, row_bits, sel_block = selection.ids, selection.counts, selection.row_bits, selection.block
+        n_blocks = counts.numel()
+        blocks = next_power_of_two(max(2, n_blocks))
+    stripes = -(-d // settings.stripe)
+    if scratch is None:
+        scratch = ScatterScratch.empty(batch, d, values.device, splits)
+    require(
+        scratch.partials.numel() >= splits * batch * d,
+        f"the scratch holds {scratch.partials.numel()} partial sums, {splits} splits of {batch} x {d} are needed",
+    )
+    require(scratch.tickets.numel() >= stripes, f"the scratch holds {scratch.tickets.numel()} tickets of {stripes}")
+    use_pdl = pdl and not INTERPRET
+    if batch == 1:
+        _scatter_kernel[(stripes, splits)](
+            values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, n, n_blocks, slots,
+            D=d, STRIPE=settings.stripe, SPLITS=splits, SPLITS_PAD=next_power_of_two(splits), ROWS=settings.rows,
+            BLOCKS=blocks, SEL_BLOCK=sel_block, GROUP=rows_per_id, LIVE=isinstance(h, LiveRows), PDL=use_pdl,
+            num_warps=settings.warps, launch_pdl=use_pdl,
+        )  # fmt: skip
+    else:
+        dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(weight_t.dtype, tl.float16)
+        _scatter_dot_kernel[(stripes, splits)](
+            values, weight_t, bias, residual, ids, counts, row_bits, out, scratch.partials, scratch.tickets, n,
+            n_blocks, slots, batch, D=d, BATCH=max(16, next_power_of_two(batch)), STRIPE=settings.stripe,
+            SPLITS=splits, ROWS=settings.rows, BLOCKS=blocks, SEL_BLOCK=sel_block, GROUP=rows_per_id,
+            LIVE=isinstance(h, LiveRows), DOT=dot, PDL=use_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
+        )  # fmt: skip

@@ -1,16 +1,28 @@
 """Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
-device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes its
-selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. Consumers sum the counts
+device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
+its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. Consumers sum the counts
 themselves. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
 """
 
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import (
+    FLOAT_TYPES,
+    INTERPRET,
+    QUANTIZED_TYPES,
+    check_input,
+    check_tensor,
+    next_power_of_two,
+    require,
+    wait_for_predecessor,
+)
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
 
@@ -77,7 +89,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class PredictorWeights:
-    """down (rank, d), up (n, rank), bias (n) fp32 or None; fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 scales per row."""
+    """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales."""
 
     down: Tensor
     up: Tensor
@@ -136,14 +148,146 @@ def predict_select_reference(
 ) -> Tensor:
     """The selection as a mask (B, n) bool in plain torch."""
     logits = predict_reference(x, predictor, ln)
-    if top_k is None:
-        mask = logits > threshold
-    else:
-        order = torch.sort(logits.nan_to_num(nan=float("-inf")), dim=1, descending=True, stable=True).indices
-        mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order[:, :top_k], True) & ~logits.isnan()
+    if top_k is not None:
+        return top_k_mask(logits, top_k, row_state)
+    mask = logits > threshold
     if row_state is not None:
         mask = (mask & (row_state[:, None] > 0)) | (row_state[:, None] == 2)
     return mask
+
+
+@triton.jit
+def _store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr):
+    """chosen (BLOCK,) int32 0/1: the ids of the ones, packed to the front of the block's slots."""
+    place = pid * BLOCK + tl.cumsum(chosen, 0) - 1
+    tl.store(ids_ptr + place, rows, mask=chosen != 0)
+    tl.store(counts_ptr + pid, tl.sum(chosen, 0))
+
+
+@triton.jit
+def _select_kernel(
+    hidden_ptr,
+    up_ptr,
+    up_scale_ptr,
+    bias_ptr,
+    threshold_ptr,
+    threshold,
+    row_state_ptr,
+    ids_ptr,
+    counts_ptr,
+    row_bits_ptr,
+    logits_ptr,
+    n,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One batch row: a program's whole tile of `up` is static, so it is in registers before the wait."""
+    pid = tl.program_id(0)
+    rows = pid * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    r = tl.arange(0, CHUNK)
+    STEPS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
+    MASKED: tl.constexpr = RANK % CHUNK != 0
+    tiles = ()
+    for j in tl.static_range(STEPS):
+        tile_ptrs = up_ptr + rows.to(tl.int64)[:, None] * RANK + (j * CHUNK + r)[None, :]
+        if MASKED:
+            tiles = tiles + (tl.load(tile_ptrs, mask=inside[:, None] & (j * CHUNK + r < RANK)[None, :], other=0.0),)
+        else:
+            tiles = tiles + (tl.load(tile_ptrs, mask=inside[:, None], other=0.0),)
+    if up_scale_ptr is not None:
+        scale = tl.load(up_scale_ptr + rows, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros((BLOCK, CHUNK), tl.float32)
+    for j in tl.static_range(STEPS):
+        if MASKED:
+            z = tl.load(hidden_ptr + j * CHUNK + r, mask=j * CHUNK + r < RANK, other=0.0)
+        else:
+            z = tl.load(hidden_ptr + j * CHUNK + r)
+        acc += tiles[j].to(tl.float32) * z[None, :]
+    logits = tl.sum(acc, 1)
+    if up_scale_ptr is not None:
+        logits = logits * scale
+    if bias_ptr is not None:
+        logits += bias
+    if logits_ptr is not None:
+        tl.store(logits_ptr + rows, logits, mask=inside)
+    if threshold_ptr is not None:
+        limit = tl.load(threshold_ptr)
+    else:
+        limit = threshold
+    chosen = (logits > limit) & inside  # False for NaN
+    if row_state_ptr is not None:
+        state = tl.load(row_state_ptr)
+        chosen = (chosen & (state > 0)) | (inside & (state == 2))
+    bits = chosen.to(tl.int32)
+    tl.store(row_bits_ptr + rows, bits, mask=inside)
+    _store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
+
+
+@triton.jit
+def _select_dot_kernel(
+    hidden_ptr,
+    up_ptr,
+    up_scale_ptr,
+    bias_ptr,
+    threshold_ptr,
+    threshold,
+    row_state_ptr,
+    ids_ptr,
+    counts_ptr,
+    row_bits_ptr,
+    logits_ptr,
+    n,
+    batch,
+    RANK: tl.constexpr,
+    BATCH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """2 to 32 batch rows. The fp32 hidden state enters the 16-bit product as two terms, so it is not rounded."""
+    pid = tl.program_id(0)
+    rows = pid * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    b = tl.arange(0, BATCH)
+    r = tl.arange(0, CHUNK)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros((BLOCK, BATCH), tl.float32)
+    for first in tl.range(0, RANK, CHUNK):
+        column = first + r
+        tile_ptrs = up_ptr + rows.to(tl.int64)[:, None] * RANK + column[None, :]
+        tile = tl.load(tile_ptrs, mask=inside[:, None] & (column < RANK)[None, :], other=0.0).to(DOT)
+        z_ptrs = hidden_ptr + b[None, :] * RANK + column[:, None]
+        z = tl.load(z_ptrs, mask=(column < RANK)[:, None] & (b < batch)[None, :], other=0.0)
+        high = z.to(DOT)
+        acc = tl.dot(tile, high, acc, input_precision="ieee")
+        if DOT != tl.float32:
+            acc = tl.dot(tile, (z - high.to(tl.float32)).to(DOT), acc)
+    logits = acc
+    if up_scale_ptr is not None:
+        logits = logits * tl.load(up_scale_ptr + rows, mask=inside, other=0.0)[:, None]
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+    valid = inside[:, None] & (b < batch)[None, :]
+    if logits_ptr is not None:
+        tl.store(logits_ptr + b[None, :].to(tl.int64) * n + rows[:, None], logits, mask=valid)
+    if threshold_ptr is not None:
+        limit = tl.load(threshold_ptr)
+    else:
+        limit = threshold
+    chosen = (logits > limit) & valid
+    if row_state_ptr is not None:
+        state = tl.load(row_state_ptr + b, mask=b < batch, other=0)[None, :]
+        chosen = (chosen & (state > 0)) | (valid & (state == 2))
+    bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
+    tl.store(row_bits_ptr + rows, bits, mask=inside)
+    _store_selection((bits != 0).to(tl.int32), rows, pid, ids_ptr, counts_ptr, BLOCK)
 
 
 def predict_select(
@@ -167,8 +311,81 @@ def predict_select(
     top_k selects exactly that many per row (ties to the lower index) by a sort: exact, and slow.
     pdl: launch as programmatic dependents of the kernels before.
     """
-    out.set_mask(predict_select_reference(x, predictor, threshold, ln, row_state, top_k))
-    if normalised_out is not None:
-        normalised_out.copy_(layer_norm_reference(x, ln) if ln is not None else x)
+    from kernels.gather_gemv import gather_gemv  # that module reads Selection from this one
+
+    batch, d = check_input("x", x)
+    rank = predictor.down.shape[0]
+    if hidden is None:
+        hidden = torch.empty(batch, rank, dtype=torch.float32, device=x.device)
+    check_tensor("hidden", hidden, (batch, rank), (torch.float32,), x)
+    activation = "relu" if predictor.relu else "none"
+    gather_gemv(
+        x, predictor.down, None, None, activation, hidden, ln, predictor.down_scale,
+        normalised_out=normalised_out, pdl=pdl,
+    )  # fmt: skip
+    select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
+
+
+def select_rows(
+    hidden: Tensor,
+    predictor: PredictorWeights,
+    threshold: float | Tensor,
+    out: Selection,
+    row_state: Tensor | None = None,
+    top_k: int | None = None,
+    logits_out: Tensor | None = None,
+    pdl: bool = False,
+    warps: int | None = None,
+) -> None:
+    """The second half of `predict_select`: hidden (B, rank) fp32 times `up`, bias, threshold, list."""
+    batch, rank = check_input("hidden", hidden)
+    n = predictor.up.shape[0]
+    check_tensor("predictor.up", predictor.up, (n, rank), FLOAT_TYPES + QUANTIZED_TYPES, hidden)
+    require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
+    check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
+    if predictor.bias is not None:
+        check_tensor("predictor.bias", predictor.bias, (n,), FLOAT_TYPES, hidden)
+    if predictor.up_scale is not None:
+        check_tensor("predictor.up_scale", predictor.up_scale, (n,), (torch.float32,), hidden)
+    if row_state is not None:
+        check_tensor("row_state", row_state, (batch,), (torch.int32,), hidden)
     if logits_out is not None:
-        logits_out.copy_(predict_reference(x, predictor, ln))
+        check_tensor("logits_out", logits_out, (batch, n), (torch.float32,), hidden)
+    if top_k is not None:
+        require(0 <= top_k <= n, f"top_k must be between 0 and {n}, got {top_k}")
+        if logits_out is None:
+            logits_out = torch.empty(batch, n, dtype=torch.float32, device=hidden.device)
+    if isinstance(threshold, Tensor):
+        check_tensor("threshold", threshold, (1,), (torch.float32,), hidden)
+    threshold_ptr = threshold if isinstance(threshold, Tensor) else None
+    value = 0.0 if isinstance(threshold, Tensor) else float(threshold)
+    use_pdl = pdl and not INTERPRET
+    chunk = rank & -rank
+    chunk = min(chunk, 256) if chunk >= 64 else min(next_power_of_two(rank), 128)
+    grid = (out.counts.numel(),)
+    common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
+    outputs = (out.ids, out.counts, out.row_bits, logits_out)
+    if batch == 1:
+        tile = out.block * rank * predictor.up.element_size()
+        warps = warps or (4 if tile <= 32768 else 8)
+        _select_kernel[grid](
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=chunk, BLOCK=out.block, PDL=use_pdl,
+            num_warps=warps, launch_pdl=use_pdl,
+        )  # fmt: skip
+    else:
+        dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
+        _select_dot_kernel[grid](
+            hidden, *common, *outputs, n, batch, RANK=rank, BATCH=max(16, next_power_of_two(batch)),
+            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=use_pdl,
+            num_warps=4, launch_pdl=use_pdl,
+        )  # fmt: skip
+    if top_k is not None:
+        assert logits_out is not None
+        out.set_mask(top_k_mask(logits_out, top_k, row_state))
+
+
+def top_k_mask(logits: Tensor, top_k: int, row_state: Tensor | None = None) -> Tensor:
+    """(B, n) bool: the top_k largest logits of each row, ties to the lower index, NaN never."""
+    order = torch.sort(logits.nan_to_num(nan=float("-inf")), dim=1, descending=True, stable=True).indices
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order[:, :top_k], True) & ~logits.isnan()
+    return mask if row_state is None else (mask & (row_state[:, None] > 0)) | (row_state[:, None] == 2)

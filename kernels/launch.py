@@ -1,0 +1,138 @@
+"""What every launch shares: input checks, device helpers for programmatic dependent launch (PDL), and launch settings.
+
+PDL lets a kernel start while its predecessor still runs. The rules that keep it right: every program of every kernel
+that is launched so waits (`gdc_wait`) before its first load of data that an earlier kernel wrote, before any store and
+before any early return; only static data (weights, biases, LayerNorm parameters) is read before the wait. The wait
+returns when the predecessor has ended and its writes are visible, so buffers may be reused as in a plain stream. The
+trigger (`gdc_launch_dependents`) comes right after the wait: at most one dependent kernel then sits on the SMs beside
+the running one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+MAX_BATCH = 32  # one bit a batch row in an int32
+
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+def next_power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor
+) -> None:
+    """One line that names the tensor and the number, dtype or device that does not fit."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, the input on {like.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
+
+
+def check_input(name: str, x: Tensor) -> tuple[int, int]:
+    """x must be (B, d), contiguous, B <= 32, on a GPU (or anywhere under TRITON_INTERPRET=1). Returns (B, d)."""
+    if x.dim() != 2:
+        raise ValueError(f"{name} must have 2 dimensions (batch, width), got shape {tuple(x.shape)}")
+    if not x.is_cuda and not INTERPRET:
+        raise ValueError(f"{name} is on {x.device}: the Triton kernels need a CUDA device")
+    if x.dtype not in FLOAT_TYPES:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {str(x.dtype).removeprefix('torch.')}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(x.stride())}")
+    batch, width = x.shape
+    if not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"{name} has a batch of {batch}, the kernels take 1 to {MAX_BATCH}")
+    return batch, width
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(pointers, mask):
+    """Ask the L2 for the 128-byte lines at `pointers`. Masked entries ask for the first line again."""
+    first = tl.min(pointers.to(tl.int64))
+    safe = tl.where(mask, pointers.to(tl.int64), first)
+    tl.inline_asm_elementwise(
+        "mov.u32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [safe], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def list_slots(items, running, block_slots):
+    """Slots of the items (R,) of a list in blocks of block_slots; running (N,): inclusive sums of the counts."""
+    before = running[None, :] <= items[:, None]
+    block = tl.sum(before.to(tl.int32), 1)
+    start = tl.max(tl.where(before, running[None, :], 0), 1)
+    return block * block_slots + items - start
+
+
+@dataclass(frozen=True)
+class GatherSettings:
+    """programs: grid size; rows: rows of a program in flight; block: columns a step; stages > 1: cp.async pipeline."""
+
+    programs: int
+    rows: int
+    block: int
+    warps: int
+    stages: int = 1
+    prefetch: int = 0  # bytes a program asks of the L2 before it waits (dense lists only)
+
+
+@dataclass(frozen=True)
+class ScatterSettings:
+    """stripe: columns of a program; splits: programs a stripe; rows: rows in flight."""
+
+    stripe: int
+    splits: int
+    rows: int
+    warps: int
+
+
+def column_block(d: int, largest: int = 1024) -> int:
+    """The largest power of two up to `largest` that divides d, or one that needs a mask when d is odd-sized."""
+    block = d & -d
+    if block >= 128:
+        return min(block, largest)
+    return min(next_power_of_two(d), largest)
+
+
+def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
+    if batch > 1:
+        return GatherSettings(programs=264, rows=64, block=min(128, max(16, next_power_of_two(d))), warps=4, stages=4)
+    block = column_block(d)
+    if INTERPRET:
+        return GatherSettings(programs=min(8, n), rows=2, block=block, warps=4)
+    if dense:
+        return GatherSettings(programs=min(528, n), rows=2, block=block, warps=8, prefetch=32768)
+    return GatherSettings(programs=min(1056, n), rows=1, block=block, warps=8)
+
+
+def scatter_settings(d: int, batch: int) -> ScatterSettings:
+    if INTERPRET:
+        return ScatterSettings(stripe=64, splits=3, rows=16, warps=4)
+    if batch > 1:
+        return ScatterSettings(stripe=128, splits=8, rows=64, warps=4)
+    return ScatterSettings(stripe=256 if d >= 7168 else 128, splits=16, rows=32, warps=4)
