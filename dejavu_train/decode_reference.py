@@ -1,0 +1,69 @@
+"""The decode step's operations from select, gather and scatter in plain torch, with the signatures of the kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gather_gemv import gather_gemv_reference
+from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.scatter_gemv import scatter_gemv_reference
+from kernels.select import PredictorWeights, Selection, predict_select_reference
+
+
+def predict_select(
+    x: Tensor,
+    predictor: PredictorWeights,
+    threshold: Tensor,
+    out: Selection,
+    ln: LayerNormWeights | None = None,
+    row_state: Tensor | None = None,
+    top_k: int | None = None,
+    hidden: Tensor | None = None,
+    normalised_out: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.select.predict_select`."""
+    if ln is not None:
+        x = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
+    if normalised_out is not None:
+        normalised_out.copy_(x)
+    out.set_mask(predict_select_reference(x, predictor, threshold, None, row_state, top_k))
+
+
+def gather_gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    selection: Selection | None,
+    activation: str,
+    out: Any,
+    ln: LayerNormWeights | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.gather_gemv.gather_gemv`; a list of live rows is filled through `set_dense`."""
+    if ln is not None:
+        x = layer_norm_reference(x, ln, weight.dtype)
+    mask = None if selection is None else selection.to_mask(len(x))
+    y = gather_gemv_reference(x, weight, bias, mask, activation)
+    if isinstance(out, Tensor):
+        out.copy_(y)
+    else:
+        out.set_dense(y)
+
+
+def scatter_gemv(
+    h: Any,
+    weight_t: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    selection: Selection | None,
+    out: Tensor,
+    rows_per_id: int = 1,
+    scratch: Any = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.scatter_gemv.scatter_gemv`."""
+    dense = h if isinstance(h, Tensor) else h.to_dense()
+    mask = None if selection is None else selection.to_mask(len(dense)).repeat_interleave(rows_per_id, dim=1)
+    out.copy_(scatter_gemv_reference(dense, weight_t, bias, residual, mask))

@@ -1,0 +1,211 @@
+"""Reads an OPT model and a bundle, writes the tensors as the decode engine wants them: one layout for dense and sparse.
+
+fc1 as stored (ffn, d); fc2 transposed to (ffn, d), so that a neuron is a row of both; q, k, v grouped by head
+(h, 3, head_dim, d), so that a head is one contiguous range; the out-projection transposed to (h * head_dim, d).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.opt_model import OPTShape
+from kernels.layer_norm import LayerNormWeights
+from kernels.select import PredictorWeights
+
+POSITION_ROWS = 2  # OPT's position table has two rows more than positions
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; see the module's docstring for the shapes."""
+
+    norm1: LayerNormWeights
+    qkv: Tensor
+    qkv_bias: Tensor
+    out_t: Tensor
+    out_bias: Tensor
+    norm2: LayerNormWeights
+    fc1: Tensor
+    fc1_bias: Tensor
+    fc2_t: Tensor
+    fc2_bias: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeWeights:
+    """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself."""
+
+    shape: OPTShape
+    embedding: Tensor
+    positions: Tensor
+    layers: list[LayerWeights]
+    final_norm: LayerNormWeights
+    lm_head: Tensor
+
+    @classmethod
+    def from_model(
+        cls, model: Any, dtype: torch.dtype, device: torch.device | str, release: bool = False
+    ) -> "DecodeWeights":
+        """Copy the weights of a Hugging Face OPTForCausalLM.
+
+        Args:
+            model: `OPTForCausalLM`, pre-norm.
+            release: give up the model's own tensors layer by layer, so that a large model never exists twice.
+        Raises:
+            UserError: not a pre-norm ReLU OPT.
+        """
+        shape = OPTShape.from_config(model.config)
+        decoder = model.model.decoder
+        h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype, copy=True).contiguous()
+
+        def norm(module: Any) -> LayerNormWeights:
+            return LayerNormWeights(own(module.weight), own(module.bias), module.eps)
+
+        def bias(module: Any) -> Tensor:
+            rows = module.weight.shape[0]
+            return torch.zeros(rows, dtype=dtype, device=device) if module.bias is None else own(module.bias)
+
+        layers = []
+        for layer in decoder.layers:
+            attention = layer.self_attn
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            qkv = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
+            layers.append(
+                LayerWeights(
+                    norm1=norm(layer.self_attn_layer_norm),
+                    qkv=qkv,
+                    qkv_bias=torch.stack([bias(part).view(h, hd) for part in parts], dim=1),
+                    out_t=own(attention.out_proj.weight.T),
+                    out_bias=bias(attention.out_proj),
+                    norm2=norm(layer.final_layer_norm),
+                    fc1=own(layer.fc1.weight),
+                    fc1_bias=bias(layer.fc1),
+                    fc2_t=own(layer.fc2.weight.T),
+                    fc2_bias=bias(layer.fc2),
+                )
+            )
+            if release:
+                for parameter in layer.parameters():
+                    parameter.data = torch.empty(0, dtype=parameter.dtype)
+        embedding = own(decoder.embed_tokens.weight)
+        tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        return cls(
+            shape=shape,
+            embedding=embedding,
+            positions=own(decoder.embed_positions.weight),
+            layers=layers,
+            final_norm=norm(decoder.final_layer_norm),
+            lm_head=embedding if tied else own(model.lm_head.weight),
+        )
+
+    @classmethod
+    def random(
+        cls, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, seed: int = 0, std: float = 0.02
+    ) -> "DecodeWeights":
+        """Random weights of a true shape, made on the device: for benchmarks. Layers share nothing."""
+        generator = torch.Generator(device).manual_seed(seed)
+        d, ffn, h, hd = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.empty(*sizes, dtype=dtype, device=device).normal_(0, std, generator=generator)
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        def norm() -> LayerNormWeights:
+            return LayerNormWeights(torch.ones(d, dtype=dtype, device=device), zeros(d))
+
+        layers = [
+            LayerWeights(
+                norm1=norm(),
+                qkv=normal(h, 3, hd, d),
+                qkv_bias=zeros(h, 3, hd),
+                out_t=normal(h * hd, d),
+                out_bias=zeros(d),
+                norm2=norm(),
+                fc1=normal(ffn, d),
+                fc1_bias=zeros(ffn),
+                fc2_t=normal(ffn, d),
+                fc2_bias=zeros(d),
+            )
+            for _ in range(shape.n_layers)
+        ]
+        embedding = normal(shape.vocab_size, d)
+        positions = normal(shape.max_positions + POSITION_ROWS, d)
+        return cls(shape, embedding, positions, layers, norm(), embedding)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out_t, layer.fc1, layer.fc2_t)
+        yield self.lm_head
+
+
+@dataclass(frozen=True)
+class TargetPredictor:
+    """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down, heads only."""
+
+    layer: int
+    target: str
+    site: str
+    site_layer: int
+    weights: PredictorWeights
+    threshold: Tensor
+    top_k: int | None
+    folded: Tensor | None
+    bias: Tensor
+    density: float
+
+
+def load_predictors(
+    bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str
+) -> dict[tuple[int, str], TargetPredictor]:
+    """The predictors of a bundle by (layer, target); dense entries are left out.
+
+    A head predictor without a nonlinearity is folded into one matrix of h rows: one stage instead of two, and fewer
+    bytes wherever the rank exceeds h. Predictors are kept in the model's dtype.
+
+    Raises:
+        UserError: thresholds that were never calibrated.
+    """
+    predictors = {}
+    for (layer, target), entry in bundle.entries.items():
+        if entry.threshold is None and entry.top_k is None:
+            calibrated = entry.keep_dense or bool(entry.curve)
+            if not calibrated:
+                raise UserError(
+                    f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
+                    " run python -m dejavu_train.calibrate on this bundle"
+                )
+            continue
+        module = bundle.predictor(layer, target)
+        down, up = module.down.detach().float(), module.up.detach().float()
+        n_out = up.shape[0]
+        bias = torch.zeros(n_out) if module.bias is None else module.bias.detach().float()
+        relu = module.nonlinearity == "relu"
+        folded = None
+        if target == "heads" and not relu and entry.top_k is None:
+            if (entry.site, entry.site_layer) == ("attn_in", layer):
+                folded = (up @ down).to(device=device, dtype=dtype)
+        predictors[layer, target] = TargetPredictor(
+            layer,
+            target,
+            entry.site,
+            entry.site_layer,
+            PredictorWeights(
+                down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
+            ),
+            torch.tensor([entry.threshold or 0.0], dtype=torch.float32, device=device),
+            entry.top_k,
+            folded,
+            bias.to(device),
+            entry.density,
+        )
+    return predictors

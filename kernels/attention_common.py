@@ -1,0 +1,63 @@
+"""What the attention, LM head and sampling kernels share: tiles of a model dimension, launch options, checks.
+
+A model dimension such as 9216 is no power of two, which `tl.arange` wants. Kernels take it as two tiles (8192 + 1024),
+both loaded before the first reduction, so that a whole row stays in flight and in registers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+HEAD_DIMS = (16, 32, 64, 80, 128)
+
+
+@triton.jit
+def start_dependents(PDL: tl.constexpr):
+    """Waits for the kernel before this one in the stream (all its writes are visible), then lets the next one launch."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def two_tiles(d: int) -> tuple[int, int]:
+    """Splits d into the largest power of two and the power of two that covers the rest (0: nothing is left).
+
+    >>> two_tiles(9216), two_tiles(7168), two_tiles(4096)
+    ((8192, 1024), (4096, 4096), (4096, 0))
+    """
+    first = 1 << (d.bit_length() - 1)
+    rest = d - first
+    return first, triton.next_power_of_2(rest) if rest else 0
+
+
+def n_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; under the interpreter a handful, for speed."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def use_pdl(pdl: bool, device: torch.device) -> bool:
+    """Programmatic dependent launch needs compute capability 9.0; the interpreter has no such instruction."""
+    return pdl and not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a CPU tensor unless Triton's interpreter runs the kernels."""
+    if tensor.device.type != "cuda" and not INTERPRET:
+        raise ValueError(f"{name}: expected a CUDA tensor, got one on {tensor.device}; use the reference on the CPU")
+
+
+def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
+    """Refuses a tensor of another shape, or one that is not contiguous, and says which numbers do not fit."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def check_head_dim(head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head dim {head_dim} is not supported, expected one of {', '.join(map(str, HEAD_DIMS))}")

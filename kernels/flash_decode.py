@@ -1,0 +1,202 @@
+"""Attention of one decoding step over the selected heads only, split over the context (flash-decoding).
+
+    out[b, i] = softmax_p(q[b, i] . k_cache[b, i, p] / sqrt(head_dim)) v_cache[b, i, p]     p = 0 .. position[b]
+
+for the heads i that row b selects; zeros for the others, whose K/V are not read. A program owns one (row, head) and one
+range of BLOCK positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of a
+head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic.
+It also sets watermark[b, i] = position[b] + 1. Position of "stale" rows that were never written are skipped through `valid`.
+q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32; watermark (B, h) int32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_common import check_device, check_head_dim, check_shape, start_dependents, use_pdl
+from kernels.select import Selection
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """Partial outputs (B*h, splits, head_dim), their maxima and sums (B*h, splits) fp32; tickets (B*h), zero between calls."""
+
+    partial: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+    tickets: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, n_heads: int, head_dim: int, capacity: int, device: torch.device | str
+    ) -> "AttentionScratch":
+        splits = triton.cdiv(capacity, BLOCK)
+        rows = batch * n_heads
+        partial = torch.zeros(rows, splits, head_dim, device=device)
+        largest, total = (torch.zeros(rows, splits, device=device) for _ in range(2))
+        return cls(partial, largest, total, torch.zeros(rows, dtype=torch.int32, device=device))
+
+
+def flash_decode_reference(
+    q, k_cache, v_cache, selection, position, watermark, valid, out, scratch=None, pdl=False
+) -> None:
+    """Plain torch over the whole capacity, masked; no host synchronisation."""
+    batch, n_heads, capacity, head_dim = k_cache.shape
+    seen = torch.arange(capacity, device=q.device)[None] <= position[:, None]
+    seen = seen[:, None, :].expand(batch, n_heads, capacity)
+    if valid is not None:
+        seen = seen & (valid > 0)
+    k = torch.where(seen[..., None], k_cache.float(), 0.0)
+    v = torch.where(seen[..., None], v_cache.float(), 0.0)
+    scores = (k @ q.float()[..., None])[..., 0] * head_dim**-0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    result = (weights[:, :, None, :] @ v)[:, :, 0]
+    chosen = torch.ones(batch, n_heads, dtype=torch.bool, device=q.device)
+    if selection is not None:
+        chosen = selection.to_mask(batch)
+    out.copy_(torch.where(chosen[..., None], result, 0.0).reshape(batch, -1))
+    if watermark is not None:
+        watermark.copy_(torch.where(chosen, position[:, None] + 1, watermark))
+
+
+@triton.jit
+def _flash_decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    out,
+    partial,
+    largest,
+    total,
+    tickets,
+    capacity,
+    scale,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ALL: tl.constexpr,
+    HAS_WATERMARK: tl.constexpr,
+    STALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    b = pair // H
+    head = pair % H
+    c = tl.arange(0, HEAD_TILE)
+    inside = c < HEAD_DIM
+    start_dependents(PDL)
+    last = tl.load(position + b)
+    if ALL:
+        selected = last >= 0
+    else:
+        selected = ((tl.load(row_bits + head) >> b) & 1) != 0
+    first = split * POSITIONS
+    if selected:
+        if first <= last:
+            p = first + tl.arange(0, POSITIONS)
+            seen = p <= last
+            if STALE:
+                seen = seen & (tl.load(valid + pair * capacity + p, mask=seen, other=0) != 0)
+            at = (pair.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
+            mask = seen[:, None] & inside[None, :]
+            k = tl.load(k_cache + at, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_cache + at, mask=mask, other=0.0).to(tl.float32)
+            query = tl.load(q + pair * HEAD_DIM + c, mask=inside, other=0.0) * scale
+            scores = tl.where(seen, tl.sum(k * query[None, :], 1), float("-inf"))
+            # A range whose positions are all missing must not give NaN: its weight below is exactly zero.
+            top = tl.maximum(tl.max(scores, 0), -1e30)
+            weights = tl.exp(scores - top)
+            slot = pair * SPLITS + split
+            tl.store(partial + slot * HEAD_DIM + c, tl.sum(weights[:, None] * v, 0), mask=inside)
+            tl.store(largest + slot, top)
+            tl.store(total + slot, tl.sum(weights))
+            tl.debug_barrier()
+            n_live = last // POSITIONS + 1
+            if tl.atomic_add(tickets + pair, 1, sem="acq_rel") == n_live - 1:
+                tl.debug_barrier()
+                s = tl.arange(0, SPLIT_TILE)
+                live = s < n_live
+                tops = tl.load(largest + pair * SPLITS + s, mask=live, other=-1e30, cache_modifier=".cg")
+                sums = tl.load(total + pair * SPLITS + s, mask=live, other=0.0, cache_modifier=".cg")
+                factor = tl.exp(tops - tl.max(tops, 0))
+                parts = tl.load(
+                    partial + (pair * SPLITS + s)[:, None] * HEAD_DIM + c[None, :],
+                    mask=live[:, None] & inside[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                result = tl.sum(parts * factor[:, None], 0) / tl.sum(sums * factor)
+                tl.store(out + pair * HEAD_DIM + c, result, mask=inside)
+                tl.store(tickets + pair, 0)
+                if HAS_WATERMARK:
+                    tl.store(watermark + pair, last + 1)
+    else:
+        if split == 0:
+            tl.store(out + pair * HEAD_DIM + c, tl.zeros([HEAD_TILE], tl.float32), mask=inside)
+
+
+def flash_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    selection: Selection | None,
+    position: torch.Tensor,
+    watermark: torch.Tensor | None,
+    valid: torch.Tensor | None,
+    out: torch.Tensor,
+    scratch: AttentionScratch,
+    pdl: bool = False,
+) -> None:
+    """See the module's formula; selection None = all heads. Errors: shapes, head dims, a CPU tensor."""
+    check_device("q", q)
+    batch, n_heads, head_dim = q.shape
+    check_head_dim(head_dim)
+    capacity = k_cache.shape[2]
+    check_shape("q", q, batch, n_heads, head_dim)
+    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
+    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
+    check_shape("out", out, batch, n_heads * head_dim)
+    check_shape("position", position, batch)
+    splits = triton.cdiv(capacity, BLOCK)
+    check_shape("scratch.partial", scratch.partial, batch * n_heads, splits, head_dim)
+    pdl = use_pdl(pdl, q.device)
+    _flash_decode_kernel[(batch * n_heads, splits)](
+        q,
+        k_cache,
+        v_cache,
+        position if selection is None else selection.row_bits,
+        position,
+        position if watermark is None else watermark,
+        position if valid is None else valid,
+        out,
+        scratch.partial,
+        scratch.largest,
+        scratch.total,
+        scratch.tickets,
+        capacity,
+        head_dim**-0.5,
+        H=n_heads,
+        HEAD_DIM=head_dim,
+        HEAD_TILE=triton.next_power_of_2(head_dim),
+        SPLITS=splits,
+        SPLIT_TILE=triton.next_power_of_2(splits),
+        POSITIONS=BLOCK,
+        ALL=selection is None,
+        HAS_WATERMARK=watermark is not None,
+        STALE=valid is not None,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

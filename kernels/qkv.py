@@ -1,0 +1,332 @@
+"""Query, key and value rows of the selected heads, with exact back-fill of the K/V that were skipped earlier.
+
+    q[b, i]           = W_q[i] n(b, t) + b_q[i]                        t = position[b], for heads i that row b selects
+    k_cache[b, i, p]  = W_k[i] n(b, p) + b_k[i]   (v likewise)         p = watermark[b, i] .. t
+    n(b, p)           = attn_in[b, p], the kept LayerNorm outputs
+
+weight (h, 3, head_dim, d) head-major: one head's rows are one contiguous range. bias (h, 3, head_dim). q (B, h, head_dim) fp32.
+k_cache, v_cache (B, h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel, the next stage, advances
+it, because other programs of the same head may still be reading it.
+Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
+K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
+`qkv_dense` does all heads at t with the LayerNorm in its prologue: the dense engine needs neither attn_in nor a list.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_common import (
+    check_device,
+    check_head_dim,
+    check_shape,
+    n_sms,
+    start_dependents,
+    two_tiles,
+    use_pdl,
+)
+from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.select import Selection
+
+POLICIES = {"backfill": 0, "always": 1, "stale": 2}
+
+
+def qkv_reference(
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy="backfill", pdl=False
+) -> None:
+    """Plain torch, one (row, head) at a time."""
+    batch, n_heads, head_dim = q.shape
+    mask = selection.to_mask(batch)
+    for b in range(batch):
+        t = int(position[b])
+        for head in range(n_heads):
+            chosen = bool(mask[b, head])
+            if not chosen and policy != "always":
+                continue
+            first = int(watermark[b, head]) if policy == "backfill" else t
+            n = attn_in[b, first : t + 1].float()
+            rows = n @ weight[head].float().transpose(1, 2) + bias[head].float()[:, None]
+            k_cache[b, head, first : t + 1] = rows[1].to(k_cache.dtype)
+            v_cache[b, head, first : t + 1] = rows[2].to(v_cache.dtype)
+            if chosen:
+                q[b, head] = rows[0, -1]
+            if policy == "stale":
+                valid[b, head, t] = 1
+
+
+def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=False) -> None:
+    """Plain torch; also the batched form on the GPU, where a matrix product is cuBLAS's. No host synchronisation."""
+    batch, n_heads, head_dim = q.shape
+    n = layer_norm_reference(x, ln, weight.dtype)
+    rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + bias.float().flatten()
+    rows = rows.view(batch, n_heads, 3, head_dim)
+    q.copy_(rows[:, :, 0])
+    each = torch.arange(batch, device=x.device)
+    k_cache[each, :, position.long()] = rows[:, :, 1].to(k_cache.dtype)
+    v_cache[each, :, position.long()] = rows[:, :, 2].to(v_cache.dtype)
+
+
+@triton.jit
+def _qkv_kernel(
+    attn_in,
+    weight,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # A work item is one weight row of a selected head; programs stride over the items.
+    c0 = tl.arange(0, D0)
+    if D1 > 0:
+        c1 = D0 + tl.arange(0, D1)
+        m1 = c1 < D
+    start_dependents(PDL)
+    heads = tl.arange(0, H_TILE)
+    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
+    rank = tl.cumsum(chosen, 0)
+    n_items = tl.sum(chosen) * (3 * HEAD_DIM)
+    n_chosen = n_items
+    if POLICY == 1:
+        n_chosen = tl.sum(chosen) * HEAD_DIM
+        n_items = n_chosen + H * (2 * HEAD_DIM)
+    for item in range(tl.program_id(0), n_items, tl.num_programs(0)):
+        if POLICY == 1:
+            if item < n_chosen:
+                head = tl.sum(((rank <= item // HEAD_DIM) & (heads < H)).to(tl.int32))
+                row = item % HEAD_DIM
+            else:
+                head = (item - n_chosen) // (2 * HEAD_DIM)
+                row = HEAD_DIM + (item - n_chosen) % (2 * HEAD_DIM)
+        else:
+            head = tl.sum(((rank <= item // (3 * HEAD_DIM)) & (heads < H)).to(tl.int32))
+            row = item % (3 * HEAD_DIM)
+        kind = row // HEAD_DIM
+        line = head * (3 * HEAD_DIM) + row
+        w0 = tl.load(weight + line.to(tl.int64) * D + c0, eviction_policy="evict_first").to(tl.float32)
+        if D1 > 0:
+            w1 = tl.load(weight + line.to(tl.int64) * D + c1, mask=m1, other=0.0, eviction_policy="evict_first")
+            w1 = w1.to(tl.float32)
+        offset = tl.load(bias + line).to(tl.float32)
+        bits = tl.load(row_bits + head)
+        for b in range(B):
+            selected = ((bits >> b) & 1) != 0
+            if POLICY == 1:
+                selected = selected | (kind > 0)
+            if selected:
+                last = tl.load(position + b)
+                first = last
+                if POLICY == 0:
+                    if kind > 0:
+                        first = tl.load(watermark + b * H + head)
+                for p in range(first, last + 1):
+                    at = attn_in + (b * capacity + p).to(tl.int64) * D
+                    value = tl.sum(w0 * tl.load(at + c0).to(tl.float32))
+                    if D1 > 0:
+                        value += tl.sum(w1 * tl.load(at + c1, mask=m1, other=0.0).to(tl.float32))
+                    value += offset
+                    slot = ((b * H + head) * capacity + p).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+                    if kind == 0:
+                        tl.store(q + (b * H + head) * HEAD_DIM + row, value)
+                    elif kind == 1:
+                        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+                    else:
+                        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+                        if POLICY == 2:
+                            if row == 2 * HEAD_DIM:
+                                tl.store(valid + (b * H + head) * capacity + p, 1)
+
+
+@triton.jit
+def _qkv_dense_kernel(
+    x,
+    norm_weight,
+    norm_bias,
+    weight,
+    bias,
+    position,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One batch row. The first weight row is asked for before the wait: weights depend on nothing.
+    c0 = tl.arange(0, D0)
+    g0 = tl.load(norm_weight + c0).to(tl.float32)
+    a0 = tl.load(norm_bias + c0).to(tl.float32)
+    line = tl.program_id(0)
+    w0 = tl.load(weight + line.to(tl.int64) * D + c0, eviction_policy="evict_first")
+    if D1 > 0:
+        c1 = D0 + tl.arange(0, D1)
+        m1 = c1 < D
+        g1 = tl.load(norm_weight + c1, mask=m1, other=0.0).to(tl.float32)
+        a1 = tl.load(norm_bias + c1, mask=m1, other=0.0).to(tl.float32)
+        w1 = tl.load(weight + line.to(tl.int64) * D + c1, mask=m1, other=0.0, eviction_policy="evict_first")
+    start_dependents(PDL)
+    last = tl.load(position)
+    x0 = tl.load(x + c0)
+    total = tl.sum(x0)
+    if D1 > 0:
+        x1 = tl.load(x + c1, mask=m1, other=0.0)
+        total += tl.sum(x1)
+    mean = total / D
+    square = tl.sum((x0 - mean) * (x0 - mean))
+    if D1 > 0:
+        square += tl.sum(tl.where(m1, (x1 - mean) * (x1 - mean), 0.0))
+    scale = 1.0 / tl.sqrt(square / D + EPS)
+    n0 = ((x0 - mean) * scale * g0 + a0).to(weight.dtype.element_ty).to(tl.float32)
+    if D1 > 0:
+        n1 = ((x1 - mean) * scale * g1 + a1).to(weight.dtype.element_ty).to(tl.float32)
+    step = tl.num_programs(0)
+    for line in range(tl.program_id(0), 3 * HEAD_DIM * H, step):
+        value = tl.sum(w0.to(tl.float32) * n0)
+        if D1 > 0:
+            value += tl.sum(w1.to(tl.float32) * n1)
+        value += tl.load(bias + line).to(tl.float32)
+        # The next row, one ahead: its loads overlap this row's reduction.
+        ahead = (line + step).to(tl.int64)
+        more = ahead < 3 * HEAD_DIM * H
+        w0 = tl.load(weight + ahead * D + c0, mask=more & (c0 < D), other=0.0, eviction_policy="evict_first")
+        if D1 > 0:
+            w1 = tl.load(weight + ahead * D + c1, mask=m1 & more, other=0.0, eviction_policy="evict_first")
+        head = line // (3 * HEAD_DIM)
+        row = line % (3 * HEAD_DIM)
+        slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+        if row < HEAD_DIM:
+            tl.store(q + head * HEAD_DIM + row, value)
+        elif row < 2 * HEAD_DIM:
+            tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+        else:
+            tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+
+
+def _check(x, weight, bias, q, k_cache, v_cache, position) -> tuple[int, int, int, int]:
+    check_device("q", q)
+    batch, n_heads, head_dim = q.shape
+    check_head_dim(head_dim)
+    d = weight.shape[-1]
+    check_shape("weight", weight, n_heads, 3, head_dim, d)
+    check_shape("bias", bias, n_heads, 3, head_dim)
+    capacity = k_cache.shape[2]
+    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
+    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
+    check_shape("position", position, batch)
+    if x.shape[-1] != d:
+        raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
+    return batch, n_heads, head_dim, d
+
+
+def qkv(
+    attn_in: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    selection: Selection,
+    position: torch.Tensor,
+    watermark: torch.Tensor,
+    valid: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    policy: str = "backfill",
+    pdl: bool = False,
+) -> None:
+    """See the module's formula; fp32 sums, one writer per element, bitwise deterministic. Errors: shapes, head dims, policy."""
+    batch, n_heads, head_dim, d = _check(attn_in, weight, bias, q, k_cache, v_cache, position)
+    check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
+    check_shape("watermark", watermark, batch, n_heads)
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
+    if policy == "stale" and valid is None:
+        raise ValueError('the policy "stale" needs the tensor of valid positions')
+    d0, d1 = two_tiles(d)
+    pdl = use_pdl(pdl, q.device)
+    _qkv_kernel[(n_sms(q.device) * 8,)](
+        attn_in,
+        weight,
+        bias,
+        selection.row_bits,
+        position,
+        watermark,
+        row_or(valid, watermark),
+        q,
+        k_cache,
+        v_cache,
+        k_cache.shape[2],
+        B=batch,
+        H=n_heads,
+        H_TILE=triton.next_power_of_2(n_heads),
+        HEAD_DIM=head_dim,
+        D=d,
+        D0=d0,
+        D1=d1,
+        POLICY=POLICIES[policy],
+        PDL=pdl,
+        num_warps=8 if d >= 2048 else 4,
+        launch_pdl=pdl,
+    )
+
+
+def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """A kernel's pointer argument may not be None; what stands in is never read."""
+    return stand_in if tensor is None else tensor
+
+
+def qkv_dense(
+    x: torch.Tensor,
+    ln: LayerNormWeights,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    position: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
+    batch, n_heads, head_dim, d = _check(x, weight, bias, q, k_cache, v_cache, position)
+    if batch > 1:
+        qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache)
+        return
+    d0, d1 = two_tiles(d)
+    pdl = use_pdl(pdl, q.device)
+    _qkv_dense_kernel[(min(n_sms(q.device) * 8, 3 * n_heads * head_dim),)](
+        x,
+        ln.weight,
+        ln.bias,
+        weight,
+        bias,
+        position,
+        q,
+        k_cache,
+        v_cache,
+        k_cache.shape[2],
+        H=n_heads,
+        HEAD_DIM=head_dim,
+        D=d,
+        D0=d0,
+        D1=d1,
+        EPS=ln.eps,
+        PDL=pdl,
+        num_warps=8 if d >= 2048 else 4,
+        launch_pdl=pdl,
+    )

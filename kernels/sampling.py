@@ -1,0 +1,349 @@
+"""The ends of a decoding step: token and position embedding, the LM head, and the choice of the next token.
+
+    x[b]      = embed[tokens[b, t]] + positions[t + 2]                 t = position[b]
+    logits[b] = embed LayerNorm(x[b])
+    greedy:      the largest logit, ties to the lowest id
+    temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
+    top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
+    tokens[b, t+1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
+
+B rows, V tokens, d model dimension, T capacity. x, logits fp32; tokens (B, T) int32; every piece of state is a device
+tensor, so that one captured graph serves prompts, generation, scoring, any length and any seed:
+position, known (tokens given), limit (tokens at most), done, sparse_from, row_state (B) int32; stops (K) int32, -1 = none;
+temperature, top_p (B) fp32; seed (B) int32; nll (B, T) fp32 receives -log p of known tokens when scoring.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
+from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+
+SEARCH_STEPS = 32
+POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
+
+
+@dataclass(frozen=True)
+class TokenState:
+    """State of B rows, all on the device; see the module's docstring."""
+
+    tokens: torch.Tensor
+    nll: torch.Tensor
+    position: torch.Tensor
+    known: torch.Tensor
+    limit: torch.Tensor
+    done: torch.Tensor
+    sparse_from: torch.Tensor
+    row_state: torch.Tensor
+    stops: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, capacity: int, device: torch.device | str, n_stops: int = 8) -> "TokenState":
+        """All rows done at position 0."""
+
+        def ints(*shape: int, value: int = 0) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
+
+        return cls(
+            tokens=ints(batch, capacity),
+            nll=torch.zeros(batch, capacity, device=device),
+            position=ints(batch),
+            known=ints(batch),
+            limit=ints(batch, value=capacity),
+            done=ints(batch, value=1),
+            sparse_from=ints(batch),
+            row_state=ints(batch),
+            stops=ints(n_stops, value=-1),
+            temperature=torch.ones(batch, device=device),
+            top_p=torch.ones(batch, device=device),
+            seed=ints(batch),
+        )
+
+
+def embed_reference(state: TokenState, embedding, positions, x, pdl=False) -> None:
+    """Plain torch: x (B, d) fp32."""
+    at = state.position.long()
+    token = state.tokens.gather(1, at[:, None])[:, 0].long()
+    x.copy_(embedding[token].float() + positions[at + POSITION_OFFSET].float())
+
+
+@triton.jit
+def _embed_kernel(
+    tokens, position, embedding, positions, x, capacity, OFFSET: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    start_dependents(PDL)
+    b = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < D
+    at = tl.load(position + b)
+    token = tl.load(tokens + b * capacity + at).to(tl.int64)
+    e = tl.load(embedding + token * D + c, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(positions + (at + OFFSET).to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + b * D + c, e + p, mask=mask)
+
+
+def embed(
+    state: TokenState, embedding: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, pdl: bool = False
+) -> None:
+    """embedding (V, d), positions (>= T + 2, d) -> x (B, d) fp32."""
+    check_device("x", x)
+    batch, d = x.shape
+    check_shape("x", x, batch, d)
+    check_shape("embedding", embedding, embedding.shape[0], d)
+    pdl = use_pdl(pdl, x.device)
+    _embed_kernel[(batch, triton.cdiv(d, 1024))](
+        state.tokens,
+        state.position,
+        embedding,
+        positions,
+        x,
+        state.tokens.shape[1],
+        OFFSET=POSITION_OFFSET,
+        D=d,
+        BLOCK=1024,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def lm_head_reference(x, ln: LayerNormWeights, weight, logits, pdl=False) -> None:
+    """Plain torch, and cuBLAS's form for several rows."""
+    logits.copy_(torch.nn.functional.linear(layer_norm_reference(x, ln, weight.dtype), weight))
+
+
+@triton.jit
+def _lm_head_kernel(
+    x,
+    norm_weight,
+    norm_bias,
+    weight,
+    logits,
+    n_rows,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One batch row; programs stride over the vocabulary with the next row's weights always on their way.
+    c0 = tl.arange(0, D0)
+    g0 = tl.load(norm_weight + c0).to(tl.float32)
+    a0 = tl.load(norm_bias + c0).to(tl.float32)
+    line = tl.program_id(0)
+    w0 = tl.load(weight + line.to(tl.int64) * D + c0, eviction_policy="evict_first")
+    if D1 > 0:
+        c1 = D0 + tl.arange(0, D1)
+        m1 = c1 < D
+        g1 = tl.load(norm_weight + c1, mask=m1, other=0.0).to(tl.float32)
+        a1 = tl.load(norm_bias + c1, mask=m1, other=0.0).to(tl.float32)
+        w1 = tl.load(weight + line.to(tl.int64) * D + c1, mask=m1, other=0.0, eviction_policy="evict_first")
+    start_dependents(PDL)
+    x0 = tl.load(x + c0)
+    total = tl.sum(x0)
+    if D1 > 0:
+        x1 = tl.load(x + c1, mask=m1, other=0.0)
+        total += tl.sum(x1)
+    mean = total / D
+    square = tl.sum((x0 - mean) * (x0 - mean))
+    if D1 > 0:
+        square += tl.sum(tl.where(m1, (x1 - mean) * (x1 - mean), 0.0))
+    scale = 1.0 / tl.sqrt(square / D + EPS)
+    n0 = ((x0 - mean) * scale * g0 + a0).to(weight.dtype.element_ty).to(tl.float32)
+    if D1 > 0:
+        n1 = ((x1 - mean) * scale * g1 + a1).to(weight.dtype.element_ty).to(tl.float32)
+    step = tl.num_programs(0)
+    for line in range(tl.program_id(0), n_rows, step):
+        value = tl.sum(w0.to(tl.float32) * n0)
+        if D1 > 0:
+            value += tl.sum(w1.to(tl.float32) * n1)
+        ahead = (line + step).to(tl.int64)
+        more = ahead < n_rows
+        w0 = tl.load(weight + ahead * D + c0, mask=more & (c0 < D), other=0.0, eviction_policy="evict_first")
+        if D1 > 0:
+            w1 = tl.load(weight + ahead * D + c1, mask=m1 & more, other=0.0, eviction_policy="evict_first")
+        tl.store(logits + line, value)
+
+
+def lm_head(
+    x: torch.Tensor, ln: LayerNormWeights, weight: torch.Tensor, logits: torch.Tensor, pdl: bool = False
+) -> None:
+    """x (B, d) fp32, weight (V, d) -> logits (B, V) fp32. One row runs in one kernel, several as a matrix product."""
+    check_device("x", x)
+    batch, d = x.shape
+    check_shape("weight", weight, weight.shape[0], d)
+    check_shape("logits", logits, batch, weight.shape[0])
+    if batch > 1:
+        lm_head_reference(x, ln, weight, logits)
+        return
+    d0, d1 = two_tiles(d)
+    pdl = use_pdl(pdl, x.device)
+    _lm_head_kernel[(min(n_sms(x.device) * 8, weight.shape[0]),)](
+        x,
+        ln.weight,
+        ln.bias,
+        weight,
+        logits,
+        weight.shape[0],
+        D=d,
+        D0=d0,
+        D1=d1,
+        EPS=ln.eps,
+        PDL=pdl,
+        num_warps=8 if d >= 2048 else 4,
+        launch_pdl=pdl,
+    )
+
+
+def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl=False) -> None:
+    """Plain torch. Noise comes from torch's generator seeded by (seed, position): same distribution, other numbers."""
+    batch, capacity = state.tokens.shape
+    for b in range(batch):
+        if int(state.done[b]):
+            state.row_state[b] = 0
+            continue
+        at = int(state.position[b]) + 1
+        row = logits[b].float()
+        if mode == "greedy":
+            choice = int((row == row.max()).nonzero()[0])
+        else:
+            row_t = row / state.temperature[b]
+            if mode == "top_p":
+                order = torch.sort(row_t, descending=True, stable=True)
+                mass = order.values.softmax(-1).cumsum(-1)
+                last = int((mass < state.top_p[b]).sum().clamp(max=len(row) - 1))
+                row_t = row_t.masked_fill(row_t < order.values[last], float("-inf"))
+            generator = torch.Generator(row.device).manual_seed(int(state.seed[b]) * capacity + at)
+            noise = -torch.log(-torch.log(torch.rand(len(row), generator=generator, device=row.device)))
+            choice = int((row_t + noise).argmax())
+        known = at < int(state.known[b])
+        token = int(state.tokens[b, at]) if known else choice
+        if known and score:
+            state.nll[b, at] = row.logsumexp(-1) - row[token]
+        state.tokens[b, at] = token
+        stop = not known and bool((state.stops == token).any())
+        done = stop or at + 1 >= int(state.limit[b])
+        state.position[b] = at
+        state.done[b] = int(done)
+        state.row_state[b] = 0 if done else (2 if at < int(state.sparse_from[b]) else 1)
+
+
+@triton.jit
+def _advance_kernel(
+    logits,
+    tokens,
+    nll,
+    position,
+    known,
+    limit,
+    done,
+    sparse_from,
+    row_state,
+    stops,
+    temperature,
+    top_p,
+    seed,
+    capacity,
+    n_vocab,
+    V_TILE: tl.constexpr,
+    N_STOPS: tl.constexpr,
+    MODE: tl.constexpr,
+    SCORE: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program a row holds all logits in registers: no sort, no softmax in memory.
+    start_dependents(PDL)
+    b = tl.program_id(0)
+    if tl.load(done + b) != 0:
+        tl.store(row_state + b, 0)
+    else:
+        at = tl.load(position + b) + 1
+        ids = tl.arange(0, V_TILE)
+        inside = ids < n_vocab
+        row = tl.load(logits + b.to(tl.int64) * n_vocab + ids, mask=inside, other=float("-inf"))
+        best = tl.max(row, 0)
+        scaled = row
+        if MODE > 0:
+            scaled = (row - best) / tl.load(temperature + b)
+            if MODE == 2:
+                # The largest cut-off whose kept probability still reaches top_p, by bisection on the logit.
+                weight = tl.where(inside, tl.exp(scaled), 0.0)
+                wanted = tl.load(top_p + b) * tl.sum(weight)
+                low = -88.0
+                high = 1e-6
+                for _ in range(STEPS):
+                    middle = (low + high) * 0.5
+                    enough = tl.sum(tl.where(scaled >= middle, weight, 0.0)) >= wanted
+                    low = tl.where(enough, middle, low)
+                    high = tl.where(enough, high, middle)
+                scaled = tl.where(scaled >= low, scaled, float("-inf"))
+            uniform = tl.rand(tl.load(seed + b), at * V_TILE + ids)
+            noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
+            scaled = tl.where(inside, scaled + noise, float("-inf"))
+        top = tl.max(scaled, 0)
+        choice = tl.min(tl.where(scaled == top, ids, V_TILE), 0)
+        choice = tl.minimum(choice, n_vocab - 1)
+        given = at < tl.load(known + b)
+        token = tl.load(tokens + b * capacity + at)
+        token = tl.where(given, token, choice)
+        if SCORE:
+            if given:
+                target = tl.sum(tl.where(ids == token, row, 0.0))
+                tl.store(nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
+        tl.store(tokens + b * capacity + at, token)
+        stop = 0
+        for i in tl.static_range(N_STOPS):
+            stop |= (tl.load(stops + i) == token).to(tl.int32)
+        stop = tl.where(given, 0, stop)
+        finished = (stop != 0) | (at + 1 >= tl.load(limit + b))
+        tl.store(position + b, at)
+        tl.store(done + b, finished.to(tl.int32))
+        dense = at < tl.load(sparse_from + b)
+        tl.store(row_state + b, tl.where(finished, 0, tl.where(dense, 2, 1)))
+
+
+def advance(
+    logits: torch.Tensor, state: TokenState, mode: str = "greedy", score: bool = False, pdl: bool = False
+) -> None:
+    """Choose the next token of every row that is not done and move it on. mode: greedy, temperature or top_p."""
+    check_device("logits", logits)
+    batch, n_vocab = logits.shape
+    check_shape("logits", logits, batch, n_vocab)
+    modes = {"greedy": 0, "temperature": 1, "top_p": 2}
+    if mode not in modes:
+        raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
+    pdl = use_pdl(pdl, logits.device)
+    tile = triton.next_power_of_2(n_vocab)
+    _advance_kernel[(batch,)](
+        logits,
+        state.tokens,
+        state.nll,
+        state.position,
+        state.known,
+        state.limit,
+        state.done,
+        state.sparse_from,
+        state.row_state,
+        state.stops,
+        state.temperature,
+        state.top_p,
+        state.seed,
+        state.tokens.shape[1],
+        n_vocab,
+        V_TILE=tile,
+        N_STOPS=state.stops.shape[0],
+        MODE=modes[mode],
+        SCORE=score,
+        STEPS=SEARCH_STEPS,
+        PDL=pdl,
+        num_warps=32 if tile >= 32768 else 8,
+        launch_pdl=pdl,
+    )
