@@ -78,7 +78,9 @@ def docstrings(source: str) -> Iterator[str]:
                 yield inspect.cleandoc(text)
         # Only statements can hold a definition; expressions are most of a tree.
         pending.extend(
-            child for child in reversed(list(ast.iter_child_nodes(node))) if isinstance(child, ast.stmt | ast.excepthandler)
+            child
+            for child in reversed(list(ast.iter_child_nodes(node)))
+            if isinstance(child, ast.stmt | ast.excepthandler)
         )
 
 

@@ -201,9 +201,7 @@ class RowSampler:
         self.stream, self.context, self.rows, self.seed = stream, context, rows, seed
         self.pieces = (len(stream) - context) // context
         if self.pieces < 1:
-            raise UserError(
-                f"the text has {len(stream)} tokens, fewer than one sequence of {context}; give more text"
-            )
+            raise UserError(f"the text has {len(stream)} tokens, fewer than one sequence of {context}; give more text")
         self._epoch, self._starts = -1, torch.empty(0)
 
     def __call__(self, step: int) -> Tensor:
@@ -232,10 +230,7 @@ def make_optimizers(model: OPTForCausalLM, config: PretrainConfig) -> list[torch
     lr = config.learning_rate
     adam: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": torch.cuda.is_available()}
     if config.optimizer == "adamw":
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
         return [torch.optim.AdamW(groups, **adam)]
     # match_rms_adamw: updates have the size of AdamW's, so that one learning rate serves both.
     muon = torch.optim.Muon(
@@ -381,7 +376,9 @@ def pretrain(config: PretrainConfig) -> Path:
     # What is shipped is fp16, so what is measured is the fp16 weights (computed in fp32).
     model.half().float()
     heldout = {
-        Path(name).name: bits_per_byte(model, tokenizer, _heldout_texts(name), min(config.heldout_window, config.max_positions))
+        Path(name).name: bits_per_byte(
+            model, tokenizer, _heldout_texts(name), min(config.heldout_window, config.max_positions)
+        )
         for name in config.heldout
     }
     for name, figures in heldout.items():
