@@ -1,0 +1,150 @@
+"""The cache of a sparse OPT: K and V where somebody computed them, and what is needed to compute the rest.
+
+When a head is not selected at a position, nobody reads its W_k and W_v, so its K and V are missing there. The cache
+keeps ``attn_in`` of every position (half of what dense K and V take) and per batch row and head a watermark: K and V
+are valid for columns below it. A head that is selected again computes the missing columns first, so any history of
+selections gives what a dense computation of all K and V would give.
+
+Letters: B batch rows, S columns (positions of the padded batch), d model width, h heads, e head width.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dejavu_train.errors import UserError
+
+GROWTH = 128  # columns added at a time, so that a step does not copy the whole cache
+
+
+class SparseLayer(CacheLayerMixin):
+    """One layer's cache. The tensors have room for more columns than ``length``, which are in use.
+
+    Attributes:
+        keys, values: (B, h, room, e), zero where nothing was computed.
+        attn_in: (B, room, d), the input of the attention block.
+        watermark: (B, h) int64; K and V are valid for columns below it (with the policy ``stale``: were valid last).
+        valid: (B, h, room) bool, which columns hold K and V; the policy ``stale`` attends to these only.
+        length: columns in use.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.attn_in: Tensor | None = None
+        self.watermark: Tensor | None = None
+        self.valid: Tensor | None = None
+
+    def extend(self, attn_in: Tensor, n_heads: int) -> int:
+        """Keep ``attn_in`` (B, T, d) as the next T columns, make room for their K and V; returns the first column."""
+        rows, new, width = attn_in.shape
+        if self.attn_in is None:
+            self.attn_in = attn_in.new_zeros(rows, 0, width)
+            self.keys = attn_in.new_zeros(rows, n_heads, 0, width // n_heads)
+            self.values = torch.zeros_like(self.keys)
+            self.watermark = torch.zeros(rows, n_heads, dtype=torch.long, device=attn_in.device)
+            self.valid = torch.zeros(rows, n_heads, 0, dtype=torch.bool, device=attn_in.device)
+            self.is_initialized = True
+        elif self.attn_in.shape[0] != rows:
+            raise UserError(
+                f"the SparseCache holds {self.attn_in.shape[0]} rows, the input has {rows}; start with a new cache"
+            )
+        start, self.length = self.length, self.length + new
+        lacking = self.length - self.attn_in.shape[1]
+        if lacking > 0:
+            more = -(-lacking // GROWTH) * GROWTH
+            self.attn_in = _wider(self.attn_in, 1, more)
+            self.keys, self.values = _wider(self.keys, 2, more), _wider(self.values, 2, more)
+            self.valid = _wider(self.valid, 2, more)
+        self.attn_in[:, start : self.length] = attn_in
+        return start
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the first ``extend`` knows all sizes."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        raise UserError(
+            "a SparseCache belongs to the backends gather and triton; leave past_key_values out for other models"
+        )
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns: a negative number says how many, a positive one (older transformers) what stays."""
+        keep = self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
+        self.length = max(keep, 0)
+        if self.watermark is not None and self.valid is not None:
+            self.watermark.clamp_(max=self.length)
+            self.valid[:, :, self.length :] = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for name in ("keys", "values", "attn_in", "watermark", "valid"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, indices.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for name in ("keys", "values", "attn_in", "watermark", "valid"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.repeat_interleave(repeats, dim=0))
+
+
+class SparseCache(Cache):
+    """A transformers cache for the backends ``gather`` and ``triton``.
+
+    Reorders, crops, repeats, selects and resets as any cache does, so beam search and assisted generation stay right.
+
+    Attributes:
+        finished: (B,) bool or None: rows that ``generate`` has ended; they leave the union of the batch.
+    """
+
+    layers: list[SparseLayer]
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__(layers=[SparseLayer() for _ in range(n_layers)])
+        self.finished: Tensor | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.finished = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.finished = None  # a taken-back token may have been the one that ended a row
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.finished = None if self.finished is None else self.finished[beam_idx.to(self.finished.device)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.finished = None if self.finished is None else self.finished[indices.to(self.finished.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.finished = None if self.finished is None else self.finished.repeat_interleave(repeats)
+
+
+def _wider(tensor: Tensor, dim: int, more: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = more
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
