@@ -103,7 +103,7 @@ def loss_increases(
 
 @dataclass
 class _Run:
-    """The dense pass of one window: what every layer was called with, the sites, and the log-probabilities (1, T, V)."""
+    """The dense pass of one window: the layers' arguments, the sites, and the log-probabilities (1, T, V)."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     sites: dict[tuple[str, int], Tensor]
@@ -128,6 +128,7 @@ def _dense_pass(model: Any, ids: Tensor) -> _Run:
         return hook
 
     with ExitStack() as hooks:
+        layer: Any
         for index, layer in enumerate(layers):
             for handle in (
                 layer.register_forward_pre_hook(keep_call(index), with_kwargs=True),
@@ -140,7 +141,7 @@ def _dense_pass(model: Any, ids: Tensor) -> _Run:
 
 
 def _rerun(model: Any, run: _Run, key: Key, keep: Tensor) -> Tensor:
-    """KL (K, T - 1) of the scored positions, with layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
+    """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
     first, target = key
     layers = decoder_layers(model)
     args, kwargs = run.calls[first]
