@@ -322,6 +322,7 @@ def _forward(
     real = torch.arange(longest) < lengths[:, None]  # (B, T); padding stands on the right and is never recorded
     positions = torch.arange(longest).expand(len(batch), -1)
     facts = {
+        "token": ids[real].numpy().astype(np.int32),
         "document": np.repeat([window.document for window in batch], lengths.numpy()).astype(np.int32),
         "position": positions[real].numpy().astype(np.int32),
         "generated": (positions >= torch.tensor([window.prompt for window in batch])[:, None])[real].numpy(),

@@ -7,7 +7,7 @@
 
 Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
 (tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, each head's
-contribution; ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1 where the model wrote it.
+contribution; ``token``, ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1: the model wrote it.
 Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset, so that a block is one read each.
 A file is written under a temporary name and renamed when complete: no rename, no shard.
 """
@@ -97,7 +97,7 @@ class ActivationManifest:
 
     def row_bytes(self) -> int:
         """Bytes of one token in one layer's shards."""
-        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 9
+        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 13
 
 
 def layer_folder(activations: str | Path, layer: int) -> Path:
@@ -182,6 +182,7 @@ class ShardWriter:
             "mlp_in": (shape.d_model, hidden),
             "mlp_active": (-(-shape.d_ffn // 8), "u1"),
             "head_norm": (shape.n_heads, "f2"),
+            "token": (None, "i4"),
             "document": (None, "i4"),
             "position": (None, "i4"),
             "generated": (None, "u1"),
@@ -247,7 +248,8 @@ class ShardReader:
         """Rows ``start`` .. ``stop`` - 1 of one dataset.
 
         Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16 as stored; ``mlp_active`` (N, d_ffn) bool;
-            ``head_norm`` (N, n_heads) float16; ``document``, ``position`` (N) int32; ``generated`` (N) uint8.
+            ``head_norm`` (N, n_heads) float16; ``token``, ``document``, ``position`` (N) int32; ``generated`` (N)
+            uint8.
 
         Raises:
             UserError: damaged, or not a number.
@@ -263,6 +265,11 @@ class ShardReader:
         """Go through the set in order, block by block, reading the named datasets."""
         for start, stop in self.blocks():
             yield tuple(self.read(name, start, stop) for name in names)
+
+    def windows(self) -> list[list[int]]:
+        """The sequences of token ids behind the rows, without padding."""
+        tokens, positions = self.read("token", 0, self.rows).numpy(), self.read("position", 0, self.rows).numpy()
+        return [part.tolist() for part in np.split(tokens, np.flatnonzero(positions == 0)[1:])]
 
     def _read(self, shard: int, name: str, start: int, stop: int) -> Tensor:
         path = self._paths[shard]
@@ -356,6 +363,9 @@ class LayerWeights:
     fc1_weight: Tensor
     fc1_bias: Tensor
     fc2_norm: Tensor
+
+    def to(self, device: torch.device) -> "LayerWeights":
+        return LayerWeights(self.fc1_weight.to(device), self.fc1_bias.to(device), self.fc2_norm.to(device))
 
     def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
         tensors = {"fc1_weight": self.fc1_weight.to(storage), "fc1_bias": self.fc1_bias, "fc2_norm": self.fc2_norm}

@@ -1,0 +1,119 @@
+"""What watches a training run: resumable checkpoints, lines of progress, and rows per second of loader and step."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from dejavu_train.files import replacing
+
+logger = logging.getLogger(__name__)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoints are written aside and renamed: a kill while saving leaves the one before."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        with replacing(path) as temporary:
+            torch.save(checkpoint, temporary)
+
+
+class SaveLast(Checkpoint):
+    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        super().__init__()
+        self.path, self.seconds = path, seconds
+        self._saved_at = 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._saved_at = time.monotonic()
+
+    def _save(self, trainer: lightning.Trainer) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+            self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = time.monotonic() - self._saved_at > self.seconds
+        if trainer.world_size > 1 and trainer.global_step % 20 == 0:  # all ranks must take part in a save
+            due = bool(trainer.strategy.reduce_boolean_decision(due, all=False))
+        elif trainer.world_size > 1:
+            due = False
+        if due:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if time.monotonic() - self._saved_at > 1 or trainer.world_size > 1:
+            self._save(trainer)
+
+
+class Rates(Callback):
+    """Rows per second that the loader makes and that the step takes, on this rank; read after fit."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = max(1, workers)
+        self._began = 0.0
+        self.rows, self.step_seconds, self.loader_seconds = 0, 0.0, 0.0
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.device.type == "cuda" and trainer.global_step % 50 == 0:
+            torch.cuda.synchronize()  # without it only the launches would be counted
+        self.step_seconds += time.perf_counter() - self._began
+        self.loader_seconds += float(batch["seconds"])
+        self.rows += len(batch["inputs"])
+
+    @property
+    def loader(self) -> float:
+        return self.rows * self.workers / max(self.loader_seconds, 1e-9)
+
+    @property
+    def step(self) -> float:
+        return self.rows / max(self.step_seconds, 1e-9)
+
+
+class ProgressLines(Callback):
+    """One line per validation where stderr is no terminal and a bar would only fill the log."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and trainer.is_global_zero:
+            logger.info("%s: step %d of %d, %s", self.title, trainer.global_step, trainer.max_steps, describe(trainer))
+
+
+def describe(trainer: lightning.Trainer) -> str:
+    """The figures of the last validation in words."""
+    return figures_line({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def figures_line(figures: Mapping[str, float]) -> str:
+    return (
+        f"recall {figures['val/recall']:.4f}, retained mass {figures['val/retained_mass']:.4f}"
+        f" at density {figures['val/density']:.3f}"
+    )
+
+
+def is_watched() -> bool:
+    """Whether a person sees stderr as it appears."""
+    return sys.stderr.isatty()

@@ -1,0 +1,218 @@
+"""The configuration of a run: one dataclass per section, its identity, and the jobs it asks for."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any, Literal
+
+from dejavu_train.calibrate import CalibrateConfig
+from dejavu_train.collect import CollectConfig
+from dejavu_train.datamodule import DataConfig
+from dejavu_train.errors import UserError
+from dejavu_train.losses import get_loss
+from dejavu_train.opt_model import OPTShape
+from dejavu_train.text import TextSource
+
+TARGETS = ("mlp", "heads")
+# How a run runs, not what it makes: two invocations may differ here and work on one folder.
+NOT_IDENTITY = {
+    "": ("layers", "targets", "output"),
+    "trainer": ("devices", "strategy", "logger", "accelerator", "num_nodes", "enable_progress_bar", "callbacks"),
+    "data": ("num_workers",),
+    "collect": ("device", "device_map"),
+    "text": ("cache",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictorConfig:
+    """The predictors of one target and how they are trained."""
+
+    enabled: bool = True
+    """false: this target has no predictors and stays dense."""
+    rank: int = 64
+    """Width of the bottleneck."""
+    ranks: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Rank of single layers, where it differs."""
+    nonlinearity: Literal["none", "relu"] = "none"
+    """Between the two matrices."""
+    bias: bool = True
+    """One offset per unit."""
+    start: Literal["random", "small", "svd", "svd_data"] = "svd"
+    """First values: random, small, the SVD of fc1, or that SVD weighed with the inputs' second moment (mlp only)."""
+    lookahead: int = 0
+    """How many half-blocks before its target the predictor reads (design.md)."""
+    lookahead_nearest: bool = False
+    """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
+    loss: str = "contribution"
+    """paper, pos_weight, contribution, share or regression."""
+    density: float = 0.1
+    """Mean density at which the predictors will be deployed; figures and early stopping are taken there."""
+    share_density: bool = True
+    """Share that density over the layers in proportion to their true density (mlp only)."""
+    steps: int = 1500
+    """Optimiser steps at most."""
+    learning_rate: float = 1e-3
+    """Highest rate of AdamW, after the warm-up."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    warmup: float = 0.05
+    """Share of the steps in which the rate rises."""
+    validations: int = 10
+    """How often the choose set is scored during those steps."""
+    monitor: Literal["retained_mass", "recall"] = "retained_mass"
+    """What decides the best checkpoint, at the deployed density."""
+    patience: int = 4
+    """Stop after so many validations without improvement; 0 never stops early."""
+
+    def check(self, section: str, shape: OPTShape) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        if self.lookahead < 0:
+            raise UserError(f"{section}.lookahead must not be negative, got {self.lookahead}")
+        for name in ("rank", "steps", "validations"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{section}.{name} must be at least 1, got {getattr(self, name)}")
+        for rank in (self.rank, *self.ranks.values()):
+            if rank > shape.d_model:
+                raise UserError(f"{section}.rank is {rank}, above the model's width {shape.d_model}; choose less")
+        for layer in self.ranks:
+            if not 0 <= layer < shape.n_layers:
+                raise UserError(f"{section}.ranks: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
+        if not 0.0 < self.density <= 1.0:
+            raise UserError(f"{section}.density must lie above 0 and at most at 1, got {self.density}")
+        if not 0.0 <= self.warmup < 1.0:
+            raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
+        if section == "heads" and self.start.startswith("svd"):
+            raise UserError(
+                f"heads.start cannot be {self.start}: heads have no weight to decompose; use small or random"
+            )
+        get_loss(self.loss)
+
+    def rank_of(self, layer: int) -> int:
+        return self.ranks.get(layer, self.rank)
+
+    def site(self, target: str, layer: int) -> tuple[str, int]:
+        """The site that the predictor of ``target`` in ``layer`` reads, and that site's layer.
+
+        Raises:
+            UserError: before the first layer, unless ``lookahead_nearest``.
+        """
+        half_blocks = 2 * layer + (target == "mlp") - self.lookahead
+        if half_blocks < 0 and not self.lookahead_nearest:
+            raise UserError(
+                f"{target}.lookahead {self.lookahead} reaches before the first layer for layer {layer};"
+                f" set {target}.lookahead_nearest to true or choose less"
+            )
+        half_blocks = max(0, half_blocks)
+        return ("mlp_in" if half_blocks % 2 else "attn_in"), half_blocks // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything train.py needs to know."""
+
+    model: str = "checkpoints/opt-mini"
+    """Folder or hub id of a pre-norm OPT."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    output: str = "checkpoints/demo"
+    """Folder of everything that is made."""
+    seed: int = 0
+    """Of the text's order, the first values and the batches."""
+    layers: str | int | None = None
+    """Layers that this invocation trains, as 0-5 or 0,2,4; null: all."""
+    targets: str = "mlp,heads"
+    """Targets that this invocation trains."""
+    text: TextSource = dataclasses.field(default_factory=TextSource)
+    """Where text comes from."""
+    collect: CollectConfig = dataclasses.field(default_factory=CollectConfig)
+    """What is recorded of the dense model."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """How shards are read for training."""
+    mlp: PredictorConfig = dataclasses.field(default_factory=PredictorConfig)
+    """Predictors of the neurons."""
+    heads: PredictorConfig = dataclasses.field(
+        default_factory=lambda: PredictorConfig(start="small", loss="share", density=0.85, share_density=False)
+    )
+    """Predictors of the attention heads."""
+    calibrate: CalibrateConfig = dataclasses.field(default_factory=CalibrateConfig)
+    """Thresholds."""
+    trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of the Lightning Trainer, its classes as class_path and init_args."""
+
+    def predictor(self, target: str) -> PredictorConfig:
+        return self.mlp if target == "mlp" else self.heads
+
+    def check(self, shape: OPTShape) -> None:
+        """Raise :class:`UserError` for a value that does not fit the model."""
+        parse_layers(self.layers, shape.n_layers)
+        for target in parse_targets(self.targets):
+            if not self.predictor(target).enabled and self.targets == target:
+                raise UserError(f"--targets {target} asks for predictors that {target}.enabled: false leaves out")
+        for target in TARGETS:
+            if self.predictor(target).enabled:
+                self.predictor(target).check(target, shape)
+        for layer, target in self.own_jobs(shape.n_layers):
+            self.predictor(target).site(target, layer)
+        if not any(self.predictor(target).enabled for target in TARGETS):
+            raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
+        self.calibrate.check(shape)
+
+    def all_jobs(self, n_layers: int) -> list[tuple[int, str]]:
+        """Every (layer, target) that the bundle needs."""
+        return [(layer, t) for t in TARGETS if self.predictor(t).enabled for layer in range(n_layers)]
+
+    def own_jobs(self, n_layers: int) -> list[tuple[int, str]]:
+        """Those of them that this invocation was asked for."""
+        layers, targets = parse_layers(self.layers, n_layers), parse_targets(self.targets)
+        return [(layer, t) for layer, t in self.all_jobs(n_layers) if layer in layers and t in targets]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that JSON and YAML can hold; ``parse_config`` reads them again."""
+        values = dataclasses.asdict(self)
+        return json.loads(json.dumps(values))
+
+    def identified(self) -> dict[str, Any]:
+        """The part of the config that decides what is made."""
+        values = self.to_json()
+        for section, names in NOT_IDENTITY.items():
+            part = values[section] if section else values
+            for name in names:
+                part.pop(name, None)
+        return values
+
+    def identity(self) -> str:
+        """Hash of what is made: two invocations with the same identity may share a folder."""
+        return hashlib.sha256(json.dumps(self.identified(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse_layers(text: str | int | None, n_layers: int) -> list[int]:
+    """``"0-5"``, ``"0,2,4"``, ``3`` or None -> sorted layer numbers.
+
+    Raises:
+        UserError: not of that form, or out of range.
+    """
+    if text is None:
+        return list(range(n_layers))
+    layers: set[int] = set()
+    for part in str(text).split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise UserError(f"--layers must look like 0-5 or 0,2,4, got {text}")
+        layers.update(range(int(first), int(last if dash else first) + 1))
+    if max(layers) >= n_layers:
+        raise UserError(f"--layers {text}: the model has layers 0 to {n_layers - 1}, got {max(layers)}")
+    return sorted(layers)
+
+
+def parse_targets(text: str) -> list[str]:
+    """``"mlp,heads"`` -> names.
+
+    Raises:
+        UserError: an unknown target.
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [name for name in names if name not in TARGETS]
+    if wrong or not names:
+        raise UserError(f"--targets must be some of {', '.join(TARGETS)}, got {text}")
+    return [target for target in TARGETS if target in names]

@@ -1,0 +1,413 @@
+"""Trains the predictor of one (layer, target): reads shards, writes ``predictors/layer_XX/<target>/``.
+
+    predictor.safetensors, predictor.json   the finished predictor; without both the job is open
+    config.yaml                             the resolved configuration it was trained with
+    csv/version_N/metrics.csv               its curves, one version per attempt
+    checkpoints/                            best.ckpt and last.ckpt, gone when the job is finished
+
+Jobs are independent. With one device a job runs in this process. With several it runs in a child process of its own,
+because a script under DDP is executed again by every rank, and nothing but the fit may happen there:
+``python -m dejavu_train.jobs config.yaml LAYER TARGET``.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import inspect
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import yaml
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import instantiate_class
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dejavu_train.callbacks import AtomicCheckpointIO, ProgressLines, Rates, SaveLast, figures_line, is_watched
+from dejavu_train.config import RunConfig
+from dejavu_train.datamodule import ShardDataModule
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.lit_predictor import LitPredictor
+from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader, active_densities
+
+logger = logging.getLogger(__name__)
+
+SAVE_SECONDS = 60.0
+COVARIANCE_ROWS = 16_384
+Job = tuple[int, str]
+
+
+def job_folder(output: str | Path, job: Job) -> Path:
+    return Path(output) / "predictors" / f"layer_{job[0]:02d}" / job[1]
+
+
+def is_finished(output: str | Path, job: Job) -> bool:
+    folder = job_folder(output, job)
+    return (folder / "predictor.json").is_file() and (folder / "predictor.safetensors").is_file()
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Hold the job's lock for the duration, or yield False where another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        os.set_inheritable(file.fileno(), True)  # a child process keeps the lock if we are killed
+        yield True
+
+
+def run_job(config: RunConfig, job: Job, title: str) -> bool:
+    """Train one predictor to its end, from its last checkpoint if there is one.
+
+    Returns: False if another process is at it.
+
+    Raises:
+        UserError: shards or trainer arguments that are wrong.
+    """
+    folder = job_folder(config.output, job)
+    with claimed(folder) as free:
+        if not free:
+            return False
+        if is_finished(config.output, job):
+            return True
+        write_text(folder / "config.yaml", yaml.safe_dump(config.to_json(), sort_keys=False))
+        if count_devices(config.trainer) == 1:
+            fit(config, job, title)
+        else:
+            command = [
+                sys.executable,
+                "-m",
+                "dejavu_train.jobs",
+                str(folder / "config.yaml"),
+                str(job[0]),
+                job[1],
+                title,
+            ]
+            code = subprocess.run(command, close_fds=False, check=False).returncode
+            if code:
+                raise SystemExit(code)
+    return True
+
+
+def count_devices(trainer: dict[str, Any]) -> int:
+    """How many processes a fit with these trainer arguments takes (0: several, their number unknown)."""
+    devices, nodes = trainer.get("devices", 1), int(trainer.get("num_nodes") or 1)
+    if isinstance(devices, list):
+        return len(devices) * nodes
+    text = str(devices).strip()
+    if text in ("auto", "-1"):
+        return max(1, torch.cuda.device_count()) * nodes if trainer.get("accelerator", "auto") != "cpu" else nodes
+    if "," in text:
+        return len([part for part in text.split(",") if part.strip()]) * nodes
+    return int(text) * nodes if text.isdigit() else 0
+
+
+def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
+    """The density at which this predictor will be used, as far as it is known before calibration."""
+    layer, target = job
+    section = config.predictor(target)
+    if target == "heads" or not section.share_density or section.density == 1.0:
+        return section.density
+    active = active_densities(activations)
+    return min(1.0, section.density * active[layer] * len(active) / max(sum(active), 1e-12))
+
+
+def second_moment(reader: ShardReader, site: str) -> Tensor:
+    """(d, d) float64 second moment of a site's first rows."""
+    total = torch.zeros(reader.manifest.shape.d_model, reader.manifest.shape.d_model, dtype=torch.float64)
+    seen = 0
+    for start, stop in reader.blocks():
+        rows = reader.read(site, start, stop).float()
+        total += (rows.T @ rows).double()
+        seen += len(rows)
+        if seen >= COVARIANCE_ROWS:
+            break
+    return total / seen
+
+
+def fit(config: RunConfig, job: Job, title: str) -> None:
+    """Train, score the best checkpoint and export it. Every rank of a DDP run comes through here."""
+    layer, target = job
+    activations, folder = Path(config.output) / "activations", job_folder(config.output, job)
+    section = config.predictor(target)
+    manifest = ActivationManifest.load(activations)
+    torch.manual_seed(config.seed * 1000 + 2 * layer + (target == "mlp"))
+    site, site_layer = section.site(target, layer)
+    data = ShardDataModule(activations, layer, target, site, site_layer, config.data, config.seed)
+    density = deployed_density(config, job, activations)
+    module = LitPredictor(
+        target,
+        data.d_in,
+        section.rank_of(layer),
+        data.n_units,
+        section.nonlinearity,
+        section.bias,
+        density,
+        section.loss,
+        section.learning_rate,
+        section.weight_decay,
+        section.warmup,
+    )
+    weights = LayerWeights.load(activations, layer, manifest.weight_hash)
+    covariance = None
+    if section.start == "svd_data":
+        covariance = second_moment(ShardReader(activations, site_layer, "train"), site)
+    module.start_from(section.start, weights, covariance)
+
+    monitor = f"val/{section.monitor}"
+    rates = Rates(config.data.num_workers)
+    best = ModelCheckpoint(
+        folder / "checkpoints", "best", monitor, mode="max", save_weights_only=True, enable_version_counter=False
+    )
+    callbacks = [rates, *([] if is_watched() else [ProgressLines(title)])]
+    if section.patience:
+        callbacks.append(EarlyStopping(monitor, mode="max", patience=section.patience, min_delta=1e-5))
+    last = folder / "checkpoints" / "last.ckpt"
+    callbacks += [best, SaveLast(last, SAVE_SECONDS)]
+    trainer = build_trainer(config, job, folder, callbacks)
+    began = time.perf_counter()
+    with _quiet():
+        _fit_from(trainer, module, data, last)
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        path = best.best_model_path
+        if not path or not Path(path).is_file():
+            raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")
+        trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    if trainer.is_global_zero:
+        figures |= {
+            "steps": float(trainer.global_step),
+            "seconds": time.perf_counter() - began,
+            "loader_rows_per_s": rates.loader * trainer.world_size,
+            "step_rows_per_s": rates.step * trainer.world_size,
+        }
+        logger.info(
+            "%s: done after %d steps, %s; rows/s: loader %.0f, step %.0f",
+            title,
+            trainer.global_step,
+            figures_line(figures),
+            figures["loader_rows_per_s"],
+            figures["step_rows_per_s"],
+        )
+        export(folder, config, job, module, figures)
+    for each in trainer.loggers:
+        finish = getattr(each.experiment, "finish", None) if trainer.is_global_zero else None
+        if callable(finish):  # a wandb run must end before the next one begins
+            finish()
+
+
+def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataModule, last: Path) -> None:
+    resume = last if last.is_file() else None
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    except MisconfigurationException as error:
+        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, KeyError, EOFError) as error:
+        if resume is None or trainer.global_step > 0:
+            raise
+        raise UserError(f"cannot resume from {last} ({str(error).splitlines()[0]}); delete it to start anew") from None
+
+
+def export(folder: Path, config: RunConfig, job: Job, module: LitPredictor, figures: dict[str, float]) -> None:
+    """Write the finished predictor, the facts last, and drop its checkpoints."""
+    layer, target = job
+    section = config.predictor(target)
+    site, site_layer = section.site(target, layer)
+    predictor = module.predictor
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in predictor.state_dict().items()}
+    with replacing(folder / "predictor.safetensors") as path:
+        save_file(tensors, path)
+    facts = {
+        "layer": layer,
+        "target": target,
+        "kind": "low_rank",
+        "site": site,
+        "site_layer": site_layer,
+        "rank": predictor.rank,
+        "d_in": predictor.down.shape[1],
+        "n_out": predictor.up.shape[0],
+        "nonlinearity": predictor.nonlinearity,
+        "bias": predictor.bias is not None,
+        "loss": section.loss,
+        "sha256": sha256_file(folder / "predictor.safetensors"),
+        "metrics": {name.removeprefix("val/"): value for name, value in figures.items()},
+    }
+    write_json(folder / "predictor.json", facts)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def build_trainer(config: RunConfig, job: Job, folder: Path, callbacks: list[Any]) -> lightning.Trainer:
+    """A fresh Trainer for one job: what the configuration says, and what a job needs.
+
+    Raises:
+        UserError: arguments that Lightning refuses, or a logger whose package is not installed.
+    """
+    arguments = dict(config.trainer)
+    section = config.predictor(job[1])
+    if arguments.get("max_epochs") is None and arguments.get("max_steps", -1) in (-1, None):
+        interval = max(1, section.steps // section.validations)
+        arguments |= {"max_epochs": -1, "max_steps": section.steps - section.steps % interval}
+        if arguments.get("val_check_interval") is None:
+            # Counted in steps over epochs, so that the last step is validated too.
+            arguments |= {"val_check_interval": interval, "check_val_every_n_epoch": None}
+    for name, value in {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False}.items():
+        if arguments.get(name) is None:
+            arguments[name] = value
+    if arguments.get("enable_progress_bar") is None:
+        arguments["enable_progress_bar"] = is_watched()
+    try:
+        extra = [_build(entry) for entry in _as_list(arguments.pop("callbacks", None))]
+        plugins = [_build(entry) for entry in _as_list(arguments.pop("plugins", None))]
+        loggers = build_loggers(config, arguments.pop("logger", None), folder, f"layer-{job[0]:02d}-{job[1]}")
+        arguments = {name: _build(value) for name, value in arguments.items()}
+        arguments["use_distributed_sampler"] = False  # the data module splits by rank itself
+        with _quiet():
+            return lightning.Trainer(
+                **arguments,
+                default_root_dir=folder,
+                logger=loggers,
+                callbacks=extra + callbacks,
+                plugins=[*plugins, AtomicCheckpointIO()],
+            )
+    except (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError) as error:
+        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+
+
+def build_loggers(config: RunConfig, wanted: Any, folder: Path, name: str) -> list[Any]:
+    """CSV always, and the loggers of the configuration, each told run, group and folder where it knows them."""
+    use_wandb_offline_without_key()
+    group = f"{Path(config.output).name}-{config.identity()[:8]}"
+    loggers: list[Any] = [CSVLogger(folder, "csv")]
+    for entry in _as_list(wanted):
+        if not isinstance(entry, dict) or entry["class_path"].endswith("CSVLogger"):
+            continue  # true or false: CSV is there anyway
+        module_name, _, class_name = entry["class_path"].rpartition(".")
+        kind = getattr(__import__(module_name, fromlist=[class_name]), class_name)
+        parameters = inspect.signature(kind.__init__).parameters
+        given = {
+            k: v for k, v in (entry.get("init_args") or {}).items() if k in parameters and v != parameters[k].default
+        }
+        known = {"save_dir": config.output, "name": name}
+        if class_name == "WandbLogger":  # the id lets a resumed job go on with its run
+            known |= {"id": f"{group}-{name}", "group": group}
+        for key, value in known.items():
+            if key in parameters or class_name == "WandbLogger":
+                given.setdefault(key, value)
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+        loggers.append(kind(**given, **(entry.get("dict_kwargs") or {})))
+    return loggers
+
+
+def use_wandb_offline_without_key() -> None:
+    """Without a key wandb would ask for one; a run that nobody watches must not wait."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    netrc = Path.home() / ".netrc"
+    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb.ai" in netrc.read_text(errors="ignore"))
+    if not has_key:
+        os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _build(value: Any) -> Any:
+    """A class from ``class_path`` and ``init_args``, at any depth; anything else as it is."""
+    if isinstance(value, list):
+        return [_build(entry) for entry in value]
+    if isinstance(value, dict) and "class_path" in value:
+        arguments = {name: _build(entry) for name, entry in (value.get("init_args") or {}).items()}
+        return instantiate_class((), {"class_path": value["class_path"], "init_args": arguments})
+    return value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's remarks about choices that are made on purpose."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        for text in (
+            ".*does not have many workers.*",
+            ".*`IterableDataset` has `__len__` defined.*",
+            ".*resuming from a checkpoint that ended before the epoch ended.*",
+            ".*Checkpoint directory .* exists and is not empty.*",
+            ".*dirpath.*has changed from.*",
+            ".*The number of training batches.*",
+            ".*GPU available but not used.*",
+            ".*no accelerator is found.*",
+            ".*LeafSpec.*",
+        ):
+            warnings.filterwarnings("ignore", message=text)
+        yield
+
+
+def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and one row per finished predictor, for tables."""
+    columns = [
+        "layer",
+        "target",
+        "rank",
+        "active",
+        "density",
+        "recall",
+        "precision",
+        "retained mass",
+        "steps",
+        "seconds",
+    ]
+    columns += ["loader rows/s", "step rows/s"]
+    names = ["active_density", "density", "recall", "precision", "retained_mass", "steps", "seconds"]
+    rows = []
+    for job in jobs:
+        if is_finished(output, job):
+            facts = read_json(job_folder(output, job) / "predictor.json", "a finished predictor")
+            figures = facts["metrics"]
+            rates = [figures["loader_rows_per_s"], figures["step_rows_per_s"]]
+            rows.append([job[0], job[1], facts["rank"], *(figures[name] for name in names), *rates])
+    return columns, rows
+
+
+def log_summary(config: RunConfig, jobs: Sequence[Job]) -> None:
+    """One table of all predictors, as its own run of the group, in loggers that take tables (wandb)."""
+    entries = [e for e in _as_list(config.trainer.get("logger")) if isinstance(e, dict) and "Wandb" in e["class_path"]]
+    if entries:
+        columns, rows = summary_rows(config.output, jobs)
+        with _quiet():
+            for each in build_loggers(config, entries, Path(config.output) / "predictors", "summary")[1:]:
+                each.log_table("predictors", columns, rows)
+                each.experiment.finish()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """One fit in a process of its own, started by :func:`run_job`; under DDP every rank runs this."""
+    from dejavu_train.cli import parse_config, set_up_logging
+
+    path, layer, target, title = sys.argv[1:] if argv is None else argv
+    set_up_logging()
+    config = parse_config(["--config", path])
+    fit(dataclasses.replace(config, layers=None), (int(layer), target), title)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))

@@ -1,0 +1,122 @@
+"""Walks from text to bundle and does whatever is missing: collect, train every (layer, target), calibrate, bundle.
+
+Several invocations may share one output folder, each with its own ``--layers``: collecting happens once under a lock,
+every job has a lock, and whoever finishes the last job calibrates and bundles.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.calibrate import calibrate
+from dejavu_train.collect import collect
+from dejavu_train.config import RunConfig
+from dejavu_train.errors import UserError
+from dejavu_train.files import locked, read_json, replacing, write_json
+from dejavu_train.jobs import Job, is_finished, log_summary, run_job, summary_rows
+from dejavu_train.opt_model import read_shape
+from dejavu_train.shards import ShardReader
+
+logger = logging.getLogger(__name__)
+
+RUN_SCHEMA = 1
+
+
+def run(config: RunConfig) -> None:
+    """Do what is missing between text and bundle; nothing if the bundle is there.
+
+    Raises:
+        UserError: a mistake in the configuration, or a folder that holds something else.
+    """
+    shape = read_shape(config.model, config.revision)
+    config.check(shape)
+    output = Path(config.output)
+    jobs = config.all_jobs(shape.n_layers)
+    claim_folder(output, config)
+    if (output / "bundle" / "bundle.json").is_file():
+        print(f"{output / 'bundle'} is complete; nothing to do")
+        return
+    collect(config.model, config.text, config.collect, output / "activations", config.seed, config.revision)
+
+    own = config.own_jobs(shape.n_layers)
+    began = time.monotonic()
+    for number, job in enumerate(own, 1):
+        title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
+        if is_finished(output, job):
+            logger.info("%s: trained before", title)
+            continue
+        logger.info("%s: training", title)
+        if not run_job(config, job, title):
+            logger.info("%s: another process is training it", title)
+    logger.info("trained in %.0f s", time.monotonic() - began)
+
+    open_jobs = [job for job in jobs if not is_finished(output, job)]
+    if open_jobs:
+        names = ", ".join(f"layer {layer} {target}" for layer, target in open_jobs)
+        print(f"predictors still open: {names}; the bundle is written when they are trained")
+        return
+    with locked(output / ".bundle.lock", "another process is writing the bundle; waiting for it"):
+        if not (output / "bundle" / "bundle.json").is_file():
+            finish(config, output, jobs)
+    print(f"bundle: {output / 'bundle'}")
+
+
+def finish(config: RunConfig, output: Path, jobs: Sequence[Job]) -> None:
+    """Calibrate, write the bundle, and show one table of all predictors."""
+    windows = None
+    if config.calibrate.sensitivity_tokens:
+        windows = ShardReader(output / "activations", 0, "calibrate").windows()
+    bundle = calibrate(output / "predictors", output / "activations", config.model, config.calibrate, windows)
+    bundle.save_pretrained(output / "bundle")
+    columns, rows = summary_rows(output, jobs)
+    with replacing(output / "predictors" / "summary.csv") as path:
+        path.write_text("\n".join(",".join(str(value) for value in row) for row in [columns, *rows]) + "\n")
+    print(table(columns, rows))
+    log_summary(config, jobs)
+
+
+def claim_folder(output: Path, config: RunConfig) -> None:
+    """Note the run's identity in the folder, or refuse a folder of another run.
+
+    Raises:
+        UserError: another identity, or a file where the folder should be.
+    """
+    if output.exists() and not output.is_dir():
+        raise UserError(f"the output {output} is a file; choose a folder")
+    path = output / "run.json"
+    with locked(output / ".run.lock"):
+        if not path.exists():
+            write_json(path, {"schema": RUN_SCHEMA, "identity": config.identity(), "config": config.identified()})
+            return
+        stored = read_json(path, "the description of the run")
+        if stored.get("schema") != RUN_SCHEMA or stored.get("identity") != config.identity():
+            difference = first_difference(stored.get("config"), config.identified())
+            raise UserError(
+                f"the folder {output} holds another run{difference}; choose another --output or delete the folder"
+            )
+
+
+def first_difference(stored: Any, asked: Any, name: str = "") -> str:
+    """Names the first key in which two configs differ."""
+    if isinstance(stored, dict) and isinstance(asked, dict):
+        for key in sorted({*stored, *asked}):
+            found = first_difference(stored.get(key), asked.get(key), f"{name}.{key}" if name else key)
+            if found:
+                return found
+        return ""
+    return "" if stored == asked else f" ({name} is {stored} there, {asked} here)"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows as aligned text; fractions with three digits."""
+
+    def show(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3f}" if value <= 1 else f"{value:.0f}"
+        return str(value)
+
+    cells = [list(columns), *([show(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
