@@ -20,6 +20,7 @@ from kernels.launch import (
     check_tensor,
     gather_settings,
     list_slots,
+    list_slots_wide,
     next_power_of_two,
     prefetch_l2,
     require,
@@ -95,7 +96,7 @@ def gather_gemv_reference(
     return y if mask is None else torch.where(mask, y, torch.zeros_like(y))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks", "slots"])
 def _gather_kernel(
     x_ptr,
     ln_weight_ptr,
@@ -180,10 +181,11 @@ def _gather_kernel(
         rstd = tl.rsqrt(tl.sum(partial, 0) / D + eps)
         normed = ()
         for j in tl.static_range(STEPS):
-            y = (xs[j].to(tl.float32) - mean) * rstd * gammas[j].to(tl.float32) + betas[j].to(tl.float32)
+            scaled = (xs[j].to(tl.float32) - mean) * rstd * gammas[j].to(tl.float32) + betas[j].to(tl.float32)
             if w_ptr.dtype.element_ty == tl.float16 or w_ptr.dtype.element_ty == tl.bfloat16:
-                y = y.to(w_ptr.dtype.element_ty)
-            normed = normed + (y,)
+                normed = normed + (scaled.to(w_ptr.dtype.element_ty),)
+            else:
+                normed = normed + (scaled,)
         xs = normed
         if normalised_ptr is not None:
             for j in tl.static_range(STEPS):
@@ -227,7 +229,7 @@ def _gather_kernel(
         tl.store(live_counts_ptr + pid, written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks", "slots", "batch"])
 def _gather_dot_kernel(
     x_ptr,
     w_ptr,
@@ -275,7 +277,7 @@ def _gather_dot_kernel(
         items = start + tl.arange(0, ROWS)
         valid = items < last
         if ids_ptr is not None:
-            slot = list_slots(items // GROUP, running, SEL_BLOCK)
+            slot = list_slots_wide(items // GROUP, running, SEL_BLOCK, SEL_BLOCKS)
             index = tl.load(ids_ptr + slot, mask=valid, other=0)
             rows = index * GROUP + items % GROUP
             bits = tl.load(row_bits_ptr + index, mask=valid, other=0)

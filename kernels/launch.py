@@ -89,6 +89,25 @@ def list_slots(items, running, block_slots):
     return block * block_slots + items - start
 
 
+@triton.jit
+def list_slots_wide(items, running, block_slots, N: tl.constexpr):
+    """`list_slots` for many items: the blocks are searched in two levels, so that R x N values never exist at once."""
+    if N <= 32:
+        return list_slots(items, running, block_slots)
+    FINE: tl.constexpr = 32
+    COARSE: tl.constexpr = N // FINE
+    ends = tl.max(tl.reshape(running, (COARSE, FINE)), 1)  # running never falls: the largest is the last
+    group = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
+    inside = tl.minimum(group, COARSE - 1)[:, None] * FINE + tl.arange(0, FINE)[None, :]
+    R: tl.constexpr = items.shape[0]
+    near = tl.reshape(tl.gather(running, tl.reshape(inside, (R * FINE,)), 0), (R, FINE))
+    before = near <= items[:, None]
+    block = group * FINE + tl.sum(before.to(tl.int32), 1)
+    passed = tl.max(tl.where(ends[None, :] <= items[:, None], ends[None, :], 0), 1)
+    start = tl.maximum(passed, tl.max(tl.where(before, near, 0), 1))
+    return block * block_slots + items - start
+
+
 @dataclass(frozen=True)
 class GatherSettings:
     """programs: grid size; rows: rows of a program in flight; block: columns a step; stages > 1: cp.async pipeline."""

@@ -19,6 +19,7 @@ from kernels.launch import (
     check_input,
     check_tensor,
     list_slots,
+    list_slots_wide,
     next_power_of_two,
     require,
     scatter_settings,
@@ -76,7 +77,7 @@ def _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, splits, GROUP: tl.
         return index, 0, first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks", "slots"])
 def _scatter_kernel(
     h_ptr,
     w_ptr,
@@ -143,7 +144,7 @@ def _scatter_kernel(
         tl.store(tickets_ptr + stripe, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks", "slots", "batch"])
 def _scatter_dot_kernel(
     h_ptr,
     w_ptr,
@@ -186,12 +187,13 @@ def _scatter_dot_kernel(
         valid = items < last
         use = valid[:, None] & in_batch[None, :]
         if LIVE:
-            slot = low * slots + list_slots(items, running, slots)
+            slot = low * slots + list_slots_wide(items, running, slots, BLOCKS)
             rows = tl.load(ids_ptr + slot, mask=valid, other=0)
             h = tl.load(h_ptr + slot[:, None] * batch + b[None, :], mask=use, other=0.0)
         else:
             if ids_ptr is not None:
-                index = tl.load(ids_ptr + list_slots(items // GROUP, running, SEL_BLOCK), mask=valid, other=0)
+                slot = list_slots_wide(items // GROUP, running, SEL_BLOCK, BLOCKS)
+                index = tl.load(ids_ptr + slot, mask=valid, other=0)
                 rows = index * GROUP + items % GROUP
                 bits = tl.load(row_bits_ptr + index, mask=valid, other=0)
                 use = use & (((bits[:, None] >> b[None, :]) & 1) != 0)

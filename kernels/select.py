@@ -164,7 +164,7 @@ def _store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr
     tl.store(counts_ptr + pid, tl.sum(chosen, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _select_kernel(
     hidden_ptr,
     up_ptr,
@@ -229,7 +229,7 @@ def _select_kernel(
     _store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "batch"])
 def _select_dot_kernel(
     hidden_ptr,
     up_ptr,
