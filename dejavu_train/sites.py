@@ -20,17 +20,14 @@ PLACES = ("attn_in", "mlp_in", "activation", "head_out")
 OnLayer = Callable[[int, dict[str, Tensor]], None]
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks of an OPTForCausalLM, in order."""
-    return model.model.decoder.layers  # type: ignore[union-attr, return-value]
+def decoder_layers(model: Any) -> Any:
+    """The decoder blocks (a ModuleList) of an OPTForCausalLM, in order."""
+    return model.model.decoder.layers
 
 
 @contextmanager
 def record(
-    model: nn.Module,
-    want: Iterable[str],
-    layers: Iterable[int] | None = None,
-    on_layer: OnLayer | None = None,
+    model: nn.Module, want: Iterable[str], layers: Iterable[int] | None = None, on_layer: OnLayer | None = None
 ) -> Iterator[dict[int, dict[str, Tensor]]]:
     """Within the context every forward pass of ``model`` hands over the wanted places of the wanted layers.
 

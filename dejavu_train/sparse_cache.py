@@ -52,6 +52,7 @@ class SparseLayer(CacheLayerMixin):
             raise UserError(
                 f"the SparseCache holds {self.attn_in.shape[0]} rows, the input has {rows}; start with a new cache"
             )
+        assert self.attn_in is not None and self.valid is not None
         start, self.length = self.length, self.length + new
         lacking = self.length - self.attn_in.shape[1]
         if lacking > 0:

@@ -1,0 +1,21 @@
+"""Contextual sparsity for OPT models: train predictors, run the model sparsely. Importing this costs nothing."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dejavu_train.bundle import Bundle
+    from dejavu_train.sparse_model import SparseOPTForCausalLM
+
+__all__ = ["Bundle", "SparseOPTForCausalLM"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Bundle":
+        from dejavu_train.bundle import Bundle
+
+        return Bundle
+    if name == "SparseOPTForCausalLM":
+        from dejavu_train.sparse_model import SparseOPTForCausalLM
+
+        return SparseOPTForCausalLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
