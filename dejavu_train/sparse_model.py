@@ -157,9 +157,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        visible = None
         if self.backend != "mask":
-            visible = attention_mask = _visible(attention_mask, shape, past, self.device)
+            attention_mask = _visible(attention_mask, shape, past, self.device)
         positions = _positions(shape, attention_mask, position_ids, past, self.device)
         sparse = self._sparse(positions, past)
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
@@ -174,9 +173,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                     position_ids=position_ids,
                     **common,
                 )
-        return self._forward_sparse(
-            input_ids, attention_mask, past_key_values, inputs_embeds, positions, sparse, **common
-        )
+        assert attention_mask is not None
+        tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
+        return self._forward_sparse(*tokens, positions, sparse, **common)
 
     def _forward_sparse(
         self,
