@@ -113,7 +113,7 @@ class LitPredictor(lightning.LightningModule):
         with torch.no_grad():
             batch = self.make_batch(raw, self._train_contribution)
         loss = self.loss(self.predictor(batch.inputs), batch)
-        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.inputs))
         return loss
 
     def validation_step(self, raw: dict[str, Tensor], _index: int) -> None:
@@ -121,7 +121,7 @@ class LitPredictor(lightning.LightningModule):
         logits = self.predictor(batch.inputs)
         assert batch.contribution is not None
         self.figures.update(logits, batch.active, batch.contribution)
-        self.log("val/loss", self.loss(logits, batch), sync_dist=True)
+        self.log("val/loss", self.loss(logits, batch), sync_dist=True, batch_size=len(batch.inputs))
 
     def on_validation_epoch_end(self) -> None:
         histograms = self.figures.compute().cpu()
