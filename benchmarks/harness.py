@@ -1,0 +1,122 @@
+"""Timing of kernels on a GPU: CUDA-graph replay, weights rotated past the L2, medians with p20 and p80; rows of a CSV.
+
+One graph runs the step on every set of weights in turn; the sets together exceed the L2 several times, so each step
+finds its weights in memory, as in a model of many layers. A row carries the conditions under which it was measured.
+"""
+
+import csv
+import dataclasses
+import datetime
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+L2_BYTES = 60 * 2**20
+
+
+@dataclass
+class BenchRow:
+    """One measurement. Times in microseconds; bytes are what the algorithm must read, gb_s = bytes / p50."""
+
+    op: str
+    provider: str
+    n: int
+    d: int
+    density: float
+    live: float
+    batch: int
+    rank: int
+    dtype: str
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    bytes: int
+    gb_s: float
+    conditions: str
+    gpu: str = ""
+    torch: str = ""
+    triton: str = ""
+    commit: str = ""
+    date: str = ""
+
+
+def commit() -> str:
+    """The commit measured: DEJAVU_COMMIT where the tree travels without its history, else git's."""
+    named = os.environ.get("DEJAVU_COMMIT")
+    if named:
+        return named
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+class Rows:
+    """Appends rows to a CSV as they come, so that an interrupted run leaves what it measured."""
+
+    def __init__(self, path: str | Path, echo: bool = True) -> None:
+        self.path, self.echo, self.commit = Path(path), echo, commit()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows: list[BenchRow] = []
+
+    def add(self, row: BenchRow) -> BenchRow:
+        row.gpu, row.torch, row.triton = torch.cuda.get_device_name(), torch.__version__, triton.__version__
+        row.commit, row.date = self.commit, datetime.date.today().isoformat()
+        names = [field.name for field in dataclasses.fields(BenchRow)]
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            if new:
+                writer.writeheader()
+            writer.writerow(dataclasses.asdict(row))
+        self.rows.append(row)
+        if self.echo:
+            print(f"{row.op:12} {row.provider:22} {row.n:6}x{row.d:<6} density {row.density:<5} live {row.live:<4} "
+                  f"rank {row.rank:<4} {row.p50_us:8.2f} us {row.gb_s:7.0f} GB/s  {row.conditions}", flush=True)  # fmt: skip
+        return row
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def sets_for(bytes_a_step: int, bytes_a_set: int, memory: int = 12 * 2**30) -> int:
+    """How many sets of weights one rotation needs: together they are read past the L2 four times over."""
+    return max(3, min(-(-4 * L2_BYTES // max(1, bytes_a_step)), memory // max(1, bytes_a_set), 64))
+
+
+def measure(step: Callable[[int], None], sets: int, repeats: int = 25) -> tuple[float, float, float]:
+    """Microseconds (p20, p50, p80) of step(i), i over the sets, captured in one graph and replayed `repeats` times."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles what is not compiled yet, outside the capture
+        for i in range(sets):
+            step(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(sets):
+            step(i)
+    for _ in range(3):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, stop in events:
+        start.record()
+        graph.replay()
+        stop.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) * 1000 / sets for start, stop in events)
+    del graph
+
+    def at(q: float) -> float:
+        return times[min(len(times) - 1, int(q * len(times)))]
+
+    return at(0.2), at(0.5), at(0.8)

@@ -1,0 +1,174 @@
+"""The sparse MLP of every OPT shape against dense cuBLAS, torch indexing, the ideal line and the original's kernels.
+
+    python benchmarks/sparse_mlp.py --csv benchmarks/results/sparse_mlp.csv       measure (one GPU)
+    python benchmarks/sparse_mlp.py --sweep --csv sweep.csv                       candidates for the launch table
+    python benchmarks/sparse_mlp.py --plot benchmarks/results/sparse_mlp.csv      draw from committed rows (no GPU)
+
+"whole" counts LayerNorm, predictor, selection, fc1, fc2, bias and residual, launched as programmatic dependents of each
+other but not of the step before; "chain" lets it overlap the step before too, as a decoding step does; "mlp" is fc1 and
+fc2 with the list given. Dense is the two cuBLAS products alone. Bytes count fc2 rows of live neurons only.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script, also run where nothing is installed
+
+from benchmarks.harness import BenchRow, Rows, measure, read_rows, sets_for  # noqa: E402
+
+DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
+# The original's kernels on the same GPU model, microseconds, fc1 + fc2 without selection (its own autotune's best).
+ORIGINAL = {
+    4096: {0.05: 15.2, 0.1: 17.8, 0.2: 24.6, 0.4: 37.7, 0.8: 60.2, 1.0: 71.6},
+    9216: {0.05: 29.8, 0.1: 44.4, 0.2: 73.7, 0.4: 139.0, 0.8: 275.2, 1.0: 346.7},
+    12288: {0.05: 42.1, 0.1: 66.5, 0.2: 128.8, 0.4: 242.0, 0.8: 484.7, 1.0: 600.7},
+}
+ORIGINAL_SELECTION = {4096: 19.9 + 56.0, 9216: 37.5 + 31.0, 12288: 46.7 + 31.0}  # rank-1000 predictor and top-k
+
+
+def best_read_bandwidth(rows: Rows) -> float:
+    """GB/s of the row gather at density 1 on 49152 x 12288: what "byte floor" is counted with."""
+    from benchmarks.sparse_mlp_problem import Problem
+
+    problem = Problem(12288, 64, 3, live=1.0)
+    problem.set_density(1.0)
+    times = measure(lambda i: problem.first(i, False), 3)
+    size = problem.bytes()["fc1"]
+    row = BenchRow("read", "gather density 1", problem.n, problem.d, 1.0, 1.0, 1, 0, "fp16", *times, size,
+                   size / times[1] / 1e3, "plain edges")  # fmt: skip
+    return rows.add(row).gb_s
+
+
+def run_shape(rows: Rows, d: int, densities: tuple[float, ...], live: float, predictor: str, batch: int, until: float):
+    """All providers of one shape. predictor: "fp16", "fp16-half" (half the rank) or "int8"."""
+    from benchmarks.sparse_mlp_problem import Problem
+
+    rank = max(64, d // (32 if predictor == "fp16-half" else 16))
+    touched = int((0.05 * 1.6 * 8 + 0.6) * d * d) if predictor != "int8" else int((0.05 * 1.6 * 8 + 0.3) * d * d)
+    sets = sets_for(touched, 17 * d * d)
+    problem = Problem(d, rank, sets, live, torch.int8 if predictor == "int8" else None, batch)
+    main = predictor == "fp16" and live == 0.6
+
+    def add(op, provider, step, size, conditions=""):
+        if time.time() > until:
+            return
+        times = measure(step, sets)
+        rows.add(BenchRow(op, provider, problem.n, d, problem.density, live, batch, rank, predictor, *times, size,
+                          size / times[1] / 1e3, conditions))  # fmt: skip
+
+    for density in densities:
+        if time.time() > until:
+            return
+        problem.set_density(density)
+        problem.check()
+        size = problem.bytes()
+        add("whole", "sparse", problem.step_whole, size["whole"], "PDL inside")
+        add("whole", "sparse chain", lambda i: problem.step_whole(i, True), size["whole"], "PDL everywhere")
+        if main or live == 1.0:
+            add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
+            add("fc1", "sparse", lambda i: problem.first(i, False), size["fc1"], "plain edges")
+            add("fc2", "sparse", lambda i: problem.second(i, False), size["fc2"], "plain edges")
+            add("fc1", "sparse", lambda i: problem.first(i, True), size["fc1"], "PDL chain")
+            add("fc2", "sparse", lambda i: problem.second(i, True), size["fc2"], "PDL chain")
+        if main and batch == 1:
+            add("whole", "sparse", lambda i: problem.step_whole(i, False, False), size["whole"], "no PDL")
+            add("mlp", "torch indexing", problem.step_indexing, size["fc1"] + size["fc2"], "list given")
+    problem.set_density(densities[0])
+    add("predict", "predict + select", problem.step_predict, problem.bytes()["predictor"], "PDL inside")
+    if main or batch > 1:
+        problem.density = 1.0
+        add("dense", "cuBLAS", problem.step_dense_cublas, problem.bytes()["dense"], "two products alone")
+        if batch == 1:
+            add("dense", "ours", problem.step_dense_ours, problem.bytes()["dense"], "LayerNorm to residual")
+
+
+def plot(csv_path: str, folder: str | None) -> None:
+    """One panel a shape: time against density."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("error: plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in read_rows(csv_path) if row["batch"] == "1"]
+    widths = sorted({int(row["d"]) for row in rows if row["op"] == "dense"})
+    columns = min(3, len(widths))
+    figure, axes = plt.subplots(math.ceil(len(widths) / columns), columns, figsize=(5 * columns, 8), squeeze=False)
+    for axis, d in zip(axes.flat, widths, strict=False):
+        mine = [row for row in rows if int(row["d"]) == d and row["dtype"] == "fp16"]
+
+        def line(op, provider, live, conditions, label, style, axis=axis, mine=mine):
+            points = sorted((float(r["density"]), float(r["p50_us"])) for r in mine
+                            if (r["op"], r["provider"], float(r["live"])) == (op, provider, live)
+                            and conditions in r["conditions"])  # fmt: skip
+            if points:
+                axis.plot(*zip(*points, strict=True), style, label=label, markersize=3)
+
+        dense = next(float(r["p50_us"]) for r in mine if r["op"] == "dense" and r["provider"] == "cuBLAS")
+        axis.axhline(dense, color="black", label="dense cuBLAS")
+        axis.plot([0, 1], [0, dense], ":", color="grey", label="dense x density")
+        line("whole", "sparse", 0.6, "PDL inside", "whole, predictor counted (60 % live)", "o-")
+        line("mlp", "sparse", 0.6, "", "fc1 + fc2 only (60 % live)", "s-")
+        line("mlp", "sparse", 1.0, "", "fc1 + fc2 only (all live)", "^--")
+        line("mlp", "torch indexing", 0.6, "", "torch indexing", "x-")
+        if d in ORIGINAL:
+            points = sorted(ORIGINAL[d].items())
+            axis.plot(*zip(*points, strict=True), "v-", label="original's kernels only", markersize=3)
+            counted = [(x, y + ORIGINAL_SELECTION[d]) for x, y in points]
+            axis.plot(*zip(*counted, strict=True), "v--", label="original, selection counted", markersize=3)
+        predict = [float(r["p50_us"]) for r in mine if r["op"] == "predict"]
+        if predict:
+            axis.axhline(predict[0], color="tab:red", linewidth=0.8, label="predictor + selection alone")
+        axis.set(title=f"{4 * d} x {d}", xlabel="density", ylabel="µs", ylim=(0, 1.6 * dense))
+        axis.legend(fontsize=6)
+    gpu = rows[0]["gpu"] if rows else ""
+    figure.suptitle(f"Sparse MLP, batch 1, fp16, {gpu}, {rows[0]['date']}, CUDA graph, weights past the L2")
+    figure.tight_layout()
+    target = Path(folder or Path(csv_path).parent) / "sparse_mlp.png"
+    figure.savefig(target, dpi=130)
+    print(target)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", default="benchmarks/results/sparse_mlp.csv", help="rows are appended here")
+    parser.add_argument("--d", type=int, nargs="*", default=[4096, 9216, 12288, 7168, 5120, 2048])
+    parser.add_argument("--densities", type=float, nargs="*", default=list(DENSITIES))
+    parser.add_argument("--live", type=float, nargs="*", default=[0.6, 1.0], choices=[0.6, 1.0])
+    parser.add_argument("--predictors", nargs="*", default=["fp16", "fp16-half", "int8"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop measuring after this long")
+    parser.add_argument("--sweep", action="store_true", help="time launch settings instead")
+    parser.add_argument("--compile", metavar="I/K", help="with --sweep: only compile share I of K, for a warm cache")
+    parser.add_argument("--ops", nargs="*", default=["fc1", "fc2", "down", "select"], help="with --sweep: which stages")
+    parser.add_argument("--plot", metavar="CSV", help="draw committed rows; no GPU needed")
+    arguments = parser.parse_args(argv)
+    if arguments.plot:
+        plot(arguments.plot, None)
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this benchmark needs a CUDA GPU; --plot draws the committed rows without one")
+    until = time.time() + arguments.seconds
+    if arguments.sweep:
+        from benchmarks.sparse_mlp_sweep import sweep
+
+        sweep(arguments.csv, arguments.d, arguments.densities, arguments.ops, arguments.compile, until)
+        return
+    rows = Rows(arguments.csv)
+    best_read_bandwidth(rows)
+    for predictor in arguments.predictors:
+        for live in arguments.live if predictor == "fp16" else [0.6]:
+            for d in arguments.d:
+                densities = tuple(arguments.densities) if predictor == "fp16" else (0.1,)
+                run_shape(rows, d, densities, live, predictor, arguments.batch, until)
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

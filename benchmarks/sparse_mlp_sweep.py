@@ -1,0 +1,143 @@
+"""Times launch settings of the four stages of a sparse MLP, one stage at a time; the table in kernels/launch.py comes
+from these rows. Stages run as plain nodes and as a PDL chain; the best by PDL time is printed for each density."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.harness import BenchRow, Rows, measure, sets_for
+from benchmarks.sparse_mlp_problem import Problem
+from kernels.launch import GatherSettings, ScatterSettings
+
+
+def fc1_candidates(d: int) -> Iterator[GatherSettings]:
+    wide = max(b for b in (1024, 2048, 4096) if d % b == 0)
+    tiles = {(1, 1024, 4), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (1, wide, 8), (2, wide, 8), (4, 1024, 4)}
+    for rows, block, warps in sorted(tiles):
+        if block / (32 * warps) * rows < 8:  # less than 16 bytes a load
+            continue
+        for multiple in (2, 3, 4, 6, 8):
+            yield GatherSettings(132 * multiple, rows, block, warps)
+
+
+def down_candidates(d: int) -> Iterator[GatherSettings]:
+    for rows, warps in ((1, 4), (2, 4), (2, 8), (4, 8)):
+        for programs in (132, 264, 528):
+            for prefetch in (0, 8192, 32768):
+                yield GatherSettings(programs, rows, 1024, warps, prefetch=prefetch)
+
+
+def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
+    for stripe, rows, warps in ((128, 32, 4), (128, 64, 4), (256, 16, 4), (256, 32, 4), (512, 16, 8), (512, 8, 4),
+                                (512, 16, 4), (1024, 8, 8)):  # fmt: skip
+        if d % stripe == 0:
+            for splits in (4, 8, 16, 32):
+                if 132 <= d // stripe * splits <= 2400:
+                    yield ScatterSettings(stripe, splits, rows, warps)
+
+
+def select_candidates(d: int) -> Iterator[tuple[int, int]]:
+    for block in (32, 64, 128):
+        for warps in (4, 8, 16):
+            yield block, warps
+
+
+def label(settings: Any) -> str:
+    if isinstance(settings, GatherSettings):
+        return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch}"
+    if isinstance(settings, ScatterSettings):
+        return f"s{settings.stripe} x{settings.splits} r{settings.rows} w{settings.warps}"
+    return "b{} w{}".format(*settings)
+
+
+CANDIDATES = {"fc1": fc1_candidates, "fc2": fc2_candidates, "down": down_candidates, "select": select_candidates}
+
+
+def apply(problem: Problem, op: str, settings: Any) -> None:
+    if op == "fc1":
+        problem.fc1_settings = settings
+    elif op == "fc2":
+        problem.fc2_settings = settings
+    elif op == "down":
+        problem.a_settings = settings
+    else:
+        problem.block, problem.select_warps = settings
+    problem.make_lists()
+
+
+def stage(problem: Problem, op: str) -> Callable[[int, bool], None]:
+    return {"fc1": problem.first, "fc2": problem.second, "down": problem.down, "select": problem.select}[op]
+
+
+def variant(op: str, settings: Any) -> str:
+    """What is compiled: the grid size of a gather is not."""
+    return f"{op} {label(settings).split(' ', 1)[1] if isinstance(settings, GatherSettings) else label(settings)}"
+
+
+def compile_share(widths: list[int], ops: list[str], share: str) -> None:
+    """Compile every i-th variant on a small matrix: several processes fill the cache side by side."""
+    index, count = (int(part) for part in share.split("/"))
+    work = [(d, op, settings, pdl) for d in widths for op in ops for settings in CANDIDATES[op](d) for pdl in (0, 1)]
+    seen: set[Any] = set()
+    problem: Problem | None = None
+    for d, op, settings, pdl in work:
+        key = (d, pdl, variant(op, settings))
+        if key in seen:
+            continue
+        seen.add(key)
+        if len(seen) % count != index:
+            continue
+        if problem is None or problem.d != d:
+            problem = Problem(d, d // 16, 1)
+            problem.thresholds = [torch.zeros(1, device="cuda")]
+        try:
+            apply(problem, op, settings)
+            stage(problem, op)(0, bool(pdl))
+        except Exception as error:
+            print("compile", key, repr(error)[:200], flush=True)
+    torch.cuda.synchronize()
+
+
+def sweep(
+    path: str, widths: list[int], densities: list[float], ops: list[str], share: str | None, until: float
+) -> None:
+    if share:
+        compile_share(widths, ops, share)
+        return
+    rows = Rows(path, echo=False)
+    for d in widths:
+        sets = sets_for(int(0.1 * 4 * d * d * 2 * 0.6), 17 * d * d, 10 * 2**30)
+        problem = Problem(d, d // 16, sets)
+        for op in ops:
+            for density in densities if op in ("fc1", "fc2") else densities[:1]:
+                results = defaultdict(list)
+                problem.set_density(density)
+                for settings in CANDIDATES[op](d):
+                    if time.time() > until:
+                        return
+                    try:
+                        apply(problem, op, settings)
+                        problem.fill()
+                        size, step = problem.bytes()[op], stage(problem, op)
+                        for pdl in (False, True):
+                            times = measure(lambda i, step=step, pdl=pdl: step(i, pdl), sets, repeats=9)
+                            edges = "PDL chain" if pdl else "plain edges"
+                            rows.add(BenchRow(op, "sweep", problem.n, d, density, 0.6, 1, d // 16, "fp16", *times, size,
+                                              size / times[1] / 1e3, f"{label(settings)}, {edges}"))  # fmt: skip
+                            results[pdl].append((times[1], label(settings), settings))
+                    except Exception as error:
+                        print(op, d, label(settings), repr(error)[:200], flush=True)
+                for pdl in (False, True):
+                    best = ", ".join(f"{t:.2f} [{name}]" for t, name, _ in sorted(results[pdl], key=lambda r: r[0])[:4])
+                    print(f"sweep {op} d {d} density {density} pdl {pdl}: {best}", flush=True)
+                if results[True]:
+                    apply(problem, op, min(results[True], key=lambda r: r[0])[2])
+        problem.set_density(densities[0])
+        for name, step in (("whole", problem.step_whole), ("mlp", problem.step_mlp), ("predict", problem.step_predict)):
+            times = measure(step, sets)
+            print(f"sweep {name} d {d} density {densities[0]} with the best: {times[1]:.2f}", flush=True)
+        del problem
+        torch.cuda.empty_cache()
