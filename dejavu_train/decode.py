@@ -55,7 +55,7 @@ class DecodeEngine:
 
     Args:
         model: a Hugging Face OPTForCausalLM, or `DecodeWeights`.
-        bundle: predictors; None = dense.
+        bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
         batch: rows, at most 32. Fewer prompts may be given; the graph always runs all rows.
         context: tokens a row can hold, prompt included; None = the model's limit.
         kv_policy: what happens to K/V of skipped heads: backfill (exact), always, stale.
@@ -111,21 +111,23 @@ class DecodeEngine:
                 " use backend gather"
             )
         self.batch, self.context, self.kv_policy, self.device = batch, context or limit, kv_policy, device
-        self.predictors = {} if bundle is None else self._predictors(bundle)
+        self.predictors = self._predictors(bundle)
         self._ops = _operations(ops)
         self._pdl = pdl
         self._lookahead = torch.cuda.Stream(device) if lookahead == "stream" and device.type == "cuda" else None
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
         self._pending: dict[tuple[int, str], torch.cuda.Event] = {}
-        self._allocate()
+        self._allocate(ops == "triton")
 
     def _predictors(self, bundle: Any) -> dict[tuple[int, str], TargetPredictor]:
+        if bundle is None or isinstance(bundle, dict):
+            return bundle or {}
         if getattr(bundle, "shape", self.shape) != self.shape:
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device)
 
-    def _allocate(self) -> None:
+    def _allocate(self, triton_ops: bool) -> None:
         shape, batch, device = self.shape, self.batch, self.device
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
         dtype = self.weights.embedding.dtype
@@ -154,7 +156,8 @@ class DecodeEngine:
         self._scatter = scatter_gemv.ScatterScratch.empty(batch, d, device)
         self._normalised = torch.zeros(batch, d, dtype=dtype, device=device)
         self._hidden_dense = torch.zeros(batch, shape.d_ffn, device=device)
-        self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device)
+        # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
+        self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device) if triton_ops else self._hidden_dense
         self.selections: dict[tuple[int, str], select.Selection] = {}
         self._rank_scratch: dict[tuple[int, str], Tensor] = {}
         self._at_site: dict[tuple[int, str], list[TargetPredictor]] = {}

@@ -309,7 +309,7 @@ def qkv_dense(
         return
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
-    _qkv_dense_kernel[(min(n_sms(q.device) * 8, 3 * n_heads * head_dim),)](
+    _qkv_dense_kernel[(min(n_sms(q.device) * (4 if d <= 4096 else 2), 3 * n_heads * head_dim),)](
         x,
         ln.weight,
         ln.bias,

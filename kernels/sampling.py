@@ -185,7 +185,7 @@ def lm_head(
         return
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, x.device)
-    _lm_head_kernel[(min(n_sms(x.device) * 8, weight.shape[0]),)](
+    _lm_head_kernel[(min(n_sms(x.device) * (4 if d <= 4096 else 2), weight.shape[0]),)](
         x,
         ln.weight,
         ln.bias,

@@ -1,0 +1,131 @@
+"""A random OPT with kernel-sized heads, random predictors, and the masked forward pass that sparse decoding must equal."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from transformers import OPTConfig, OPTForCausalLM
+
+from dejavu_train.opt_model import OPTShape
+from dejavu_train.predictor import LowRankPredictor
+
+
+def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:
+    torch.manual_seed(seed)
+    config = OPTConfig(
+        vocab_size=vocab,
+        hidden_size=d_model,
+        word_embed_proj_dim=d_model,
+        ffn_dim=d_ffn,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        max_position_embeddings=positions,
+        do_layer_norm_before=True,
+        dropout=0.0,
+        init_std=0.15,
+    )
+    model = OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_(std=0.1)
+            if "layer_norm.weight" in name:
+                parameter.normal_(mean=1.0, std=0.1)
+    return model
+
+
+@dataclass
+class RandomBundle:
+    """What the engine reads of a bundle, with random predictors; thresholds near the logits' quantiles."""
+
+    shape: OPTShape
+    entries: dict = field(default_factory=dict)
+    predictors: dict = field(default_factory=dict)
+
+    def predictor(self, layer, target):
+        return self.predictors[layer, target]
+
+
+def random_bundle(
+    model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"), dense_layers=()
+) -> RandomBundle:
+    """lookahead: half-blocks between a predictor's site and its target, cut off at the first site."""
+    shape = OPTShape.from_config(model.config)
+    bundle = RandomBundle(shape)
+    torch.manual_seed(seed)
+    for layer in range(shape.n_layers):
+        for target in targets:
+            n_out = shape.units(target)
+            made = LowRankPredictor(shape.d_model, rank, n_out, "relu" if relu else "none")
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    parameter.normal_(std=0.3)
+            half = max(0, 2 * layer + (target == "mlp") - lookahead)
+            bundle.predictors[layer, target] = made.requires_grad_(False)
+            dense = layer in dense_layers
+            k = None if top_k is None else max(1, int(top_k * n_out))
+            bundle.entries[layer, target] = SimpleNamespace(
+                threshold=None if dense or k else threshold,
+                top_k=None if dense else k,
+                keep_dense=dense,
+                curve={},
+                site=("attn_in", "mlp_in")[half % 2],
+                site_layer=half // 2,
+                density=0.5,
+            )
+    return bundle
+
+
+@torch.no_grad()
+def masked_logits(model, bundle, tokens, sparse_from=0, stale=False):
+    """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, unselected units set to zero.
+
+    K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where unselected.
+    """
+    decoder, shape = model.model.decoder, OPTShape.from_config(model.config)
+    steps = len(tokens)
+    h, hd = shape.n_heads, shape.head_dim
+    ids = torch.tensor(tokens)
+    x = decoder.embed_tokens(ids) + decoder.embed_positions.weight[2 : 2 + steps]
+    masks = {}
+
+    def select(site, layer, n):
+        for key, entry in bundle.entries.items() if bundle is not None else ():
+            if (entry.site, entry.site_layer) != (site, layer) or (entry.threshold is None and entry.top_k is None):
+                continue
+            logits = bundle.predictor(*key)(n)
+            if entry.top_k is not None:
+                mask = torch.zeros_like(logits).scatter_(1, logits.topk(entry.top_k, dim=1).indices, 1.0) > 0
+            else:
+                mask = logits > entry.threshold
+            masks[key] = mask | (torch.arange(steps) < sparse_from)[:, None]
+
+    for i, layer in enumerate(decoder.layers):
+        n = layer.self_attn_layer_norm(x)
+        select("attn_in", i, n)
+        q, k, v = (
+            part(n).view(steps, h, hd).transpose(0, 1)
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        heads = masks.get((i, "heads"), torch.ones(steps, h, dtype=torch.bool))
+        allowed = torch.ones(steps, steps, dtype=torch.bool).tril()[None].expand(h, steps, steps)
+        if stale:
+            allowed = allowed & heads.T[:, None, :]
+            allowed = allowed | torch.eye(steps, dtype=torch.bool)  # the row itself: unselected rows are masked below
+        scores = (q @ k.transpose(1, 2)) * hd**-0.5
+        attended = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
+        attended = attended.transpose(0, 1) * heads[..., None]
+        x = x + layer.self_attn.out_proj(attended.reshape(steps, -1))
+        n = layer.final_layer_norm(x)
+        select("mlp_in", i, n)
+        hidden = F.relu(layer.fc1(n))
+        hidden = hidden * masks.get((i, "mlp"), torch.ones_like(hidden))
+        x = x + layer.fc2(hidden)
+    return model.lm_head(decoder.final_layer_norm(x)), masks
+
+
+def masked_nll(model, bundle, tokens, sparse_from=0, stale=False):
+    """-log p of tokens[1:], (T - 1,)."""
+    logits, _ = masked_logits(model, bundle, tokens, sparse_from, stale)
+    return F.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")

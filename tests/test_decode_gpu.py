@@ -1,0 +1,110 @@
+"""The decode engine on a GPU: kernels against the masked forward pass, replay against eager, with and without PDL.
+
+    python -m pytest -m gpu tests/test_decode_gpu.py        (or run this file)
+"""
+
+import pytest
+import torch
+
+from dejavu_train.decode import DecodeEngine, Sampling
+from tests.decode_helpers import masked_nll, random_bundle, random_opt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (400, 5), 128: (384, 3)}
+
+
+def rows_of(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def poison(engine):
+    """Caches, scratch and partial sums full of NaN: nothing may be read that was not written."""
+    for tensor in [*engine.k, *engine.v, *engine.attn_in, engine._q, engine._heads_out, engine._x, engine.logits]:
+        tensor.fill_(float("nan"))
+    for tensor in (engine._attention.partial, engine._attention.largest, engine._attention.total):
+        tensor.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("head_dim", list(SIZES))
+def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
+    d_model, n_heads = SIZES[head_dim]
+    model = random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, positions=256)
+    for options in ({}, {"lookahead": 1}, {"relu": True}, {"dense_layers": (0,)}, None):
+        bundle = None if options is None else random_bundle(model, rank=16, **options)
+        rows = rows_of(150, 40, 77)[:batch]
+        engine = DecodeEngine(model, bundle, batch=batch, device="cuda")
+        poison(engine)
+        for row, nll in zip(rows, engine.score(rows), strict=True):
+            torch.testing.assert_close(nll, masked_nll(model, bundle, row), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+def test_policies(policy):
+    model = random_opt(d_model=256, n_heads=4, positions=256)
+    bundle = random_bundle(model, threshold=1.5, targets=("heads",))
+    row = rows_of(200)[0]
+    engine = DecodeEngine(model, bundle, device="cuda", kv_policy=policy)
+    nll = engine.score([row])[0]
+    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_replay_equals_eager_bitwise(batch):
+    model = random_opt(d_model=256, n_heads=4, n_layers=3, positions=640)
+    bundle = random_bundle(model, rank=16)
+    engines = [
+        DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl)
+        for graph, pdl in ((True, True), (False, True), (True, False))
+    ]
+    for prompts in (rows_of(20, 30, 5, 9)[:batch], rows_of(9, 5, 30, 20)[:batch], rows_of(64, 3, 3, 3)[:batch]):
+        made = [engine.generate(prompts, 512, stop_tokens=()) for engine in engines]
+        assert made[0] == made[1] == made[2]
+        logits = [engine.logits.clone() for engine in engines]
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    together = engines[0].generate(rows_of(20, 30, 5, 9)[:batch], 100, stop_tokens=())
+    again = engines[0].generate(rows_of(20, 30, 5, 9)[:batch][::-1], 100, stop_tokens=())[::-1]
+    assert together == again, "the order of rows must not matter"
+
+
+def test_dense_engine_follows_hugging_face():
+    model = random_opt(d_model=256, n_heads=2, n_layers=3, positions=300).cuda()
+    engine = DecodeEngine(model, batch=1)
+    for prompt in rows_of(12, 100):
+        ids = torch.tensor([prompt], device="cuda")
+        expected = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
+        assert engine.generate([prompt], 60, stop_tokens=())[0] == expected
+
+
+def test_sampling_modes_run_and_repeat():
+    model = random_opt(d_model=128, n_heads=4, positions=256)
+    engine = DecodeEngine(model, batch=2, device="cuda")
+    for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4)):
+        first = engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
+        assert first == engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
+
+
+if __name__ == "__main__":
+    import itertools
+    import time
+    import traceback
+
+    failed = 0
+    cases = [(test_dense_engine_follows_hugging_face, ()), (test_sampling_modes_run_and_repeat, ())]
+    cases += [(test_policies, (p,)) for p in ("backfill", "always", "stale")]
+    cases += [(test_replay_equals_eager_bitwise, (b,)) for b in (1, 4)]
+    cases += [(test_kernels_equal_the_masked_forward_pass, c) for c in itertools.product((64, 80, 128, 32), (1, 3))]
+    for case, arguments in cases:
+        began = time.monotonic()
+        try:
+            case(*arguments)
+            print(f"passed {case.__name__} {arguments} {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {case.__name__} {arguments}: {type(error).__name__} {str(error)[:600]}", flush=True)
+            traceback.print_exc(limit=-4)
+    raise SystemExit(failed > 0)
