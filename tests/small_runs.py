@@ -1,0 +1,80 @@
+"""A run small enough for tests: its flags, its activations (made once), and processes that run train.py's main."""
+
+import functools
+import multiprocessing
+import os
+from pathlib import Path
+
+from dejavu_train.collect import CollectConfig, collect
+from dejavu_train.text import TextSource
+
+COLLECT = {
+    "window": 64,
+    "train_tokens": 12000,
+    "choose_tokens": 2000,
+    "calibrate_tokens": 2000,
+    "shard_tokens": 4096,
+    "device": "cpu",
+}
+
+
+@functools.cache
+def activations(tiny_opt: Path, text_file: Path) -> Path:
+    """Activations of the tiny model, shared by the tests that only read them."""
+    folder = tiny_opt.parent / "activations"
+    collect(str(tiny_opt), TextSource(source=str(text_file)), CollectConfig(**COLLECT), folder)
+    return folder
+
+
+def flags(tiny_opt: Path, text_file: Path, output: Path, *more: str) -> list[str]:
+    """Flags of train.py for a run of some seconds."""
+    values = {
+        "model": tiny_opt,
+        "output": output,
+        "text.source": text_file,
+        **{f"collect.{name}": value for name, value in COLLECT.items()},
+        "data.batch_size": 256,
+        "mlp.rank": 16,
+        "mlp.density": 0.4,
+        "mlp.steps": 80,
+        "mlp.validations": 4,
+        "heads.rank": 8,
+        "heads.density": 0.75,
+        "heads.steps": 80,
+        "heads.validations": 4,
+        "calibrate.mlp_density": 0.4,
+        "calibrate.head_density": 0.75,
+        "calibrate.sensitivity_tokens": 0,
+        "trainer.accelerator": "cpu",
+    }
+    return [f"--{name}={value}" for name, value in values.items()] + list(more)
+
+
+def _run_main(argv: list[str], log: str) -> None:
+    import sys
+
+    import torch
+
+    from dejavu_train.cli import main
+    from dejavu_train.errors import exit_on_user_error
+
+    torch.set_num_threads(1)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(exit_on_user_error(main, argv))
+
+
+@functools.cache
+def _server():
+    """Children of a server that has imported everything start at once and share no threads with the tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dejavu_train.cli", "dejavu_train.pipeline", "transformers.models.opt.modeling_opt"])
+    return context
+
+
+def start_main(argv: list[str], log: Path) -> multiprocessing.Process:
+    """Run train.py's main in a process of its own."""
+    process = _server().Process(target=_run_main, args=(argv, str(log)))
+    process.start()
+    return process
