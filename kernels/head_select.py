@@ -121,8 +121,8 @@ def head_select(
     check_shape("x", x, batch, d)
     check_shape("attn_in", attn_in, batch, attn_in.shape[1], d)
     check_shape("position", position, batch)
-    check_shape("counts", selection.counts, n_heads)
     if predictor is not None:
+        check_shape("counts", selection.counts, n_heads)
         check_shape("predictor", predictor, n_heads, d)
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, x.device)
