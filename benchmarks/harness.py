@@ -77,8 +77,8 @@ class Rows:
             writer.writerow(dataclasses.asdict(row))
         self.rows.append(row)
         if self.echo:
-            print(f"{row.op:12} {row.provider:22} {row.n:6}x{row.d:<6} density {row.density:<5} live {row.live:<4} "
-                  f"rank {row.rank:<4} {row.p50_us:8.2f} us {row.gb_s:7.0f} GB/s  {row.conditions}", flush=True)  # fmt: skip
+            print(f"{row.op:8} {row.provider:17} {row.n}x{row.d} density {row.density:<5} live {row.live:<4} "
+                  f"rank {row.rank:<4} {row.p50_us:8.2f} us {row.gb_s:7.0f} GB/s {row.conditions}", flush=True)  # fmt: skip
         return row
 
 
@@ -93,7 +93,7 @@ def sets_for(bytes_a_step: int, bytes_a_set: int, memory: int = 12 * 2**30) -> i
 
 
 def measure(step: Callable[[int], None], sets: int, repeats: int = 25) -> tuple[float, float, float]:
-    """Microseconds (p20, p50, p80) of step(i), i over the sets, captured in one graph and replayed `repeats` times."""
+    """Microseconds (p20, p50, p80) of step(i), i over the sets, captured in one graph, replayed `repeats` times."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles what is not compiled yet, outside the capture

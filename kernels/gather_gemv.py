@@ -136,7 +136,7 @@ def _gather_kernel(
         line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
         first_row = (pid.to(tl.int64) * n) // programs
         last_row = ((pid + 1).to(tl.int64) * n) // programs
-        prefetch_l2(w_ptr + first_row * D + line, first_row * D + line < last_row * D)
+        prefetch_l2(w_ptr + first_row * D, line, first_row * D + line < last_row * D)
     gammas = ()
     betas = ()
     if ln_weight_ptr is not None:

@@ -71,10 +71,9 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_l2(pointers, mask):
-    """Ask the L2 for the 128-byte lines at `pointers`. Masked entries ask for the first line again."""
-    first = tl.min(pointers.to(tl.int64))
-    safe = tl.where(mask, pointers.to(tl.int64), first)
+def prefetch_l2(base, offsets, mask):
+    """Ask the L2 for the 128-byte lines at base + offsets. Masked entries ask for the first line again."""
+    safe = (base + tl.where(mask, offsets, 0)).to(tl.int64)
     tl.inline_asm_elementwise(
         "mov.u32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [safe], dtype=tl.int32, is_pure=False, pack=1
     )
