@@ -1,0 +1,332 @@
+"""Walks from a bundle to results: held-out text, quality rows, decode timing, a picture, generated text.
+
+The configuration is one flat dataclass: defaults, then the YAML of ``--config``, then flags of the same names.
+"""
+
+import argparse
+import dataclasses
+import logging
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from tqdm import tqdm
+
+from dejavu_train import report
+from dejavu_train.bundle import Bundle
+from dejavu_train.errors import UserError
+from dejavu_train.evaluate import Held, Row, evaluate, hold_out, passes
+from dejavu_train.files import read_json, sha256_text
+from dejavu_train.opt_model import load_opt, load_tokenizer, resolve_device
+from dejavu_train.selections import SELECTIONS
+from dejavu_train.sparse_model import BACKENDS, SparseOPTForCausalLM
+from dejavu_train.text import (
+    INSTALLED_DOCS,
+    SETS,
+    Document,
+    TextSource,
+    load_documents,
+    load_sets,
+    require_one_sequence,
+)
+from dejavu_train.timing import WARM_UP, Timing, time_decoding
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class InferConfig:
+    """What infer.py does. Densities are means over the layers; 1.0 is dense."""
+
+    model: str = "checkpoints/opt-mini"  # folder or hub id
+    revision: str | None = None  # commit or tag of a hub model
+    bundle: str = "checkpoints/demo/bundle"  # folder or hub id
+    output: str = "checkpoints/demo"  # results.json and curve.png go here
+    text: str = INSTALLED_DOCS  # or a .txt/.jsonl file (scored whole), or a hub dataset
+    text_config: str | None = None  # of a hub dataset
+    text_revision: str | None = None  # of a hub dataset
+    text_field: str = "text"  # of a hub dataset or a JSONL line
+    text_cache: str = "checkpoints/text"  # where installed-docs is cached
+    text_set: str = "report"  # which set of installed-docs or of a hub dataset
+    tokens: int | None = 20000  # how many to score; null: all; 0: none
+    window: int = 512  # </s> and window - 1 new tokens
+    selections: tuple[str, ...] = SELECTIONS  # rows at every density
+    densities: tuple[float, ...] = (0.1, 0.2)  # of MLPs, all heads
+    curve_selections: tuple[str, ...] = ("predicted", "oracle", "random", "static")  # more points of the picture
+    curve_densities: tuple[float, ...] = (0.05, 0.4)
+    head_densities: tuple[float, ...] = (0.85,)  # with every MLP density, predicted only
+    sparse_from: tuple[int, ...] = (0, 128)  # later starts: predicted only
+    batch_tokens: int = 4096  # positions in one forward pass
+    verify: str = "sampled"  # full: hash every byte of the weights
+    timing: bool = True
+    timing_backends: tuple[str, ...] = ("dense", "gather")
+    timing_mlp_density: float = 0.1
+    timing_head_density: float = 0.85
+    batch: int = 1  # rows while timing
+    prompt: int = 32  # tokens of the prompt while timing
+    new_tokens: int = 64  # timed, and generated
+    generate: str | None = None  # a prompt to continue
+    backend: str = "gather"  # of --generate
+    device: str = "auto"
+    device_map: str | None = None  # auto: a model over several GPUs; needs accelerate
+    dtype: str = "float32"
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        for name in ("selections", "curve_selections"):
+            unknown = [value for value in getattr(self, name) if value not in SELECTIONS]
+            if unknown:
+                raise UserError(f"--{name}: {unknown[0]} is no selection; known are {', '.join(SELECTIONS)}")
+        for name in ("densities", "curve_densities", "head_densities", "timing_mlp_density", "timing_head_density"):
+            value = getattr(self, name)
+            for density in value if isinstance(value, tuple) else (value,):
+                if not 0 < density <= 1:
+                    raise UserError(f"--{name}: a density must lie above 0 and at most at 1, got {density}")
+        for name, least in (("tokens", 0), ("window", 2), ("batch_tokens", 1), ("batch", 1), ("prompt", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        if self.new_tokens < 1 or any(start < 0 for start in self.sparse_from):
+            raise UserError("--new_tokens must be at least 1, and --sparse_from not negative")
+        if self.text_set not in SETS:
+            raise UserError(f"--text_set must be one of {', '.join(SETS)}, got {self.text_set}")
+        if self.backend not in (*BACKENDS, "dense"):
+            raise UserError(f"--backend must be dense or one of {', '.join(BACKENDS)}, got {self.backend}")
+        for backend in self.timing_backends:
+            if backend not in ("dense", *BACKENDS):
+                raise UserError(f"--timing_backends: {backend} is none of dense, {', '.join(BACKENDS)}")
+        if self.verify not in ("sampled", "full"):
+            raise UserError(f"--verify must be sampled or full, got {self.verify}")
+
+    def rows(self) -> list[Row]:
+        """The quality rows in the order of the table, the dense one first (it is the reference of all)."""
+        rows = [Row("dense")]
+        for density in sorted({*self.densities, *self.curve_densities}):
+            names = self.selections if density in self.densities else self.curve_selections
+            rows += [Row(name, density) for name in names if name != "dense"]
+        if "predicted" in self.selections:
+            rows += [Row("predicted", mlp, heads) for mlp in self.densities for heads in self.head_densities]
+            later = [start for start in self.sparse_from if start]
+            rows += [Row("predicted", density, 1.0, start) for start in later for density in self.densities]
+        return list(dict.fromkeys(rows))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{message}; python infer.py --help lists the options")
+
+
+def read_config(argv: Sequence[str] | None) -> InferConfig:
+    """Defaults, then the YAML file of ``--config``, then flags.
+
+    Raises:
+        UserError: an unknown key or flag, or a value of the wrong type.
+    """
+    parser = _Parser(description="Score, time and run a sparse OPT.", allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with any of the options below as keys")
+    fields = {field.name: field for field in dataclasses.fields(InferConfig)}
+    for name, field in fields.items():
+        bare = {"nargs": "?", "const": "true"} if field.type is bool else {}
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"default {field.default}", **bare)  # type: ignore[arg-type]
+    flags = vars(parser.parse_args(argv))
+    path = flags.pop("config")
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except FileNotFoundError:
+            raise UserError(f"there is no config file {path}") from None
+        except (UnicodeDecodeError, yaml.YAMLError, IsADirectoryError) as error:
+            raise UserError(f"the config file {path} is not readable YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"the config file {path} must hold keys and values")
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise UserError(f"the config file {path} has the unknown key {unknown[0]}; known are {', '.join(fields)}")
+    types_of = typing.get_type_hints(InferConfig)
+    read = {name: _typed(name, value, types_of[name]) for name, value in values.items()}
+    read |= {name: _typed(name, value, types_of[name]) for name, value in flags.items()}
+    config = InferConfig(**read)
+    config.check()
+    return config
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """``value`` from YAML or a flag as the field's type; a list may be written with commas."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(None) in options and (value is None or (value in ("null", "none", "") and str not in options)):
+        return None
+    kind = next(option for option in options if option is not type(None))
+    wrong = UserError(f"--{name} must be {_named(kind)}, got {value}")
+    if typing.get_origin(kind) is tuple:
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_typed(name, item, typing.get_args(kind)[0]) for item in items if item != "")
+    if kind is bool:
+        known = {"true": True, "false": False}
+        if str(value).lower() not in known:
+            raise wrong
+        return known[str(value).lower()]
+    if isinstance(value, bool) or isinstance(value, (list, dict)) or value is None:
+        raise wrong
+    if kind is int and isinstance(value, float):
+        raise wrong
+    try:
+        return kind(value.strip() if isinstance(value, str) and kind is not str else value)
+    except ValueError:
+        raise wrong from None
+
+
+def _named(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a list, each item {_named(typing.get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Everything that infer.py does. Raises :class:`UserError` for what the user can mend."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    config = read_config(argv)
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    bundle = Bundle.from_pretrained(config.bundle)
+    if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
+        raise UserError(
+            f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
+        )
+    bundle.check_model(config.model)
+    _check_output(config)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    device = resolve_device(config.device)
+    rows = config.rows() if config.tokens != 0 else []
+    _check_densities(rows, config, bundle)
+    held = _held_out(config, bundle, tokenizer)
+    dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+    if config.window - 1 > dense.config.max_position_embeddings:
+        raise UserError(
+            f"--window {config.window} exceeds the model's {dense.config.max_position_embeddings} positions"
+        )
+    if config.generate is not None:
+        print(_generate(config, dense, bundle, tokenizer))
+    scored = []
+    if rows:
+        total = held.tokens * passes(rows)
+        hidden = not sys.stderr.isatty()
+        with tqdm(total=total, unit="tok", unit_scale=True, desc="scoring", disable=hidden) as bar:
+            scored = evaluate(dense, bundle, held, rows, config.batch_tokens, config.seed, bar.update)
+    timings = _time(config, dense, bundle, tokenizer, held) if config.timing else []
+    found = report.results(config.model, config.bundle, config.text, config.window, held, scored, timings)
+    print(report.tables(found))
+    report.write_results(found, config.output)
+    written = [str(Path(config.output) / "results.json")]
+    if scored:
+        picture = Path(config.output) / "curve.png"
+        if report.plot_curve(found, picture):
+            written.append(str(picture))
+        else:
+            logger.info("no curve.png: matplotlib is not installed (pip install matplotlib)")
+    logger.info("wrote %s", " and ".join(written))
+
+
+def _check_output(config: InferConfig) -> None:
+    """Refuse a folder with the results of another model or bundle, and a path that is no folder."""
+    folder = Path(config.output)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {config.output} is a file; give a folder")
+    if (folder / "results.json").is_file():
+        other = read_json(folder / "results.json", "results.json of an earlier run")
+        before = (other.get("model"), other.get("bundle")) if isinstance(other, dict) else None
+        if before != (config.model, config.bundle):
+            raise UserError(
+                f"{config.output} holds the results of another run (model and bundle {before}); give another --output"
+            )
+
+
+def _check_densities(rows: Sequence[Row], config: InferConfig, bundle: Bundle) -> None:
+    """Let impossible densities fail before anything slow starts."""
+    pairs = {(row.mlp_density, row.head_density) for row in rows}
+    if config.timing:
+        pairs.add((config.timing_mlp_density, config.timing_head_density))
+    for pair in sorted(pairs):
+        bundle.at(*pair)
+
+
+def _held_out(config: InferConfig, bundle: Bundle, tokenizer: Any) -> Held:
+    source = TextSource(
+        source=config.text,
+        config=config.text_config,
+        revision=config.text_revision,
+        field=config.text_field,
+        cache=config.text_cache,
+    )
+    if Path(config.text).is_file():
+        documents, _ = load_documents(source)
+        _warn_of_training_text(config, bundle, documents)
+    else:
+        documents = load_sets(source, config.model)[0][config.text_set]
+    # Without scoring one window is enough: timing takes its prompt from it.
+    tokens = config.window - 1 if config.tokens == 0 else config.tokens
+    held = hold_out(documents, tokenizer, config.window, tokens, config.seed)
+    require_one_sequence(held.tokens, config.window, config.text)
+    return held
+
+
+def _warn_of_training_text(config: InferConfig, bundle: Bundle, documents: Sequence[Document]) -> None:
+    """Say when documents of a file stand in the manifest of the text that the predictors were trained on."""
+    text = bundle.facts.get("text")
+    beside = Path(config.bundle).parent / "activations" / "manifest.json"
+    if not isinstance(text, dict) and beside.is_file():
+        text = read_json(beside, "the manifest of the activation shards").get("text")
+    known = set(text.get("train_sha256", ())) if isinstance(text, dict) else set()
+    seen = sum(sha256_text(document.text)[:16] in known for document in documents)
+    if seen:
+        logger.warning(
+            "warning: %d of %d documents of %s were trained on; these numbers are not held-out",
+            *(seen, len(documents), config.text),
+        )
+
+
+def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> Any:
+    if backend == "dense":
+        return dense
+    moved = bundle.at(config.timing_mlp_density, config.timing_head_density)
+    return SparseOPTForCausalLM.from_model(dense, moved, backend, sparse_from="prompt")
+
+
+def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -> str:
+    assert config.generate is not None
+    ids = torch.tensor([[2, *tokenizer(config.generate, add_special_tokens=False)["input_ids"]]])
+    model = _sparse(config, dense, bundle, config.backend)
+    ids = ids.to(model.device)
+    room = model.config.max_position_embeddings - ids.shape[1]
+    if room < 1:
+        raise UserError(
+            f"the prompt has {ids.shape[1]} tokens, the model {model.config.max_position_embeddings} positions"
+        )
+    settings = {"max_new_tokens": min(config.new_tokens, room), "do_sample": False, "pad_token_id": 1}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return str(tokenizer.decode(out[0], skip_special_tokens=True))
+
+
+def _time(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, held: Held) -> list[Timing]:
+    """Dense first: gather lays some weights of the shared model out anew."""
+    longest = max(held.windows, key=len)
+    if (
+        len(longest) < config.prompt
+        or config.prompt + config.new_tokens + WARM_UP > dense.config.max_position_embeddings
+    ):
+        raise UserError(
+            f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the longest window has"
+            f" {len(longest)} tokens, the model {dense.config.max_position_embeddings} positions"
+        )
+    prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
+    timings = []
+    for backend in sorted(config.timing_backends, key=lambda name: name != "dense"):
+        logger.info("timing %s", backend)
+        timings.append(time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens))
+    return timings

@@ -1,0 +1,228 @@
+"""Reads scored rows and timings, writes results.json, the tables that say the same, and curve.png."""
+
+import dataclasses
+import math
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from dejavu_train.evaluate import Held, Quality, increase
+from dejavu_train.files import replacing, write_json
+from dejavu_train.metrics import SelectionSums
+from dejavu_train.timing import Timing
+
+SCHEMA = 1
+CURVES = {  # selection -> colour and label in the picture
+    "predicted": ("#0b6e99", "predicted"),
+    "oracle": ("#2a9d4a", "oracle (knows this token's activations)"),
+    "noncontextual": ("#8f6bb3", "non-contextual (embedding only)"),
+    "static": ("#c9820a", "static (most often active)"),
+    "random": ("#b03a48", "random"),
+}
+
+
+def results(
+    model: str,
+    bundle: str,
+    text_name: str,
+    window: int,
+    held: Held,
+    scored: Sequence[Quality],
+    timings: Sequence[Timing],
+) -> dict[str, Any]:
+    """Everything that was measured, as results.json (schema 1) holds it."""
+    dense = next((quality for quality in scored if quality.row.selection == "dense"), None)
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "bundle": bundle,
+        "versions": versions,
+        "text": {"name": text_name, "tokens": held.tokens, "bytes": held.bytes, "window": window},
+        "quality": [_quality_row(quality, dense, held) for quality in scored],
+        "layers": layer_rows(scored),
+        "timing": [dataclasses.asdict(timing) for timing in timings],
+    }
+
+
+def _quality_row(quality: Quality, dense: Quality | None, held: Held) -> dict[str, Any]:
+    row, nats = quality.row, float(quality.nats.sum())
+    change, error = (None, None)
+    if dense is not None:
+        change, error = increase(quality.nats, dense.nats, held.document_tokens)
+    mlp, heads = _of_target(quality, "mlp"), _of_target(quality, "heads")
+    sparse_heads = row.selection != "dense" and row.head_density < 1
+    return {
+        "selection": row.selection,
+        "mlp_density": _rounded(mlp.density if row.selection != "dense" else 1.0),
+        "head_density": _rounded(heads.density if sparse_heads else 1.0),
+        "sparse_from": row.sparse_from,
+        "perplexity": _rounded(math.exp(nats / held.tokens)),
+        "increase": _rounded(change),
+        "increase_error": _rounded(error),
+        "bits_per_byte": _rounded(nats / math.log(2) / held.bytes),
+        "mlp_recall": _rounded(mlp.recall if row.selection != "dense" else 1.0),
+        "mlp_retained_mass": _rounded(mlp.retained_mass if row.selection != "dense" else 1.0),
+        "head_recall": _rounded(heads.recall) if sparse_heads else None,
+        "tokens": held.tokens,
+    }
+
+
+def layer_rows(scored: Sequence[Quality]) -> list[dict[str, Any]]:
+    """Density, recall, precision and mass per layer, of the first predicted row that is sparse in the target."""
+    rows: list[dict[str, Any]] = []
+    for target in ("mlp", "heads"):
+        chosen = next((q for q in scored if q.row.selection == "predicted" and _is_sparse(q, target)), None)
+        if chosen is None:
+            continue
+        for (layer, name), sums in chosen.sums.items():
+            if name == target:
+                figures = {
+                    "density": sums.density,
+                    "recall": sums.recall,
+                    "precision": sums.precision,
+                    "retained_mass": sums.retained_mass,
+                }
+                rows.append({"layer": layer, "target": target} | {k: _rounded(v) for k, v in figures.items()})
+    return sorted(rows, key=lambda row: (row["target"] != "mlp", row["layer"]))
+
+
+def _is_sparse(quality: Quality, target: str) -> bool:
+    return (quality.row.mlp_density if target == "mlp" else quality.row.head_density) < 1
+
+
+def _of_target(quality: Quality, target: str) -> SelectionSums:
+    """Sums over all layers: layers are equally wide, so this density is the mean of theirs."""
+    total = SelectionSums()
+    for (_, name), sums in quality.sums.items():
+        if name == target:
+            for field in dataclasses.fields(SelectionSums):
+                setattr(total, field.name, getattr(total, field.name) + getattr(sums, field.name))
+    return total
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six significant digits: more would be noise in a file that people read. Not a number becomes null."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns, the first left-aligned.
+
+    >>> print(table(["a", "b"], [["x", "10"], ["yy", "5"]]))
+    a    b
+    x   10
+    yy   5
+    """
+    widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
+    lines = []
+    for line in [headings, *rows]:
+        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The content of results.json for people."""
+    text = found["text"]
+    parts = [
+        f"{found['model']}, bundle {found['bundle']}, text {text['name']}: {text['tokens']} tokens,"
+        f" {text['bytes']} bytes, windows of {text['window']}"
+    ]
+    if found["quality"]:
+        headings = ["selection", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte", "recall", "mass"]
+        rows = [
+            [
+                row["selection"],
+                _number(row["mlp_density"], 3),
+                _number(row["head_density"], 3),
+                str(row["sparse_from"]),
+                _number(row["perplexity"], 3),
+                _percent(row["increase"]),
+                _percent(row["increase_error"]),
+                _number(row["bits_per_byte"], 4),
+                _number(row["mlp_recall"], 3),
+                _number(row["mlp_retained_mass"], 3),
+            ]
+            for row in found["quality"]
+        ]
+        parts.append(
+            table(
+                [*headings, "head recall"],
+                [[*cells, _number(row["head_recall"], 3)] for cells, row in zip(rows, found["quality"], strict=True)],
+            )
+        )
+    if found["layers"]:
+        names = ("density", "recall", "precision", "retained_mass")
+        cells = [[f"{r['target']} {r['layer']}", *(_number(r[name], 3) for name in names)] for r in found["layers"]]
+        parts.append(table(["layer", "density", "recall", "precision", "mass"], cells))
+    if found["timing"]:
+        headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80"]
+        cells = [
+            [t["backend"], t["device"], *(str(t[name]) for name in ("batch", "prompt", "new_tokens"))]
+            + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
+            for t in found["timing"]
+        ]
+        parts.append(table(headings, cells))
+    return "\n\n".join(parts)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}%"
+
+
+def write_results(found: dict[str, Any], folder: str | Path) -> None:
+    """Write results.json atomically."""
+    write_json(Path(folder) / "results.json", found)
+
+
+def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
+    """Draw the perplexity increase against the MLP density (all heads, sparse everywhere); False without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    rows = [
+        r for r in found["quality"] if r["head_density"] == 1 and r["sparse_from"] == 0 and r["increase"] is not None
+    ]
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, (colour, label) in CURVES.items():
+        points = sorted(
+            (r["mlp_density"], r["increase"], r["increase_error"] or 0.0) for r in rows if r["selection"] == name
+        )
+        if len(points) > 1:
+            x, y, error = np.array(points).T
+            axes.errorbar(x, 100 * y, 100 * error, color=colour, label=label, marker="o", markersize=4, capsize=2)
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=1.0)
+    shown = sorted({round(r["mlp_density"], 2) for r in rows if r["selection"] == "predicted"})
+    axes.set_xticks(shown, [f"{x:g}" for x in shown], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.set_xlabel("share of MLP neurons used per token (mean over layers)")
+    axes.set_ylabel("perplexity increase over dense, %")
+    axes.set_title(
+        f"{Path(found['model']).name} on {found['text']['name']}, {found['text']['tokens']:,} held-out tokens"
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+    return True
