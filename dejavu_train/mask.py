@@ -73,7 +73,7 @@ def _hook_layer(
                 if layer == 0:
                     sites.clear()
             if (name, layer) in needed:
-                sites[name, layer] = output.view(*rows[0], -1)
+                sites[name, layer] = output.reshape(*rows[0], -1)
 
         return hook
 
@@ -88,7 +88,7 @@ def _hook_layer(
             if keep is None:
                 return None
             zeroed = torch.where(keep.to(values.device)[..., None], values, 0.0)
-            return (zeroed.view(args[0].shape), *args[1:])
+            return (zeroed.reshape(args[0].shape), *args[1:])
 
         return hook
 
