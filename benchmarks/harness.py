@@ -77,8 +77,9 @@ class Rows:
             writer.writerow(dataclasses.asdict(row))
         self.rows.append(row)
         if self.echo:
-            print(f"{row.op:8} {row.provider:17} {row.n}x{row.d} density {row.density:<5} live {row.live:<4} "
-                  f"rank {row.rank:<4} {row.p50_us:8.2f} us {row.gb_s:7.0f} GB/s {row.conditions}", flush=True)  # fmt: skip
+            shape = f"{row.n}x{row.d} density {row.density:<5} live {row.live:<4} rank {row.rank:<4}"
+            speed = f"{row.p50_us:8.2f} us {row.gb_s:7.0f} GB/s"
+            print(f"{row.op:8} {row.provider:17} {shape} {speed}  {row.conditions}", flush=True)
         return row
 
 

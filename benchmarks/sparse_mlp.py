@@ -69,6 +69,9 @@ def run_shape(rows: Rows, d: int, densities: tuple[float, ...], live: float, pre
         size = problem.bytes()
         add("whole", "sparse", problem.step_whole, size["whole"], "PDL inside")
         add("whole", "sparse chain", lambda i: problem.step_whole(i, True), size["whole"], "PDL everywhere")
+        if batch == 1:
+            add("whole", "sparse fused", problem.step_fused, size["whole"], "PDL inside")
+            add("whole", "sparse fused chain", lambda i: problem.step_fused(i, True), size["whole"], "PDL everywhere")
         if main or live == 1.0:
             add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
             add("fc1", "sparse", lambda i: problem.first(i, False), size["fc1"], "plain edges")
@@ -146,7 +149,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop measuring after this long")
     parser.add_argument("--sweep", action="store_true", help="time launch settings instead")
     parser.add_argument("--compile", metavar="I/K", help="with --sweep: only compile share I of K, for a warm cache")
-    parser.add_argument("--ops", nargs="*", default=["fc1", "fc2", "down", "select"], help="with --sweep: which stages")
+    parser.add_argument(
+        "--ops", nargs="*", default=["fc1", "fc2", "down", "select", "fused"], help="with --sweep: which stages"
+    )
     parser.add_argument("--plot", metavar="CSV", help="draw committed rows; no GPU needed")
     arguments = parser.parse_args(argv)
     if arguments.plot:

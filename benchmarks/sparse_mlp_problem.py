@@ -5,16 +5,24 @@ thresholds are put on the predictor's own logits so that the density is exact; e
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.gather_gemv import LiveRows, gather_gemv, gather_gemv_reference
-from kernels.launch import GatherSettings, ScatterSettings, gather_settings
+from kernels.launch import (
+    GatherSettings,
+    ScatterSettings,
+    SelectGatherSettings,
+    gather_settings,
+    select_gather_settings,
+)
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.scatter_gemv import ScatterScratch, scatter_gemv, scatter_gemv_reference
 from kernels.select import PredictorWeights, Selection, select_rows
+from kernels.select_gather import select_gather, select_gather_rows
 
 SHAPES = {"1.3b": 2048, "6.7b": 4096, "13b": 5120, "30b": 7168, "66b": 9216, "175b": 12288}
 LIVE_BIAS = {0.6: 0.2533, 1.0: 12.0}  # P(N(0, 1) + bias > 0)
@@ -26,7 +34,8 @@ class Problem:
     def __init__(self, d: int, rank: int, sets: int, live: float = 0.6, quantize: torch.dtype | None = None,
                  batch: int = 1, n: int | None = None, block: int = 64) -> None:  # fmt: skip
         self.n, self.d, self.rank, self.sets, self.live, self.batch = n or 4 * d, d, rank, sets, live, batch
-        n, half = self.n, dict(dtype=torch.float16, device="cuda")
+        n = self.n
+        half: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
         torch.manual_seed(0)
         self.fc1 = [torch.empty(n, d, **half).normal_(0, d**-0.5) for _ in range(sets)]
         self.fc2_t = [torch.empty(n, d, **half).normal_(0, n**-0.5) for _ in range(sets)]
@@ -48,12 +57,15 @@ class Problem:
         self.a_settings: GatherSettings | None = None
         self.fc1_settings = gather_settings(d, batch, False, n)
         self.fc2_settings: ScatterSettings | None = None
+        self.fused_settings: SelectGatherSettings = select_gather_settings(d)
         self.make_lists()
 
     def make_lists(self) -> None:
         """Buffers whose shape depends on the settings."""
         self.selections = [Selection.empty(self.n, "cuda", self.block) for _ in range(self.sets)]
         self.lives = [LiveRows.empty(self.n, self.batch, "cuda", self.fc1_settings.programs) for _ in range(self.sets)]
+        block = self.fused_settings.block
+        self.fused_lives = [select_gather_rows(self.n, self.d, "cuda", block) for _ in range(self.sets)]
 
     def set_density(self, density: float) -> None:
         """Thresholds for exactly round(density * n) neurons a row, and all lists filled."""
@@ -94,7 +106,22 @@ class Problem:
         scatter_gemv(self.lives[i], self.fc2_t[i], self.b2, self.x[i], None, self.out, scratch=self.scratch, pdl=pdl,
                      settings=self.fc2_settings)  # fmt: skip
 
+    def select_first(self, i: int, pdl: bool) -> None:
+        """Select and fc1 in one kernel."""
+        select_gather(self.hidden, self.predictors[i], self.thresholds[i], self.normalised[i], self.fc1[i], self.b1,
+                      self.fused_lives[i], pdl=pdl, settings=self.fused_settings)  # fmt: skip
+
+    def second_fused(self, i: int, pdl: bool) -> None:
+        scatter_gemv(self.fused_lives[i], self.fc2_t[i], self.b2, self.x[i], None, self.out, scratch=self.scratch,
+                     pdl=pdl, settings=self.fc2_settings)  # fmt: skip
+
     # What is timed
+    def step_fused(self, i: int, enter: bool = False, inner: bool = True) -> None:
+        """The whole in three kernels."""
+        self.down(i, enter)
+        self.select_first(i, inner)
+        self.second_fused(i, inner)
+
     def step_whole(self, i: int, enter: bool = False, inner: bool = True) -> None:
         """LayerNorm, predictor, selection, fc1, fc2, residual. enter: also overlap the step before (a chain)."""
         self.down(i, enter)
@@ -140,17 +167,22 @@ class Problem:
         fc1, fc2 = int(selected * self.d * 2), int(live * self.d * 2)
         a = p.down.numel() * p.down.element_size()
         return {"predictor": stored, "down": a, "select": stored - a, "fc1": fc1, "fc2": fc2,
-                "whole": stored + fc1 + fc2,
+                "fused": stored - a + fc1, "whole": stored + fc1 + fc2,
                 "dense": 4 * self.n * self.d}  # fmt: skip
 
     def check(self, i: int = 0) -> float:
         """The largest difference from the reference over the sets' own selection, relative to its largest value."""
+        if self.batch == 1:
+            self.step_fused(i)
+            fused = self.out.clone()
         self.step_whole(i)
         mask = self.selections[i].to_mask(self.batch)
         h = gather_gemv_reference(layer_norm_reference(self.x[i], self.ln, torch.float16), self.fc1[i], self.b1, mask,
                                   "relu")  # fmt: skip
         want = scatter_gemv_reference(h, self.fc2_t[i], self.b2, self.x[i])
         error = float((self.out - want).abs().max() / want.abs().max())
+        if self.batch == 1:
+            error = max(error, float((fused - want).abs().max() / want.abs().max()))
         if not error < 5e-3:
             raise AssertionError(f"sparse MLP differs from its reference by {error:.2e} at {self.n} x {self.d}")
         return error

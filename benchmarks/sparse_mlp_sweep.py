@@ -1,4 +1,4 @@
-"""Times launch settings of the four stages of a sparse MLP, one stage at a time; the table in kernels/launch.py comes
+"""Times launch settings of the stages of a sparse MLP, one stage at a time; the table in kernels/launch.py comes
 from these rows. Stages run as plain nodes and as a PDL chain; the best by PDL time is printed for each density."""
 
 import time
@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
 from benchmarks.sparse_mlp_problem import Problem
-from kernels.launch import GatherSettings, ScatterSettings
+from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings
 
 
 def fc1_candidates(d: int) -> Iterator[GatherSettings]:
@@ -45,15 +45,28 @@ def select_candidates(d: int) -> Iterator[tuple[int, int]]:
             yield block, warps
 
 
+def fused_candidates(d: int) -> Iterator[SelectGatherSettings]:
+    for block, rows, warps in ((64, 2, 4), (64, 2, 8), (64, 4, 8), (32, 2, 4), (32, 4, 8), (32, 2, 8), (128, 4, 16)):
+        yield SelectGatherSettings(block, rows, 1024, warps)
+
+
 def label(settings: Any) -> str:
     if isinstance(settings, GatherSettings):
         return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch}"
     if isinstance(settings, ScatterSettings):
         return f"s{settings.stripe} x{settings.splits} r{settings.rows} w{settings.warps}"
+    if isinstance(settings, SelectGatherSettings):
+        return f"b{settings.block} r{settings.rows} c{settings.columns} w{settings.warps}"
     return "b{} w{}".format(*settings)
 
 
-CANDIDATES = {"fc1": fc1_candidates, "fc2": fc2_candidates, "down": down_candidates, "select": select_candidates}
+CANDIDATES = {
+    "fc1": fc1_candidates,
+    "fc2": fc2_candidates,
+    "down": down_candidates,
+    "select": select_candidates,
+    "fused": fused_candidates,
+}
 
 
 def apply(problem: Problem, op: str, settings: Any) -> None:
@@ -63,13 +76,21 @@ def apply(problem: Problem, op: str, settings: Any) -> None:
         problem.fc2_settings = settings
     elif op == "down":
         problem.a_settings = settings
+    elif op == "fused":
+        problem.fused_settings = settings
     else:
         problem.block, problem.select_warps = settings
     problem.make_lists()
 
 
 def stage(problem: Problem, op: str) -> Callable[[int, bool], None]:
-    return {"fc1": problem.first, "fc2": problem.second, "down": problem.down, "select": problem.select}[op]
+    return {
+        "fc1": problem.first,
+        "fc2": problem.second,
+        "down": problem.down,
+        "select": problem.select,
+        "fused": problem.select_first,
+    }[op]
 
 
 def variant(op: str, settings: Any) -> str:
@@ -136,7 +157,12 @@ def sweep(
                 if results[True]:
                     apply(problem, op, min(results[True], key=lambda r: r[0])[2])
         problem.set_density(densities[0])
-        for name, step in (("whole", problem.step_whole), ("mlp", problem.step_mlp), ("predict", problem.step_predict)):
+        for name, step in (
+            ("whole", problem.step_whole),
+            ("fused", problem.step_fused),
+            ("mlp", problem.step_mlp),
+            ("predict", problem.step_predict),
+        ):
             times = measure(step, sets)
             print(f"sweep {name} d {d} density {densities[0]} with the best: {times[1]:.2f}", flush=True)
         del problem

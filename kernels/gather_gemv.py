@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """Rows of a matrix times a vector: y[b, i] = act(sum_j w[i, j] x[b, j] + bias[i]) for the selected rows i, or for all.
 
 x (B, d), optionally normalised on the way in; w (n, d) row-major; sums in fp32. With a selection the non-zero results

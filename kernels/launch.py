@@ -129,6 +129,22 @@ class ScatterSettings:
     warps: int
 
 
+@dataclass(frozen=True)
+class SelectGatherSettings:
+    """block: neurons of a program; rows: fc1 rows in flight; columns: columns a step."""
+
+    block: int
+    rows: int
+    columns: int
+    warps: int
+
+
+def select_gather_settings(d: int) -> SelectGatherSettings:
+    if INTERPRET:
+        return SelectGatherSettings(block=32, rows=2, columns=column_block(d), warps=4)
+    return SelectGatherSettings(block=64, rows=2, columns=column_block(d), warps=8)
+
+
 def column_block(d: int, largest: int = 1024) -> int:
     """The largest power of two up to `largest` that divides d, or one that needs a mask when d is odd-sized."""
     block = d & -d

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
@@ -326,6 +327,12 @@ def predict_select(
     select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
 
 
+def rank_chunk(rank: int) -> int:
+    """Columns of `up` a step: a power of two that divides the rank where one of 64 or more does, else masked."""
+    divisor = rank & -rank
+    return min(divisor, 256) if divisor >= 64 else min(next_power_of_two(rank), 128)
+
+
 def select_rows(
     hidden: Tensor,
     predictor: PredictorWeights,
@@ -360,8 +367,6 @@ def select_rows(
     threshold_ptr = threshold if isinstance(threshold, Tensor) else None
     value = 0.0 if isinstance(threshold, Tensor) else float(threshold)
     use_pdl = pdl and not INTERPRET
-    chunk = rank & -rank
-    chunk = min(chunk, 256) if chunk >= 64 else min(next_power_of_two(rank), 128)
     grid = (out.counts.numel(),)
     common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
     outputs = (out.ids, out.counts, out.row_bits, logits_out)
@@ -369,7 +374,7 @@ def select_rows(
         tile = out.block * rank * predictor.up.element_size()
         warps = warps or (4 if tile <= 32768 else 8)
         _select_kernel[grid](
-            hidden, *common, *outputs, n, RANK=rank, CHUNK=chunk, BLOCK=out.block, PDL=use_pdl,
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=use_pdl,
             num_warps=warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
