@@ -44,6 +44,8 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
     parser = build_parser()
     parsed: Any = parser.parse_args(None if argv is None else list(argv))
     trainer = _plain(parsed.pop("trainer"))
+    if str(trainer.get("devices")).isdigit():
+        trainer["devices"] = int(trainer["devices"])  # a flag's 2 arrives as text
     parsed.pop("config", None)
     values = parser.instantiate_classes(parsed)
     fields = {field.name for field in dataclasses.fields(RunConfig)}

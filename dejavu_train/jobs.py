@@ -16,6 +16,7 @@ import fcntl
 import inspect
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -220,10 +221,10 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     except MisconfigurationException as error:
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
-    except (RuntimeError, KeyError, EOFError) as error:
+    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
         if resume is None or trainer.global_step > 0:
             raise
-        raise UserError(f"cannot resume from {last} ({str(error).splitlines()[0]}); delete it to start anew") from None
+        raise UserError(f"cannot resume from {last} ({type(error).__name__}); delete it to start anew") from None
 
 
 def export(folder: Path, config: RunConfig, job: Job, module: LitPredictor, figures: dict[str, float]) -> None:
@@ -278,16 +279,16 @@ def build_trainer(config: RunConfig, job: Job, folder: Path, callbacks: list[Any
         plugins = [_build(entry) for entry in _as_list(arguments.pop("plugins", None))]
         loggers = build_loggers(config, arguments.pop("logger", None), folder, f"layer-{job[0]:02d}-{job[1]}")
         arguments = {name: _build(value) for name, value in arguments.items()}
-        arguments["use_distributed_sampler"] = False  # the data module splits by rank itself
+        # The data module splits by rank itself; whatever else Lightning writes belongs to this job.
+        arguments |= {"use_distributed_sampler": False, "default_root_dir": folder}
         with _quiet():
             return lightning.Trainer(
                 **arguments,
-                default_root_dir=folder,
                 logger=loggers,
                 callbacks=extra + callbacks,
                 plugins=[*plugins, AtomicCheckpointIO()],
             )
-    except (MisconfigurationException, ModuleNotFoundError, ValueError, TypeError) as error:
+    except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
 
 

@@ -26,7 +26,8 @@ class SelectionMetric(Metric):
         self.add_state("histograms", torch.zeros(3, N_BINS, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, active: Tensor, contribution: Tensor) -> None:
-        self.histograms += logit_histograms(logits, active, contribution)
+        # Not in place: after validate() the state may be an inference tensor.
+        self.histograms = self.histograms + logit_histograms(logits, active, contribution)
 
     def compute(self) -> Tensor:
         return self.histograms
@@ -85,7 +86,8 @@ class LitPredictor(lightning.LightningModule):
         if start.startswith("svd"):
             if self.target != "mlp":
                 raise UserError(f"start {start} is for the target mlp; use random or small for {self.target}")
-            svd_start(self.predictor, weights.fc1_weight, weights.fc1_bias, covariance)
+            weighed = covariance if start == "svd_data" else None
+            svd_start(self.predictor, weights.fc1_weight, weights.fc1_bias, weighed)
         elif start == "small":
             with torch.no_grad():
                 self.predictor.up.mul_(0.01)

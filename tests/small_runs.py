@@ -69,7 +69,9 @@ def _run_main(argv: list[str], log: str) -> None:
 def _server():
     """Children of a server that has imported everything start at once and share no threads with the tests."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dejavu_train.cli", "dejavu_train.pipeline", "transformers.models.opt.modeling_opt"])
+    context.set_forkserver_preload(
+        ["dejavu_train.cli", "dejavu_train.pipeline", "transformers.models.opt.modeling_opt"]
+    )
     return context
 
 

@@ -156,7 +156,9 @@ def test_other_dtypes_and_generated_text(tiny_opt, text_file, tmp_path, dtype):
     assert (reader.read("token", 0, 600) == 2).sum() == (position == 0).sum()
 
 
-@pytest.mark.parametrize("sizes", [{"hidden_size": 128, "num_attention_heads": 2}, {"hidden_size": 256, "ffn_dim": 200}])
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 128, "num_attention_heads": 2}, {"hidden_size": 256, "ffn_dim": 200}]
+)
 def test_other_sizes(tmp_path, text_file, sizes):
     sizes = {"num_attention_heads": 2, **sizes, "word_embed_proj_dim": sizes["hidden_size"]}
     folder = save_tiny_opt(tmp_path / "opt", **sizes)

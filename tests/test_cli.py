@@ -1,0 +1,163 @@
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import yaml
+from conftest import REPOSITORY, save_tiny_opt
+from small_runs import activations, flags
+
+import dejavu_train.files as files
+from dejavu_train.cli import main, parse_config
+from dejavu_train.errors import exit_on_user_error
+
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_parses_and_reads_itself_again(path, tmp_path):
+    config = parse_config(["--config", str(path)])
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(yaml.safe_dump(config.to_json()))
+    again = parse_config(["--config", str(resolved)])
+    assert again.to_json() == config.to_json() and again.identity() == config.identity()
+
+
+def test_flags_override_yaml():
+    config = parse_config(
+        [
+            "--config",
+            str(CONFIGS[0]),
+            "--mlp.rank",
+            "7",
+            "--layers",
+            "0-3",
+            "--mlp.ranks",
+            "{2: 5}",
+            "--trainer.devices=2",
+        ]
+    )
+    assert config.mlp.rank == 7 and config.layers == "0-3" and config.trainer["devices"] == 2
+    assert config.mlp.rank_of(2) == 5 and config.mlp.rank_of(3) == 7
+
+
+def test_print_config(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--mlp.rank=9", "--print_config"])
+    assert caught.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["mlp"]["rank"] == 9 and printed["trainer"]["devices"] == 1
+
+
+def fails(capsys, argv, *words):
+    """Exit code 2, one line on stderr that has all the words, no traceback."""
+    capsys.readouterr()
+    assert exit_on_user_error(main, argv) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading weights")]
+    errors = [line for line in lines if line.startswith("error:")]
+    assert len(errors) == 1 and lines[-1] == errors[0], lines
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+@pytest.fixture
+def run(tiny_opt, text_file, tmp_path):
+    def argv(*more):
+        return flags(tiny_opt, text_file, tmp_path / "run", *more)
+
+    return argv
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--mlp.rnk=3"], ["rnk"]),
+        (["--mlp.rank=three"], ["mlp.rank", "three"]),
+        (["--config=missing.yaml"], ["missing.yaml"]),
+        (["--layers=0-2"], ["0 to 1", "2"]),
+        (["--targets=mlp,keys"], ["mlp, heads"]),
+        (["--mlp.loss=focal"], ["focal", "contribution"]),
+        (["--mlp.rank=100"], ["mlp.rank", "48"]),
+        (["--model=/nowhere/opt"], ["/nowhere/opt"]),
+        (["--model=README.md/x"], ["README.md/x"]),
+        (["--text.source=/nowhere/text.txt"], ["/nowhere/text.txt"]),
+        (["--collect.window=4000"], ["4000", "512"]),
+        (["--calibrate.mlp_density=0"], ["mlp_density"]),
+        (["--trainer.accelerator=tpu"], ["trainer"]),
+        (["--trainer.logger=NoLogger"], ["NoLogger"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_mistakes_in_the_configuration(run, capsys, more, words):
+    fails(capsys, run(*more), *words)
+
+
+def test_unknown_key_in_yaml(run, capsys, tmp_path):
+    path = tmp_path / "wrong.yaml"
+    path.write_text("mlp: {rank: 4, tempo: 3}\n")
+    fails(capsys, [*run(), f"--config={path}"], "tempo")
+    path.write_text("mlp: [unclosed\n")
+    fails(capsys, [*run(), f"--config={path}"], "parsing config")
+
+
+def test_post_norm_model_is_named(run, capsys, tmp_path):
+    folder = save_tiny_opt(tmp_path / "post", do_layer_norm_before=False)
+    fails(capsys, run(f"--model={folder}"), "post-norm")
+
+
+@pytest.mark.parametrize(
+    "content, words", [(b"", "empty"), (b"\xff\xfe\x00bad", "UTF-8"), (b"Two words.\n\nMore.", "set")]
+)
+def test_text_that_cannot_be_used(run, capsys, tmp_path, content, words):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    fails(capsys, run(f"--text.source={path}"), words)
+    assert not list((tmp_path / "run").rglob("*.h5"))
+
+
+def test_disk_too_small(run, capsys, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+    fails(capsys, run(), "GB")
+    assert not list((tmp_path / "run").rglob("*.h5"))
+
+
+def test_an_output_that_is_a_file(run, capsys, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("x")
+    fails(capsys, run(f"--output={path}"), "is a file")
+
+
+@pytest.fixture
+def collected(run, tiny_opt, text_file, tmp_path) -> Path:
+    """A run folder with activations that a test may damage."""
+    return shutil.copytree(activations(tiny_opt, text_file), tmp_path / "run" / "activations")
+
+
+def test_truncated_shard(run, capsys, collected):
+    path = collected / "layer_00" / "shard_0000.h5"
+    path.write_bytes(path.read_bytes()[:5000])
+    fails(capsys, run(), "shard_0000.h5", "truncated")
+
+
+def test_shard_with_a_nan(run, capsys, collected):
+    with h5py.File(collected / "layer_00" / "shard_0001.h5", "r+") as file:
+        file["mlp_in"][3, 3] = np.nan
+    fails(capsys, run(), "shard_0001.h5", "not finite")
+
+
+def test_shard_of_an_older_schema(run, capsys, collected):
+    manifest = collected / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 0'))
+    fails(capsys, run(), "schema 0")
+
+
+def test_shards_of_another_model(run, capsys, collected, tmp_path):
+    other = save_tiny_opt(tmp_path / "other", init_std=0.3)
+    fails(capsys, run(f"--model={other}"), "another model")
+
+
+def test_an_output_of_another_run(run, capsys, collected):
+    fails(capsys, run("--mlp.loss=focal"), "focal")
+    fails(capsys, run("--trainer.accelerator=tpu", "--targets=heads"), "trainer")  # claims the folder
+    fails(capsys, run("--mlp.steps=81"), "another run", "mlp.steps", "80", "81")

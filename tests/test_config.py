@@ -1,0 +1,82 @@
+import dataclasses
+
+import pytest
+
+from dejavu_train.config import PredictorConfig, RunConfig, parse_layers, parse_targets
+from dejavu_train.errors import UserError
+from dejavu_train.opt_model import OPTShape
+
+SHAPE = OPTShape(48, 96, 6, 4, 320, 512)
+
+
+def test_layers():
+    assert parse_layers(None, 3) == [0, 1, 2]
+    assert parse_layers("0-2,5", 6) == [0, 1, 2, 5]
+    assert parse_layers(4, 6) == [4]
+
+
+@pytest.mark.parametrize("text, words", [("0-6", "0 to 5"), ("a", "0-5"), ("3-1", "0-5"), ("", "0-5"), ("-2", "0-5")])
+def test_layers_out_of_range_or_unreadable(text, words):
+    with pytest.raises(UserError, match=words):
+        parse_layers(text, 6)
+
+
+def test_targets():
+    assert parse_targets("heads, mlp") == ["mlp", "heads"]
+    with pytest.raises(UserError, match="mlp, heads"):
+        parse_targets("mlp,keys")
+
+
+def test_sites_by_half_blocks():
+    config = PredictorConfig(lookahead=0)
+    assert config.site("mlp", 3) == ("mlp_in", 3) and config.site("heads", 3) == ("attn_in", 3)
+    one, two = PredictorConfig(lookahead=1), PredictorConfig(lookahead=2)
+    assert one.site("mlp", 3) == ("attn_in", 3) and one.site("heads", 3) == ("mlp_in", 2)
+    assert two.site("mlp", 3) == ("mlp_in", 2) and two.site("heads", 3) == ("attn_in", 2)
+    with pytest.raises(UserError, match="before the first layer"):
+        two.site("mlp", 0)
+    assert dataclasses.replace(two, lookahead_nearest=True).site("mlp", 0) == ("attn_in", 0)
+
+
+def test_identity_leaves_out_how_a_run_runs():
+    base = RunConfig(trainer={"devices": 1, "precision": "32-true"})
+    same = RunConfig(layers="0-1", targets="mlp", output="elsewhere", trainer={"devices": 2, "precision": "32-true"})
+    assert base.identity() == same.identity()
+    assert base.identity() != dataclasses.replace(base, seed=1).identity()
+    assert base.identity() != RunConfig(trainer={"devices": 1, "precision": "bf16-mixed"}).identity()
+
+
+def test_jobs():
+    config = RunConfig(layers="1", targets="heads")
+    assert config.own_jobs(2) == [(1, "heads")]
+    assert config.all_jobs(2) == [(0, "mlp"), (1, "mlp"), (0, "heads"), (1, "heads")]
+    assert RunConfig(heads=PredictorConfig(enabled=False)).all_jobs(2) == [(0, "mlp"), (1, "mlp")]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mlp": PredictorConfig(rank=64)}, "mlp.rank is 64"),
+        ({"mlp": PredictorConfig(rank=8, ranks={9: 4})}, "mlp.ranks"),
+        ({"mlp": PredictorConfig(rank=8, loss="focal")}, "unknown loss focal"),
+        ({"mlp": PredictorConfig(rank=8, density=0.0)}, "mlp.density"),
+        ({"mlp": PredictorConfig(rank=8, steps=0)}, "mlp.steps"),
+        ({"mlp": PredictorConfig(rank=8, lookahead=-1)}, "mlp.lookahead"),
+        ({"mlp": PredictorConfig(rank=8, lookahead=2)}, "before the first layer"),
+        ({"mlp": PredictorConfig(rank=8, warmup=1.5)}, "mlp.warmup"),
+        ({"heads": PredictorConfig(rank=8, start="svd")}, "heads.start"),
+        ({"heads": PredictorConfig(enabled=False), "targets": "heads"}, "heads.enabled"),
+        ({"layers": "6"}, "0 to 5"),
+    ],
+)
+def test_mistakes_are_named(changes, words):
+    good = RunConfig(mlp=PredictorConfig(rank=8), heads=PredictorConfig(rank=8, start="small"))
+    good.check(SHAPE)
+    with pytest.raises(UserError, match=words):
+        dataclasses.replace(good, **changes).check(SHAPE)
+
+
+def test_nothing_to_train():
+    off = PredictorConfig(enabled=False)
+    with pytest.raises(UserError, match="nothing to train"):
+        RunConfig(mlp=off, heads=off).check(SHAPE)

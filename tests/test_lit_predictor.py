@@ -1,0 +1,112 @@
+import lightning
+import pytest
+import torch
+from small_runs import activations
+
+from dejavu_train.datamodule import DataConfig, ShardDataModule
+from dejavu_train.errors import UserError
+from dejavu_train.jobs import second_moment
+from dejavu_train.lit_predictor import LitPredictor, SelectionMetric
+from dejavu_train.losses import LOSSES
+from dejavu_train.metrics import top_units
+from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader
+
+
+@pytest.fixture
+def folder(tiny_opt, text_file):
+    return activations(tiny_opt, text_file)
+
+
+@pytest.fixture
+def weights(folder):
+    return LayerWeights.load(folder, 1, ActivationManifest.load(folder).weight_hash)
+
+
+def data_for(folder, target, site):
+    return ShardDataModule(folder, 1, target, site, 1, DataConfig(batch_size=256), 0)
+
+
+def trained(module, data, steps):
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_train_batches=min(steps, 40) or None,
+    )  # fmt: skip
+    if steps:
+        trainer.fit(module, datamodule=data)
+    return trainer.validate(module, datamodule=data, verbose=False)[0]
+
+
+def test_svd_of_full_rank_is_fc1_itself(folder, weights):
+    module = LitPredictor("mlp", 48, 48, 96, density=0.45)
+    module.start_from("svd", weights)
+    figures = trained(module, data_for(folder, "mlp", "mlp_in"), 0)
+    assert figures["val/recall_at_active_density"] > 0.99
+    assert figures["val/retained_mass"] > 0.99 and figures["val/density"] == pytest.approx(0.45)
+
+
+def test_the_inputs_covariance_helps_the_start(folder, weights):
+    masses = {}
+    for start in ("svd", "svd_data", "random"):
+        module = LitPredictor("mlp", 48, 12, 96, density=0.4)
+        module.start_from(start, weights, second_moment(ShardReader(folder, 1, "train"), "mlp_in"))
+        masses[start] = trained(module, data_for(folder, "mlp", "mlp_in"), 0)["val/retained_mass"]
+    assert masses["random"] < masses["svd"] < masses["svd_data"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_training_improves_on_the_start(folder, weights, loss):
+    data = data_for(folder, "mlp", "mlp_in")
+    module = LitPredictor("mlp", 48, 16, 96, density=0.4, loss=loss, learning_rate=5e-3)
+    module.start_from("random", weights)
+    before = trained(module, data, 0)["val/retained_mass"]
+    after = trained(module, data, 80)["val/retained_mass"]
+    assert after > before + 0.1
+
+
+def test_heads(folder, weights):
+    data = data_for(folder, "heads", "attn_in")
+    module = LitPredictor("heads", 48, 8, 4, density=0.5, loss="share", learning_rate=1e-2)
+    with pytest.raises(UserError, match="heads"):
+        module.start_from("svd", weights)
+    module.start_from("small", weights)
+    before = trained(module, data, 0)
+    after = trained(module, data, 80)
+    assert after["val/recall"] > before["val/recall"] + 0.1
+    assert after["val/active_density"] == 0.5  # the label is the top half of the heads
+
+
+def test_contributions_are_recomputed_and_obey_the_label(folder, weights):
+    module = LitPredictor("mlp", 48, 8, 96)
+    module.start_from("random", weights)
+    raw = next(iter(data_for(folder, "mlp", "mlp_in").val_dataloader()))
+    raw["active"][:, :10] = False
+    batch = module.make_batch(raw, need_contribution=True)
+    inputs = raw["inputs"].float()
+    expected = (inputs @ weights.fc1_weight.T + weights.fc1_bias).relu() * weights.fc2_norm
+    expected[:, :10] = 0
+    torch.testing.assert_close(batch.contribution, expected, atol=2e-2, rtol=1e-3)
+    assert not batch.contribution[~raw["active"]].any()
+    heads = LitPredictor("heads", 48, 8, 4, density=0.5)
+    contribution = torch.rand(5, 4)
+    labels = heads.make_batch({"inputs": torch.zeros(5, 48), "contribution": contribution}, True).active
+    assert torch.equal(labels, top_units(contribution, 2))
+
+
+def test_the_rate_rises_and_falls(folder, weights):
+    module = LitPredictor("mlp", 48, 8, 96, learning_rate=1.0, warmup=0.1)
+    module.start_from("random", weights)
+    rates = []
+    module.on_train_batch_end = lambda *_: rates.append(module.optimizers().param_groups[0]["lr"])
+    trained(module, data_for(folder, "mlp", "mlp_in"), 40)
+    assert rates[0] < rates[3] == pytest.approx(1.0)
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False)) and rates[-1] < 0.05
+
+
+def test_metric_sums_over_updates():
+    metric = SelectionMetric()
+    logits, active = torch.randn(10, 6), torch.rand(10, 6) < 0.5
+    for rows in (slice(0, 3), slice(3, 10)):
+        metric.update(logits[rows], active[rows], active[rows].float())
+    assert metric.compute().sum(1).tolist() == [60, active.sum(), active.sum()]
+    metric.reset()
+    assert metric.compute().sum() == 0

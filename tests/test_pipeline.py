@@ -1,0 +1,139 @@
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPOSITORY
+from small_runs import activations, flags, start_main
+
+from dejavu_train.bundle import Bundle
+from dejavu_train.cli import main
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.pipeline import first_difference, table
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_opt, text_file, tmp_path_factory):
+    """A whole run, from text to bundle."""
+    output = tmp_path_factory.mktemp("pipeline") / "run"
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output)) == 0
+    return output
+
+
+def masses(output):
+    """Retained mass of every predictor at its density, and of the bundle, whose sharing out may tip by a hair."""
+    values = {}
+    for path in sorted((output / "predictors").glob("layer_*/*/predictor.json")):
+        values[path.parent.parent.name, path.parent.name] = json.loads(path.read_text())["metrics"]["retained_mass"]
+    bundle = Bundle.from_pretrained(output / "bundle")
+    for target in ("mlp", "heads"):
+        entries = [entry for (_, name), entry in bundle.entries.items() if name == target]
+        values["bundle", target] = sum(entry.retained_mass for entry in entries) / len(entries)
+    return values
+
+
+def same_quality(output, reference):
+    ours, theirs = masses(output), masses(reference)
+    assert ours.keys() == theirs.keys() and len(ours) == 6
+    assert all(abs(ours[key] - theirs[key]) < 0.003 for key in ours), (ours, theirs)
+
+
+def test_from_text_to_bundle(finished, tiny_opt):
+    bundle = Bundle.from_pretrained(finished / "bundle")
+    assert set(bundle.entries) == {(layer, target) for layer in (0, 1) for target in ("mlp", "heads")}
+    bundle.check_model(str(tiny_opt))
+    assert bundle.mean_density("mlp") == pytest.approx(0.4, rel=0.05)
+    lines = (finished / "predictors" / "summary.csv").read_text().splitlines()
+    assert len(lines) == 5 and lines[0].startswith("layer,target,rank")
+    run = json.loads((finished / "run.json").read_text())
+    assert run["config"]["mlp"]["rank"] == 16 and "layers" not in run["config"]
+
+
+def test_the_same_command_again_does_nothing(finished, tiny_opt, text_file, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix != ".lock"}
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, finished)) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_open_jobs_are_named_and_the_last_one_bundles(tiny_opt, text_file, tmp_path, capsys, finished):
+    output = tmp_path / "run"
+    shutil.copytree(activations(tiny_opt, text_file), output / "activations")
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, "--layers=0")) == 0
+    assert "still open: layer 1 mlp, layer 1 heads" in capsys.readouterr().out
+    assert not (output / "bundle").exists()
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, "--layers=1", "--targets=mlp")) == 0
+    assert "still open: layer 1 heads" in capsys.readouterr().out
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, "--targets=heads")) == 0
+    same_quality(output, finished)
+
+
+def test_killed_five_times(tiny_opt, text_file, tmp_path, finished):
+    """SIGKILL at random moments; the same command ends with a bundle of the same quality."""
+    output, log = tmp_path / "run", tmp_path / "log"
+    argv = flags(tiny_opt, text_file, output)
+    generator = random.Random(0)
+    start_main(["--print_config"], log).join()  # the server has imported everything now
+    for _ in range(5):
+        process = start_main(argv, log)
+        process.join(generator.uniform(0.3, 2.0))
+        process.kill()
+        process.join()
+        assert process.exitcode in (-9, 0), log.read_text()
+    process = start_main(argv, log)
+    process.join()
+    assert process.exitcode == 0, log.read_text()
+    assert not list(output.rglob("layer_*/.tmp-*.h5"))
+    same_quality(output, finished)
+
+
+def test_two_invocations_share_a_folder(tiny_opt, text_file, tmp_path, finished):
+    output = tmp_path / "run"
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    processes = [start_main(flags(tiny_opt, text_file, output, f"--layers={layer}"), logs[layer]) for layer in (0, 1)]
+    for process, log in zip(processes, logs, strict=True):
+        process.join()
+        assert process.exitcode == 0, log.read_text()
+    texts = [log.read_text() for log in logs]
+    assert sum("tokens x 2 layers" in text for text in texts) == 1  # one of them collected
+    assert all(f"layer {1 - layer} mlp: training" not in text for layer, text in enumerate(texts))
+    same_quality(output, finished)
+
+
+def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, finished):
+    """The real command, with DDP over two CPU processes for one predictor."""
+    output = tmp_path / "run"
+    shutil.copytree(activations(tiny_opt, text_file), output / "activations")
+    argv = flags(
+        tiny_opt, text_file, output, "--layers=1", "--targets=mlp", "--trainer.devices=2", "--trainer.strategy=ddp"
+    )
+    began = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *argv],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "still open" in done.stdout and time.monotonic() - began < 200
+    name = "predictors/layer_01/mlp/predictor.json"
+    ours, theirs = (json.loads((folder / name).read_text())["metrics"] for folder in (output, finished))
+    assert abs(ours["retained_mass"] - theirs["retained_mass"]) < 0.003
+    assert ours["steps"] == theirs["steps"]
+
+
+def test_the_first_difference_is_named():
+    assert first_difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}) == " (a.c is 2 there, 3 here)"
+    assert first_difference({"a": 1}, {"a": 1}) == ""
+
+
+def test_table_aligns():
+    lines = table(["layer", "recall"], [[0, 0.5], [10, 0.25]]).splitlines()
+    assert lines == ["layer  recall", "    0   0.500", "   10   0.250"]
