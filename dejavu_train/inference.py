@@ -303,12 +303,11 @@ def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -
     ids = torch.tensor([[2, *tokenizer(config.generate, add_special_tokens=False)["input_ids"]]])
     model = _sparse(config, dense, bundle, config.backend)
     ids = ids.to(model.device)
-    room = model.config.max_position_embeddings - ids.shape[1]
-    if room < 1:
-        raise UserError(
-            f"the prompt has {ids.shape[1]} tokens, the model {model.config.max_position_embeddings} positions"
-        )
-    settings = {"max_new_tokens": min(config.new_tokens, room), "do_sample": False, "pad_token_id": 1}
+    room = model.config.max_position_embeddings
+    if ids.shape[1] >= room:
+        raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
+    new_tokens = min(config.new_tokens, room - ids.shape[1])
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 

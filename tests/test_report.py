@@ -1,0 +1,59 @@
+"""Tables and pictures say what results.json says, whatever is missing."""
+
+import numpy as np
+import pytest
+
+from dejavu_train import report
+from dejavu_train.evaluate import Held, Quality, Row
+from dejavu_train.metrics import SelectionSums
+from dejavu_train.timing import Timing
+
+HELD = Held([[2, 5, 6]] * 4, [0, 0, 1, 1], [4, 4], 30)
+
+
+def quality(row, nats, tp=8, fp=2, fn=2, kept=9.0):
+    sums = {}
+    for target, units in (("mlp", 100), ("heads", 20)):
+        sums[0, target] = SelectionSums()
+        for name, value in {"tp": tp, "fp": fp, "fn": fn, "units": units, "kept": kept, "mass": 10.0}.items():
+            setattr(sums[0, target], name, getattr(sums[0, target], name) + value)
+    return Quality(row, np.array(nats), sums)
+
+
+@pytest.fixture
+def found():
+    scored = [quality(Row("dense"), [8.0, 8.0])]
+    for density in (0.1, 0.2):
+        scored += [quality(Row(name, density), [8.1, 8.1]) for name in ("predicted", "oracle", "random", "static")]
+    scored.append(quality(Row("predicted", 0.1, 0.85), [8.4, 8.4]))
+    timing = Timing("gather", "cpu", 1, 32, 64, {"p20": 1.0, "p50": 1.25, "p80": 2.0})
+    return report.results("models/mini", "bundle", "text", 512, HELD, scored, [timing])
+
+
+def test_rows(found):
+    dense, predicted = found["quality"][:2]
+    assert dense["perplexity"] == pytest.approx(np.exp(2.0), rel=1e-5)
+    assert dense["bits_per_byte"] == pytest.approx(16 / np.log(2) / 30, rel=1e-5)
+    assert predicted["increase"] == pytest.approx(np.expm1(0.2 / 8), rel=1e-5)
+    assert predicted["increase_error"] == pytest.approx(0, abs=1e-9)
+    assert predicted["mlp_density"] == 0.1 and predicted["head_density"] == 1.0 and predicted["head_recall"] is None
+    assert found["quality"][-1]["head_density"] == 0.5 and found["quality"][-1]["head_recall"] == 0.8
+    assert found["layers"][0] == {
+        "layer": 0, "target": "mlp", "density": 0.1, "recall": 0.8, "precision": 0.8, "retained_mass": 0.9
+    }  # fmt: skip
+    assert [row["target"] for row in found["layers"]] == ["mlp", "heads"]
+
+
+def test_table(found):
+    text = report.tables(found)
+    assert "2.53%" in text and "1.250" in text and "heads 0" in text
+    found |= {"quality": [], "layers": [], "timing": []}
+    assert report.tables(found).count("\n") == 0
+    assert report.table(["a", "b"], [["x", "10"], ["yyy", "5"]]).splitlines() == ["a     b", "x    10", "yyy   5"]
+
+
+def test_picture(found, tmp_path):
+    assert report.plot_curve(found, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    report.write_results(found, tmp_path / "new")
+    assert (tmp_path / "new/results.json").is_file()
