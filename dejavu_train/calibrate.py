@@ -178,6 +178,7 @@ def calibrate(
     tensors: dict[str, Tensor] = {}
     predictors: dict[Key, LowRankPredictor] = {}
     unions: dict[Key, list[float]] = {}
+    text: dict[str, Any] = {}
     for layer in range(shape.n_layers):
         say(f"thresholds of layer {layer}")
         for target in targets:
@@ -186,6 +187,7 @@ def calibrate(
             facts = stored.facts
             site = ShardReader(activations_folder, facts["site_layer"], "calibrate")
             own = ShardReader(activations_folder, layer, "calibrate")
+            text = own.manifest.text
             blocks = _blocks(dense, layer, target, facts["site"], site, own, config.rows, where)
             curve, active_density, frequency, logits = measure(predictor, target, blocks, config.batch_size > 1)
             if config.batch_size > 1:
@@ -217,7 +219,7 @@ def calibrate(
         measured = _sensitivities(dense, predictors, entries, chosen, config)
         for key, losses in measured.items():
             entries[key].curve["loss_increase"] = losses
-    facts_kept = {"calibrate_rows": config.rows, "sensitivity_tokens": tokens}
+    facts_kept = {"text": text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
     bundle = Bundle(model, weight_hash(model), shape, entries, tensors, facts_kept)
     return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
 
