@@ -15,11 +15,13 @@ from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings
 
 def fc1_candidates(d: int) -> Iterator[GatherSettings]:
     wide = max(b for b in (1024, 2048, 4096) if d % b == 0)
-    tiles = {(1, 1024, 4), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (1, wide, 8), (2, wide, 8), (4, 1024, 4)}
+    tiles = {(1, 1024, 4), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (1, wide, 8), (1, 512, 2)}
+    if d <= 4096:
+        tiles |= {(1, 256, 1), (2, 512, 2)}
     for rows, block, warps in sorted(tiles):
         if block / (32 * warps) * rows < 8:  # less than 16 bytes a load
             continue
-        for multiple in (2, 3, 4, 6, 8):
+        for multiple in (2, 4, 6, 8, 12) if warps <= 2 else (1, 2, 3, 4, 8):
             yield GatherSettings(132 * multiple, rows, block, warps)
 
 
@@ -32,7 +34,7 @@ def down_candidates(d: int) -> Iterator[GatherSettings]:
 
 def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
     for stripe, rows, warps in ((128, 32, 4), (128, 64, 4), (256, 16, 4), (256, 32, 4), (512, 16, 8), (512, 8, 4),
-                                (512, 16, 4), (1024, 8, 8)):  # fmt: skip
+                                (512, 16, 4), (128, 16, 1), (256, 8, 1)):  # fmt: skip
         if d % stripe == 0:
             for splits in (4, 8, 16, 32):
                 if 132 <= d // stripe * splits <= 2400:
@@ -40,14 +42,15 @@ def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
 
 
 def select_candidates(d: int) -> Iterator[tuple[int, int]]:
-    for block in (32, 64, 128):
-        for warps in (4, 8, 16):
-            yield block, warps
+    yield from ((32, 2), (32, 4), (64, 4), (64, 8), (64, 16), (128, 8), (128, 16))
 
 
 def fused_candidates(d: int) -> Iterator[SelectGatherSettings]:
-    for block, rows, warps in ((64, 2, 4), (64, 2, 8), (64, 4, 8), (32, 2, 4), (32, 4, 8), (32, 2, 8), (128, 4, 16)):
-        yield SelectGatherSettings(block, rows, 1024, warps)
+    for block, rows, warps in ((64, 2, 4), (64, 2, 8), (64, 4, 8), (32, 2, 4), (32, 4, 8), (32, 2, 2), (128, 4, 16)):
+        yield SelectGatherSettings(block, rows, 1024 if warps > 2 else 512, warps)
+    if d <= 4096:
+        yield SelectGatherSettings(16, 1, 256, 1)
+        yield SelectGatherSettings(16, 2, 256, 1)
 
 
 def label(settings: Any) -> str:
