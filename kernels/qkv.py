@@ -67,6 +67,149 @@ def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=
 
 
 @triton.jit
+def _nth_head(rank, heads, n, H: tl.constexpr):
+    """The n-th selected head, from the running count of selected heads."""
+    return tl.minimum(tl.sum(((rank <= n) & (heads < H)).to(tl.int32)), H - 1)
+
+
+@triton.jit
+def _load_row(weight, line, c0, c1, left, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Row `line` of the weights as two tiles; nothing is read unless rows are left."""
+    at = weight + line.to(tl.int64) * D
+    width = tl.where(left > 0, D, 0)
+    w0 = tl.load(at + c0, mask=c0 < width, other=0.0, eviction_policy="evict_first")
+    w1 = w0
+    if D1 > 0:
+        w1 = tl.load(at + c1, mask=c1 < width, other=0.0, eviction_policy="evict_first")
+    return w0, w1
+
+
+@triton.jit
+def _store_value(
+    value, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, POLICY: tl.constexpr
+):
+    slot = (pair * capacity + p).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+    if kind == 0:
+        tl.store(q + pair * HEAD_DIM + row, value)
+    elif kind == 1:
+        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+    else:
+        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+        if POLICY == 2:
+            if row == 2 * HEAD_DIM:
+                tl.store(valid + pair * capacity + p, 1)
+
+
+@triton.jit
+def _qkv_rows(
+    pid,
+    programs,
+    attn_in,
+    weight,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """An even, contiguous share of the selected heads' rows, one row ahead of the arithmetic.
+
+    With the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones.
+    """
+    PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
+    FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
+    c0 = tl.arange(0, D0)
+    c1 = c0
+    m1 = c0 < D
+    if D1 > 0:
+        c1 = D0 + tl.arange(0, D1)
+        m1 = c1 < D
+    heads = tl.arange(0, H_TILE)
+    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
+    rank = tl.cumsum(chosen, 0)
+    n_items = FIXED + tl.sum(chosen) * PER_HEAD
+    begin = (pid.to(tl.int64) * n_items // programs).to(tl.int32)
+    end = ((pid + 1).to(tl.int64) * n_items // programs).to(tl.int32)
+    if begin < end:
+        if begin < FIXED:
+            head = begin // (2 * HEAD_DIM)
+            row = HEAD_DIM + begin % (2 * HEAD_DIM)
+        else:
+            head = _nth_head(rank, heads, (begin - FIXED) // PER_HEAD, H)
+            row = (begin - FIXED) % PER_HEAD
+        w0, w1 = _load_row(weight, head * (3 * HEAD_DIM) + row, c0, c1, end - begin, D, D0, D1)
+        if B == 1:
+            # The usual case: one position, whose input stays in registers.
+            now = tl.load(position)
+            x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
+            if D1 > 0:
+                x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=m1, other=0.0).to(tl.float32)
+        for item in range(begin, end):
+            ahead = item + 1
+            next_head = head
+            next_row = row + 1
+            if ahead < FIXED:
+                if next_row == 3 * HEAD_DIM:
+                    next_head = head + 1
+                    next_row = HEAD_DIM
+            elif (ahead - FIXED) % PER_HEAD == 0:
+                next_head = _nth_head(rank, heads, (ahead - FIXED) // PER_HEAD, H)
+                next_row = 0
+            n0, n1 = _load_row(weight, next_head * (3 * HEAD_DIM) + next_row, c0, c1, end - ahead, D, D0, D1)
+            wide0 = w0.to(tl.float32)
+            if D1 > 0:
+                wide1 = w1.to(tl.float32)
+            kind = row // HEAD_DIM
+            offset = tl.load(bias + head * (3 * HEAD_DIM) + row).to(tl.float32)
+            bits = tl.load(row_bits + head)
+            for b in range(B):
+                wanted = ((bits >> b) & 1) != 0
+                if POLICY == 1:
+                    wanted = wanted | (kind > 0)
+                if wanted:
+                    pair = b * H + head
+                    last = tl.load(position + b)
+                    first = last
+                    if POLICY == 0:
+                        if kind > 0:
+                            first = tl.load(watermark + pair)
+                    stop = last + 1
+                    if B == 1:
+                        stop = last
+                    for p in range(first, stop):
+                        at = attn_in + (b * capacity + p).to(tl.int64) * D
+                        value = tl.sum(wide0 * tl.load(at + c0).to(tl.float32))
+                        if D1 > 0:
+                            value += tl.sum(wide1 * tl.load(at + c1, mask=m1, other=0.0).to(tl.float32))
+                        _store_value(
+                            value + offset, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM, POLICY
+                        )
+                    if B == 1:
+                        value = tl.sum(wide0 * x0)
+                        if D1 > 0:
+                            value += tl.sum(wide1 * x1)
+                        _store_value(
+                            value + offset, kind, row, pair, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM, POLICY
+                        )
+            head = next_head
+            row = next_row
+            w0 = n0
+            w1 = n1
+
+
+@triton.jit
 def _qkv_kernel(
     attn_in,
     weight,
@@ -89,65 +232,11 @@ def _qkv_kernel(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # A work item is one weight row of a selected head; programs stride over the items.
-    c0 = tl.arange(0, D0)
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
-        m1 = c1 < D
     start_dependents(PDL)
-    heads = tl.arange(0, H_TILE)
-    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
-    rank = tl.cumsum(chosen, 0)
-    n_items = tl.sum(chosen) * (3 * HEAD_DIM)
-    n_chosen = n_items
-    if POLICY == 1:
-        n_chosen = tl.sum(chosen) * HEAD_DIM
-        n_items = n_chosen + H * (2 * HEAD_DIM)
-    for item in range(tl.program_id(0), n_items, tl.num_programs(0)):
-        if POLICY == 1:
-            if item < n_chosen:
-                head = tl.sum(((rank <= item // HEAD_DIM) & (heads < H)).to(tl.int32))
-                row = item % HEAD_DIM
-            else:
-                head = (item - n_chosen) // (2 * HEAD_DIM)
-                row = HEAD_DIM + (item - n_chosen) % (2 * HEAD_DIM)
-        else:
-            head = tl.sum(((rank <= item // (3 * HEAD_DIM)) & (heads < H)).to(tl.int32))
-            row = item % (3 * HEAD_DIM)
-        kind = row // HEAD_DIM
-        line = head * (3 * HEAD_DIM) + row
-        w0 = tl.load(weight + line.to(tl.int64) * D + c0, eviction_policy="evict_first").to(tl.float32)
-        if D1 > 0:
-            w1 = tl.load(weight + line.to(tl.int64) * D + c1, mask=m1, other=0.0, eviction_policy="evict_first")
-            w1 = w1.to(tl.float32)
-        offset = tl.load(bias + line).to(tl.float32)
-        bits = tl.load(row_bits + head)
-        for b in range(B):
-            selected = ((bits >> b) & 1) != 0
-            if POLICY == 1:
-                selected = selected | (kind > 0)
-            if selected:
-                last = tl.load(position + b)
-                first = last
-                if POLICY == 0:
-                    if kind > 0:
-                        first = tl.load(watermark + b * H + head)
-                for p in range(first, last + 1):
-                    at = attn_in + (b * capacity + p).to(tl.int64) * D
-                    value = tl.sum(w0 * tl.load(at + c0).to(tl.float32))
-                    if D1 > 0:
-                        value += tl.sum(w1 * tl.load(at + c1, mask=m1, other=0.0).to(tl.float32))
-                    value += offset
-                    slot = ((b * H + head) * capacity + p).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
-                    if kind == 0:
-                        tl.store(q + (b * H + head) * HEAD_DIM + row, value)
-                    elif kind == 1:
-                        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
-                    else:
-                        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
-                        if POLICY == 2:
-                            if row == 2 * HEAD_DIM:
-                                tl.store(valid + (b * H + head) * capacity + p, 1)
+    _qkv_rows(
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
+        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, POLICY,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -205,10 +294,10 @@ def _qkv_dense_kernel(
         value += tl.load(bias + line).to(tl.float32)
         # The next row, one ahead: its loads overlap this row's reduction.
         ahead = (line + step).to(tl.int64)
-        more = ahead < 3 * HEAD_DIM * H
-        w0 = tl.load(weight + ahead * D + c0, mask=more & (c0 < D), other=0.0, eviction_policy="evict_first")
+        width = tl.where(ahead < 3 * HEAD_DIM * H, D, 0)
+        w0 = tl.load(weight + ahead * D + c0, mask=c0 < width, other=0.0, eviction_policy="evict_first")
         if D1 > 0:
-            w1 = tl.load(weight + ahead * D + c1, mask=m1 & more, other=0.0, eviction_policy="evict_first")
+            w1 = tl.load(weight + ahead * D + c1, mask=c1 < width, other=0.0, eviction_policy="evict_first")
         head = line // (3 * HEAD_DIM)
         row = line % (3 * HEAD_DIM)
         slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
@@ -249,8 +338,12 @@ def qkv(
     v_cache: torch.Tensor,
     policy: str = "backfill",
     pdl: bool = False,
+    programs: int | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer per element, bitwise deterministic. Errors: shapes, head dims, policy."""
+    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy.
+
+    programs: grid size in programs a multiprocessor.
+    """
     batch, n_heads, head_dim, d = _check(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
@@ -260,7 +353,7 @@ def qkv(
         raise ValueError('the policy "stale" needs the tensor of valid positions')
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
-    _qkv_kernel[(n_sms(q.device) * 8,)](
+    _qkv_kernel[(n_sms(q.device) * (programs or (5 if d <= 4096 else 2)),)](
         attn_in,
         weight,
         bias,

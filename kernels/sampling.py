@@ -165,10 +165,10 @@ def _lm_head_kernel(
         if D1 > 0:
             value += tl.sum(w1.to(tl.float32) * n1)
         ahead = (line + step).to(tl.int64)
-        more = ahead < n_rows
-        w0 = tl.load(weight + ahead * D + c0, mask=more & (c0 < D), other=0.0, eviction_policy="evict_first")
+        width = tl.where(ahead < n_rows, D, 0)
+        w0 = tl.load(weight + ahead * D + c0, mask=c0 < width, other=0.0, eviction_policy="evict_first")
         if D1 > 0:
-            w1 = tl.load(weight + ahead * D + c1, mask=m1 & more, other=0.0, eviction_policy="evict_first")
+            w1 = tl.load(weight + ahead * D + c1, mask=c1 < width, other=0.0, eviction_policy="evict_first")
         tl.store(logits + line, value)
 
 
