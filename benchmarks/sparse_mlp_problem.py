@@ -68,9 +68,10 @@ class Problem:
         self.fused_lives = [select_gather_rows(self.n, self.d, "cuda", block) for _ in range(self.sets)]
 
     def set_density(self, density: float) -> None:
-        """Thresholds for exactly round(density * n) neurons a row, and all lists filled."""
+        """Thresholds for exactly round(density * n) neurons, and all lists filled. In a batch it is the density of the
+        union; the rows are independent, so each row's own is lower than in a real model with the same union."""
         self.density = density
-        count = max(1, round(density * self.n))
+        count = max(1, round((1 - (1 - density) ** (1 / self.batch)) * self.n))
         logits = torch.empty(self.batch, self.n, device="cuda")
         self.thresholds = []
         for i in range(self.sets):
