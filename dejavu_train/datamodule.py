@@ -3,6 +3,9 @@
 Single random rows are what makes HDF5 slow, so whole blocks (chunks of rows) are drawn in random order, a pool of them
 is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
 shuffled sequence, so that all have the same number of batches and none waits for another.
+
+Rows that fit into ``memory_gb`` are read once, in the same blocks, and kept on the training device: then a step is
+bound by neither disk nor bus.
 """
 
 import dataclasses
@@ -28,8 +31,10 @@ class DataConfig:
 
     batch_size: int = 1024
     """Rows per step, over all devices."""
+    memory_gb: float = 4.0
+    """Rows of a job up to this size are kept on the training device; more are streamed from disk. 0 always streams."""
     num_workers: int = 0
-    """Reader processes; 0 reads in the training process, which is right on few cores."""
+    """Reader processes when streaming; 0 reads in the training process, which is right on few cores."""
     pool_blocks: int = 32
     """Blocks (of about 1 MB) whose rows are shuffled together."""
 
@@ -76,7 +81,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         rows = self.reader.rows // (self.world * self.workers)
         return rows // self.batch_size if self.pool_blocks else -(-rows // self.batch_size)
 
-    def _stretches(self, consumer: int) -> list[tuple[int, int]]:
+    def stretches(self, consumer: int) -> list[tuple[int, int]]:
         """The row ranges of one consumer, in the order in which it reads them."""
         blocks = self.reader.blocks()
         if self.pool_blocks:
@@ -95,7 +100,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
     def __iter__(self) -> Iterator[RawBatch]:
         worker = get_worker_info()
         consumer = self.rank * self.workers + (0 if worker is None else worker.id)
-        stretches = self._stretches(consumer)
+        stretches = self.stretches(consumer)
         generator = np.random.default_rng([self.seed, self.epoch, consumer])
         self.epoch += 1
         left: RawBatch = {}
@@ -123,7 +128,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         pool: RawBatch = {}
         shuffle: Tensor | None = None
         for name, (reader, dataset) in self.sources.items():
-            parts = [reader.read(dataset, start, stop) for start, stop in stretches]
+            parts = [reader.read_stored(dataset, start, stop) for start, stop in stretches]
             tensor = torch.cat([left[name], *parts] if left else parts)
             if self.pool_blocks:
                 if shuffle is None:
@@ -131,6 +136,45 @@ class BlockShuffled(IterableDataset[RawBatch]):
                 tensor = tensor[shuffle]
             pool[name] = tensor
         return pool
+
+
+class Resident:
+    """The same rows, read once and kept on ``device``; an epoch's order follows from the seed and the epoch.
+
+    Args:
+        streamed: says which rows are this rank's, and in which batches.
+        device: where the rows stay.
+    """
+
+    def __init__(self, streamed: BlockShuffled, device: torch.device) -> None:
+        began = time.perf_counter()
+        self.epoch, self.streamed = streamed.epoch, streamed
+        stretches = sorted(streamed.stretches(streamed.rank))
+        self.rows = {
+            name: torch.cat([reader.read_stored(dataset, start, stop).to(device) for start, stop in stretches])
+            for name, (reader, dataset) in streamed.sources.items()
+        }
+        self._read_seconds = time.perf_counter() - began
+
+    def __len__(self) -> int:
+        return len(self.streamed)
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        first = next(iter(self.rows.values()))
+        order = torch.arange(len(first))
+        if self.streamed.pool_blocks:
+            generator = torch.Generator().manual_seed(self.streamed.seed * 100_003 + self.epoch)
+            order = torch.randperm(len(first), generator=generator)
+        order = order.to(first.device)
+        self.epoch += 1
+        size = self.streamed.batch_size
+        for number in range(len(self)):
+            began = time.perf_counter() - self._read_seconds
+            self._read_seconds = 0.0
+            chosen = order[number * size : (number + 1) * size]
+            batch = {name: tensor[chosen] for name, tensor in self.rows.items()}
+            batch["seconds"] = torch.tensor(time.perf_counter() - began)
+            yield batch
 
 
 class ShardDataModule(lightning.LightningDataModule):
@@ -148,8 +192,8 @@ class ShardDataModule(lightning.LightningDataModule):
     Raises:
         UserError: shards that are missing or wrong, or too few rows for one batch.
 
-    A batch is a dict: ``inputs`` (B, d) as stored; for ``mlp`` ``active`` (B, n) bool and ``mlp_in`` (B, d) if it is
-    not the input already; for ``heads`` ``contribution`` (B, n); ``seconds``.
+    A batch is a dict: ``inputs`` (B, d) as stored; for ``mlp`` ``active`` (B, ceil(n / 8)) uint8, packed, and
+    ``mlp_in`` (B, d) if it is not the input already; for ``heads`` ``contribution`` (B, n); ``seconds``.
     """
 
     def __init__(
@@ -173,7 +217,7 @@ class ShardDataModule(lightning.LightningDataModule):
         shape = self._readers["train"].manifest.shape
         self.d_in, self.n_units = shape.d_model, shape.units(target)
 
-    def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch]:
+    def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch] | Resident:
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         reader = self._readers[set_name]
@@ -184,33 +228,31 @@ class ShardDataModule(lightning.LightningDataModule):
             sources["active"] = (reader, "mlp_active")
             if not self._mlp_in_is_input:
                 sources["mlp_in"] = (reader, "mlp_in")
-        consumers = world * max(1, self.config.num_workers)
+        row_bytes = sum(row.read_stored(dataset, 0, 1).nbytes for row, dataset in sources.values())
+        resident = reader.rows * row_bytes <= self.config.memory_gb * 1e9 * world
+        workers = 0 if resident else self.config.num_workers
+        consumers = world * max(1, workers)
         batch_size = min(max(1, self.config.batch_size // world), reader.rows // consumers)
         if batch_size < 1:
             raise UserError(
                 f"the set {set_name} has {reader.rows} rows, fewer than the {consumers} readers; collect more tokens"
             )
-        dataset = BlockShuffled(
-            sources,
-            batch_size,
-            rank,
-            world,
-            self.config.num_workers,
-            self.config.pool_blocks if shuffle else 0,
-            self.seed,
-        )
+        pool_blocks = self.config.pool_blocks if shuffle else 0
+        dataset = BlockShuffled(sources, batch_size, rank, world, workers, pool_blocks, self.seed)
         if trainer is not None:
             dataset.epoch = trainer.current_epoch  # a resumed run goes on with the order it would have had
+        if resident:
+            return Resident(dataset, torch.device("cpu") if trainer is None else trainer.strategy.root_device)
         return DataLoader(
             dataset,
             batch_size=None,
-            num_workers=self.config.num_workers,
-            persistent_workers=self.config.num_workers > 0,
+            num_workers=workers,
+            persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
 
-    def train_dataloader(self) -> DataLoader[RawBatch]:
+    def train_dataloader(self) -> DataLoader[RawBatch] | Resident:
         return self._loader("train", shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[RawBatch]:
+    def val_dataloader(self) -> DataLoader[RawBatch] | Resident:
         return self._loader("choose", shuffle=False)

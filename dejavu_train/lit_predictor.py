@@ -12,7 +12,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.losses import NEEDS_CONTRIBUTION, Batch, get_loss
 from dejavu_train.metrics import N_BINS, at_density, logit_histograms, top_units
 from dejavu_train.predictor import LowRankPredictor, Nonlinearity, svd_start
-from dejavu_train.shards import LayerWeights
+from dejavu_train.shards import LayerWeights, unpack_bits
 
 
 class SelectionMetric(Metric):
@@ -63,7 +63,7 @@ class LitPredictor(lightning.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.target, self.density = target, density
+        self.target, self.density, self.n_out = target, density, n_out
         self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
         self.predictor = LowRankPredictor(d_in, rank, n_out, nonlinearity, bias)
         self.loss = get_loss(loss)
@@ -99,7 +99,7 @@ class LitPredictor(lightning.LightningModule):
             contribution = raw["contribution"].float()
             count = max(1, round(self.density * contribution.shape[1]))
             return Batch(inputs, top_units(contribution, count), contribution)
-        active = raw["active"]
+        active = unpack_bits(raw["active"], self.n_out)
         if not need_contribution:
             return Batch(inputs, active)
         assert self._weights is not None, "start_from gives the layer's weights"
@@ -111,19 +111,25 @@ class LitPredictor(lightning.LightningModule):
         # The stored label decides what is active, so that label and contribution cannot disagree by a rounding.
         return Batch(inputs, active, activation.mul_(weights.fc2_norm).mul_(active))
 
+    def _loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """In float32 whatever the precision of the products: it sums over millions of units."""
+        with torch.autocast(logits.device.type, enabled=False):
+            contribution = None if batch.contribution is None else batch.contribution.float()
+            return self.loss(logits.float(), Batch(batch.inputs, batch.active, contribution))
+
     def training_step(self, raw: dict[str, Tensor], _index: int) -> Tensor:
         with torch.no_grad():
             batch = self.make_batch(raw, self._train_contribution)
-        loss = self.loss(self.predictor(batch.inputs), batch)
+        loss = self._loss_of(self.predictor(batch.inputs), batch)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.inputs))
         return loss
 
     def validation_step(self, raw: dict[str, Tensor], _index: int) -> None:
         batch = self.make_batch(raw, need_contribution=True)
-        logits = self.predictor(batch.inputs)
+        logits = self.predictor(batch.inputs).float()
         assert batch.contribution is not None
         self.figures.update(logits, batch.active, batch.contribution)
-        self.log("val/loss", self.loss(logits, batch), sync_dist=True, batch_size=len(batch.inputs))
+        self.log("val/loss", self._loss_of(logits, batch), sync_dist=True, batch_size=len(batch.inputs))
 
     def on_validation_epoch_end(self) -> None:
         histograms = self.figures.compute().cpu()

@@ -121,9 +121,12 @@ def pack_bits(active: Tensor) -> Tensor:
     return (padded.to(torch.uint8) * powers).sum(-1, dtype=torch.uint8)
 
 
-def unpack_bits(packed: np.ndarray, n_units: int) -> Tensor:
-    """(N, ceil(n / 8)) uint8 -> (N, n) bool."""
-    return torch.from_numpy(np.unpackbits(packed, axis=1, count=n_units)).view(torch.bool)
+def unpack_bits(packed: Tensor, n_units: int) -> Tensor:
+    """(N, ceil(n / 8)) uint8 -> (N, n) bool on the same device."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), axis=1, count=n_units)).view(torch.bool)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1)[:, :n_units].bool()
 
 
 class ShardWriter:
@@ -245,9 +248,14 @@ class ShardReader:
         ]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` .. ``stop`` - 1 of one dataset, ``mlp_active`` as (N, d_ffn) bool, the rest as stored."""
+        tensor = self.read_stored(name, start, stop)
+        return unpack_bits(tensor, self.manifest.shape.d_ffn) if name == "mlp_active" else tensor
+
+    def read_stored(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``start`` .. ``stop`` - 1 of one dataset.
 
-        Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16 as stored; ``mlp_active`` (N, d_ffn) bool;
+        Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16; ``mlp_active`` (N, ceil(d_ffn / 8)) uint8;
             ``head_norm`` (N, n_heads) float16; ``token``, ``document``, ``position`` (N) int32; ``generated`` (N)
             uint8.
 
@@ -277,8 +285,6 @@ class ShardReader:
             values = self._open(shard)[name][start:stop]
         except (OSError, KeyError, RuntimeError) as error:
             raise UserError(f"the shard {path} is damaged ({_first_line(error)}); {COLLECT_AGAIN}") from None
-        if name == "mlp_active":
-            return unpack_bits(values, self.manifest.shape.d_ffn)
         tensor = torch.from_numpy(values)
         if name in HIDDEN and self.manifest.storage == "bfloat16":
             tensor = tensor.view(torch.bfloat16)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from small_runs import activations
 
-from dejavu_train.datamodule import BlockShuffled, DataConfig, ShardDataModule
+from dejavu_train.datamodule import BlockShuffled, DataConfig, Resident, ShardDataModule
 from dejavu_train.errors import UserError
-from dejavu_train.shards import ShardReader
+from dejavu_train.shards import ShardReader, unpack_bits
 
 DATASETS = {"d": "document", "p": "position", "x": "mlp_in"}
 
@@ -50,9 +50,21 @@ def test_ranks_and_workers_split_evenly(reader):
     assert sum(map(Counter, validation), Counter()) == everything
 
 
+def test_resident_rows_are_the_same_rows(reader):
+    cpu = torch.device("cpu")
+    everything = Counter(keys(dataset(reader, pool_blocks=0)))
+    whole = Resident(dataset(reader, pool_blocks=2), cpu)
+    first, second = keys(whole), keys(whole)
+    assert len(whole) == 120 and Counter(first) == Counter(second) == everything and first != second
+    parts = [keys(Resident(dataset(reader, batch_size=70, pool_blocks=2, rank=r, world=3), cpu)) for r in range(3)]
+    assert {len(part) for part in parts} == {4000 // 70 * 70}
+    assert not sum(map(Counter, parts), Counter()) - everything
+    assert keys(Resident(dataset(reader, pool_blocks=0), cpu)) == keys(dataset(reader, pool_blocks=0))
+
+
 def test_worker_processes_read_the_same_rows(tiny_opt, text_file):
     folder = activations(tiny_opt, text_file)
-    data = ShardDataModule(folder, 0, "mlp", "mlp_in", 0, DataConfig(batch_size=100, num_workers=2), 0)
+    data = ShardDataModule(folder, 0, "mlp", "mlp_in", 0, DataConfig(batch_size=100, num_workers=2, memory_gb=0), 0)
     loader = data.train_dataloader()
     for _ in range(2):
         batches = list(loader)
@@ -62,12 +74,13 @@ def test_worker_processes_read_the_same_rows(tiny_opt, text_file):
         torch.testing.assert_close(sums, reader.read("mlp_in", 0, reader.rows).float().sum(1).sort().values)
 
 
-def test_batches_of_each_target(tiny_opt, text_file):
+@pytest.mark.parametrize("memory_gb", [0, 4])
+def test_batches_of_each_target(tiny_opt, text_file, memory_gb):
     folder = activations(tiny_opt, text_file)
-    config = DataConfig(batch_size=64)
+    config = DataConfig(batch_size=64, memory_gb=memory_gb)
     mlp = next(iter(ShardDataModule(folder, 1, "mlp", "mlp_in", 1, config, 0).train_dataloader()))
     assert set(mlp) == {"inputs", "active", "seconds"}
-    assert mlp["inputs"].shape == (64, 48) and mlp["active"].shape == (64, 96) and mlp["active"].dtype == torch.bool
+    assert mlp["inputs"].shape == (64, 48) and mlp["active"].shape == (64, 12) and mlp["active"].dtype == torch.uint8
     heads = next(iter(ShardDataModule(folder, 1, "heads", "attn_in", 1, config, 0).train_dataloader()))
     assert set(heads) == {"inputs", "contribution", "seconds"} and heads["contribution"].shape == (64, 4)
 
@@ -79,12 +92,13 @@ def test_look_ahead_pairs_the_same_rows(tiny_opt, text_file):
     early, own = ShardReader(folder, 0, "choose"), ShardReader(folder, 1, "choose")
     assert torch.equal(batch["inputs"], early.read("mlp_in", 0, 50))
     assert torch.equal(batch["mlp_in"], own.read("mlp_in", 0, 50))
-    assert torch.equal(batch["active"], own.read("mlp_active", 0, 50))
+    assert torch.equal(unpack_bits(batch["active"], 96), own.read("mlp_active", 0, 50))
 
 
 def test_mistakes(tiny_opt, text_file):
     with pytest.raises(UserError, match="batch_size"):
         DataConfig(batch_size=0)
-    data = ShardDataModule(activations(tiny_opt, text_file), 0, "mlp", "mlp_in", 0, DataConfig(num_workers=5000), 0)
+    config = DataConfig(num_workers=5000, memory_gb=0)
+    data = ShardDataModule(activations(tiny_opt, text_file), 0, "mlp", "mlp_in", 0, config, 0)
     with pytest.raises(UserError, match="fewer than the 5000 readers"):
         data.val_dataloader()

@@ -9,7 +9,7 @@ from dejavu_train.jobs import second_moment
 from dejavu_train.lit_predictor import LitPredictor, SelectionMetric
 from dejavu_train.losses import LOSSES
 from dejavu_train.metrics import top_units
-from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader
+from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader, unpack_bits
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_contributions_are_recomputed_and_obey_the_label(folder, weights):
     module = LitPredictor("mlp", 48, 8, 96)
     module.start_from("random", weights)
     raw = next(iter(data_for(folder, "mlp", "mlp_in").val_dataloader()))
-    raw["active"][:, :10] = False
+    raw["active"][:, :2] = 0  # sixteen neurons
     batch = module.make_batch(raw, need_contribution=True)
     inputs = raw["inputs"].float()
     expected = (inputs @ weights.fc1_weight.T + weights.fc1_bias).relu() * weights.fc2_norm
-    expected[:, :10] = 0
+    expected[:, :16] = 0
     torch.testing.assert_close(batch.contribution, expected, atol=2e-2, rtol=1e-3)
-    assert not batch.contribution[~raw["active"]].any()
+    assert not batch.contribution[~unpack_bits(raw["active"], 96)].any()
     heads = LitPredictor("heads", 48, 8, 4, density=0.5)
     contribution = torch.rand(5, 4)
     labels = heads.make_batch({"inputs": torch.zeros(5, 48), "contribution": contribution}, True).active
