@@ -365,7 +365,8 @@ def pretrain(config: PretrainConfig) -> Path:
     else:
         tokenizer = train_tokenizer((text for _, text in pairs), config.vocab_size)
         tokenizer.save_pretrained(output)
-    stream = torch.from_numpy(token_stream(tokenizer, [text for _, text in pairs])).to(device)
+    # int32: CUDA has no indexing of uint16.
+    stream = torch.from_numpy(token_stream(tokenizer, [text for _, text in pairs]).astype(np.int32)).to(device)
     logger.info("%d tokens of text", len(stream))
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -386,10 +387,16 @@ def pretrain(config: PretrainConfig) -> Path:
     model.half()
     model.save_pretrained(output, max_shard_size=SHARD_SIZE)
     write_paragraph_hashes(output / PARAGRAPH_HASHES, hash_paragraphs(text for _, text in pairs))
-    facts |= {"torch": torch.__version__, "device": _device_name(device), "config": dataclasses.asdict(config)}
+    # Names without folders: the file travels with the model.
+    names = {"output": output.name, "text": _names(config.text), "heldout": _names(config.heldout)}
+    facts |= {"torch": torch.__version__, "device": _device_name(device), "config": dataclasses.asdict(config) | names}
     write_json(output / "pretraining.json", facts | {"stream_tokens": len(stream), "heldout": heldout})
     (output / "pretraining.ckpt").unlink(missing_ok=True)
     return output
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    return [Path(path).name for path in paths]
 
 
 def _bare_tokenizer(folder: Path) -> Any:
