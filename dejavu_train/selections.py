@@ -8,6 +8,7 @@ contributions when the token's embedding is sent through each block alone (Deja 
 Letters: B batch, T positions, n units (neurons or heads).
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -80,24 +81,32 @@ class Given:
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """Place of each unit when sorted by falling score: 0 for the largest. (..., n) -> (..., n) int32.
+    """Place of each unit when sorted by falling score: 0 for the largest. (..., n) -> (..., n) int16 or int32.
 
     >>> ranks(torch.tensor([0.1, 0.5, 0.3]))
-    tensor([2, 0, 1], dtype=torch.int32)
+    tensor([2, 0, 1], dtype=torch.int16)
     """
     order = scores.argsort(dim=-1, descending=True)
-    places = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device).expand_as(order)
-    return torch.empty_like(order, dtype=torch.int32).scatter_(-1, order, places)
+    dtype = torch.int16 if scores.shape[-1] < 1 << 15 else torch.int32  # a batch's ranks of all layers are held
+    places = torch.arange(scores.shape[-1], dtype=dtype, device=scores.device).expand_as(order)
+    return torch.empty_like(order, dtype=dtype).scatter_(-1, order, places)
 
 
 def take(unit_ranks: Tensor, counts: Tensor) -> Tensor:
     """The ``counts`` (B, T) first units of ``unit_ranks`` (B, T, n) or (n,): bool (B, T, n)."""
-    return unit_ranks < counts.unsqueeze(-1)
+    return unit_ranks < counts.to(unit_ranks.dtype).unsqueeze(-1)
 
 
 def random_ranks(shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
-    """Uniform random ranks (..., n), drawn on the CPU so that every device compares the same sets."""
-    return ranks(torch.rand(shape, generator=generator)).to(device)
+    """Uniform random ranks (..., n), drawn on the CPU so that every device compares the same sets.
+
+    Every row is one of up to 512 random orders: sorting numbers for every token took longer than the model.
+    """
+    *rows, n_units = shape
+    n_rows = math.prod(rows)
+    pool = ranks(torch.rand(min(n_rows, 512), n_units, generator=generator))
+    picks = torch.randint(len(pool), (n_rows,), generator=generator)
+    return pool.index_select(0, picks).view(shape).to(device)
 
 
 @torch.no_grad()
