@@ -70,7 +70,9 @@ def predicted(study: Study, full: bool) -> tuple[Predictors, torch.Tensor]:
         rest = statistics.mean.clone()
         better = copy.deepcopy(made)
         fold_thresholds(better, plan.thresholds(plan.densities(mean, "measured")))
-        config = TuneConfig(steps=study.sizes.tune_steps, mlp_share=None, head_density=mean, price=0.5)
+        config = TuneConfig(
+            steps=study.sizes.tune_steps, mlp_share=None, head_density=mean, head_price=plan.price(mean)
+        )
         history = tune(model, None, better, study.train_batches(), config, replacement=rest)
         gates = Gates(model, heads=better, head_thresholds=[0.0] * model.n_layers, replacement=rest)
         head_row(
@@ -126,7 +128,8 @@ def whole_block(study: Study, kind: str = "int4", rank: int = 64) -> None:
             fold_thresholds(own_mlp, mlp_plan.thresholds(mlp_plan.densities(share, "measured")))
             fold_thresholds(own_heads, head_plan.thresholds(head_plan.densities(mean, "measured")))
             rest = statistics.mean.clone()
-            config = TuneConfig(steps=study.sizes.tune_steps, mlp_share=share, head_density=mean)
+            prices = {"price": mlp_plan.price(share), "head_price": head_plan.price(mean)}
+            config = TuneConfig(steps=study.sizes.tune_steps, mlp_share=share, head_density=mean, **prices)
             history = tune(model, own_mlp, own_heads, study.train_batches(), config, replacement=rest)
             zeros = [0.0] * model.n_layers
             gates = Gates(model, own_mlp, own_heads, zeros, zeros, replacement=rest)

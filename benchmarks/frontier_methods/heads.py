@@ -161,6 +161,17 @@ class HeadPlan:
                 high = middle
         return [density_above(curve, low) for curve in self.curves]
 
+    def price(self, mean: float) -> float:
+        """Nats per token that all heads are worth at ``mean``: the slope of the summed loss."""
+        here, there = (
+            sum(
+                read_curve(curve, density)["loss_increase"]
+                for curve, density in zip(self.curves, self.densities(at, "measured"), strict=True)
+            )
+            for at in (mean, mean + 0.05)
+        )
+        return max((here - there) / 0.05, 1e-3)
+
     def thresholds(self, densities: Sequence[float]) -> list[float | None]:
         return [
             None if density >= 1.0 else read_curve(curve, density)["threshold"]

@@ -119,6 +119,17 @@ class Plan:
                 high = middle
         return shares
 
+    def price(self, share: float) -> float:
+        """Nats per token that one dense MLP's bytes are worth at ``share``: the slope of the summed loss."""
+        here, there = (
+            sum(
+                read_curve(curve, density)["loss_increase"]
+                for curve, density in zip(self.curves, self.densities(at, "measured"), strict=True)
+            )
+            for at in (share, 1.15 * share)
+        )
+        return max((here - there) / (0.15 * share), 1e-3)
+
     def thresholds(self, densities: Sequence[float]) -> list[float | None]:
         return [
             None if density >= 1.0 else read_curve(curve, density)["threshold"]

@@ -3,6 +3,7 @@
 Variants are compared on ``choose``; ``report`` rows are of methods fixed beforehand or picked on ``choose``.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -203,6 +204,8 @@ def tuned(
     fold_thresholds(made, plan.thresholds(plan.densities(share, "measured")))
     extra = torch.zeros(study.model.n_layers, study.model.d, device=study.model.device) if offsets else None
     config = config or TuneConfig(steps=study.sizes.tune_steps, mlp_share=share)
+    if config.price is None:
+        config = dataclasses.replace(config, price=plan.price(share))
     history = tune(study.model, made, None, study.train_batches(), config, offsets=extra)
     return made, history, extra
 

@@ -106,14 +106,16 @@ class TuneConfig:
     """How predictors are tuned in the model."""
 
     steps: int = 300
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     mlp_share: float | None = 0.08
     """Bytes of the MLP over dense, predictors included."""
     head_density: float | None = None
     width: float = 1.0
     """Width of the sigmoid in the backward pass."""
-    price: float = 0.3
-    """The first multiplier: nats per token that the whole MLP's bytes are worth."""
+    price: float | None = None
+    """The first multiplier: nats per token that the whole MLP's bytes are worth; None: 0.3, or from a plan."""
+    head_price: float | None = None
+    """The same for all heads; None: 0.06."""
     share_from: float | None = None
     """Begin at this share and narrow it to ``mlp_share`` over the first half."""
 
@@ -145,8 +147,8 @@ def tune(
     fixed = (
         0.0 if mlp is None else sum(mlp.fixed_bytes(i) for i in range(model.n_layers)) / model.n_layers / dense_bytes
     )
-    mlp_price = torch.tensor(config.price, device=model.device)
-    head_price = torch.tensor(config.price * 0.2, device=model.device)
+    mlp_price = torch.tensor(config.price or 0.3, device=model.device)
+    head_price = torch.tensor(config.head_price or 0.06, device=model.device)
     history = []
     for step in range(config.steps):
         part = next(parts).to(model.device)
@@ -167,7 +169,7 @@ def tune(
                 wanted = config.share_from + late * (config.mlp_share - config.share_from)
             loss = loss + mlp_price * mlp_cost
             gap = (mlp_cost.detach() + fixed) / wanted - 1
-            mlp_price = mlp_price * torch.exp((0.3 * gap).clamp(-0.1, 0.1))
+            mlp_price = mlp_price * torch.exp((0.5 * gap).clamp(-0.1, 0.1))
         if heads is not None and config.head_density is not None:
             loss = loss + head_price * head_cost
             gap = head_cost.detach() / config.head_density - 1
