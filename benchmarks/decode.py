@@ -170,19 +170,22 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
     """Thresholds at the quantile of the logits on the model's own activations, layer after layer in one step each."""
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name == "predict_select:before":
-            x, predictor, threshold = args[:3]
-            logits, density = predict_reference(x, predictor, kwargs["ln"]), mlp_density
-        elif name == "head_select:before" and args[2] is not None:
-            x, norm, folded, bias, threshold = args[:5]
-            logits, density = predict_reference(x, PredictorWeights(folded, _eye(folded), bias), norm), head_density
-        else:
-            return
+    def put(threshold: torch.Tensor, logits: torch.Tensor, density: float) -> None:
         pool = seen.setdefault(threshold.data_ptr(), [])
         pool.append(logits.flatten())
         values = torch.cat(pool).sort(descending=True).values
         threshold.fill_(values[min(round(density * len(values)), len(values) - 1)])
+
+    def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name == "predict_select:before":
+            x, predictor, threshold = args[:3]
+            put(threshold, predict_reference(x, predictor, kwargs["ln"]), mlp_density)
+        elif name == "qkv_select:before":
+            mlp, hidden, threshold = args[10:13]
+            put(threshold, hidden @ mlp.up.float().T + mlp.bias, mlp_density)
+        elif name in ("head_select:before", "site_predict:before") and args[2] is not None:
+            x, norm, folded, bias, threshold = args[:5]
+            put(threshold, predict_reference(x, PredictorWeights(folded, _eye(folded), bias), norm), head_density)
 
     with Watched(engine, watch):
         for _ in range(n_steps):
@@ -206,15 +209,17 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
         context = float((engine.state.position + 1).sum())
         if name == "qkv_dense":
             total += 3 * d * d * size + shape.n_heads * context * hd * 2 * size
-        elif name == "qkv":
+        elif name in ("qkv", "qkv_select"):
             n = int(args[3].counts.sum())
             rows["heads"][0] += n
             rows["heads"][1] += shape.n_heads
             # A head of the union reads the K/V of the rows that select it: on average their share of the contexts.
             each = float(args[3].to_mask(engine.batch).sum()) / engine.batch
             total += 3 * n * hd * d * size + each * context * hd * 2 * size
-        elif name == "head_select" and args[2] is not None:
-            total += args[2].nbytes
+            if name == "qkv_select":
+                total += args[10].up.nbytes
+        elif name in ("head_select", "site_predict") and args[2] is not None:
+            total += args[2].nbytes + (args[9].down.nbytes if name == "site_predict" else 0)
         elif name == "predict_select":
             total += args[1].down.nbytes + args[1].up.nbytes
         elif name == "scatter_gemv":
@@ -233,7 +238,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                 rows["mlp"][0] += n
                 rows["mlp"][1] += shape.d_ffn
                 live[1] += n
-        elif name == "lm_head":
+        elif name == "dense_rows":
             total += args[2].nbytes
 
     with Watched(engine, watch):
@@ -257,6 +262,10 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
             label = name
             if name == "scatter_gemv":
                 label = "out_projection" if kwargs.get("rows_per_id") else "fc2"
+            elif name == "gather_gemv":
+                label = "fc1"
+            elif name == "dense_rows":
+                label = "fc1" if args[4] == "relu" else "lm_head"
             calls.setdefault(label, []).append((getattr(engine._ops_plain, name), args, kwargs))
 
     engine._ops_plain = engine._ops  # type: ignore[attr-defined]
@@ -341,7 +350,7 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
         predictors = random_predictors(shape, rank, args.mlp_density < 1, args.head_density < 1, args.lookahead)
     engine = DecodeEngine(
         weights, predictors, batch=batch, context=min(2048, prompt + args.steps + 32), kv_policy=args.kv_policy,
-        pdl=not args.no_pdl, lookahead="stream" if args.stream else "inline",
+        pdl=not args.no_pdl, look_ahead=args.look_ahead,
     )  # fmt: skip
     with torch.no_grad():
         start(engine, prompt, args.steps + 30)
@@ -370,7 +379,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=None, help="default: 4 %% of the dense MLP's bytes")
     parser.add_argument("--kv-policy", default="backfill")
     parser.add_argument("--lookahead", type=int, default=0, help="half-blocks between the MLP predictor's site and fc1")
-    parser.add_argument("--stream", action="store_true", help="look-ahead predictors on a second stream")
+    parser.add_argument("--look-ahead", default="fused", choices=["fused", "inline", "stream"])
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--breakdown", action="store_true", help="time each operation in a graph of its own")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
@@ -385,7 +394,7 @@ def main() -> int:
     facts = conditions() | {"best_tb_s": best}
     options = " ".join(
         ([] if not args.no_pdl else ["no-pdl"])
-        + ([f"lookahead={args.lookahead}{'-stream' if args.stream else ''}"] if args.lookahead else [])
+        + ([f"lookahead={args.lookahead}-{args.look_ahead}"] if args.lookahead else [])
         + ([f"kv={args.kv_policy}"] if args.kv_policy != "backfill" else [])
     )
     for name in args.models:

@@ -19,7 +19,7 @@ from dejavu_train import decode_reference
 from dejavu_train.decode_weights import DecodeWeights, TargetPredictor, load_predictors
 from dejavu_train.errors import UserError
 from dejavu_train.prefill import prefill
-from kernels import flash_decode, gather_gemv, head_select, qkv, sampling, scatter_gemv, select
+from kernels import dense_gemv, flash_decode, gather_gemv, head_select, lookahead, qkv, sampling, scatter_gemv, select
 from kernels.attention_common import HEAD_DIMS, INTERPRET
 
 POLICIES = tuple(qkv.POLICIES)
@@ -63,7 +63,9 @@ class DecodeEngine:
         ops: "triton", or "reference" for plain torch on any device.
         graph: capture the step in a CUDA graph (Triton on a GPU only).
         pdl: launch kernels as programmatic dependents of each other.
-        lookahead: where predictors of earlier sites run: "inline", or "stream" = a second stream inside the graph.
+        look_ahead: where predictors of earlier sites run: "fused" = in the grids of the attention's first two kernels
+            (one batch row, MLP predictors that read attn_in of their layer; the others inline), "inline" = as kernels of
+            their own, "stream" = on a second stream inside the graph.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
@@ -82,7 +84,7 @@ class DecodeEngine:
         ops: str = "triton",
         graph: bool = True,
         pdl: bool = True,
-        lookahead: str = "inline",
+        look_ahead: str = "fused",
         release: bool = False,
     ) -> None:
         given = isinstance(model, DecodeWeights)
@@ -98,8 +100,8 @@ class DecodeEngine:
             raise UserError(f"kv_policy must be one of {', '.join(POLICIES)}, got {kv_policy}")
         if not 1 <= batch <= MAX_BATCH:
             raise UserError(f"the engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
-        if lookahead not in ("inline", "stream"):
-            raise UserError(f"lookahead must be inline or stream, got {lookahead}")
+        if look_ahead not in ("fused", "inline", "stream"):
+            raise UserError(f"look_ahead must be fused, inline or stream, got {look_ahead}")
         self.weights = model if given else DecodeWeights.from_model(model, dtype or model.dtype, device, release)
         self.shape = self.weights.shape
         limit = self.shape.max_positions
@@ -114,7 +116,8 @@ class DecodeEngine:
         self.predictors = self._predictors(bundle)
         self._ops = _operations(ops)
         self._pdl = pdl
-        self._lookahead = torch.cuda.Stream(device) if lookahead == "stream" and device.type == "cuda" else None
+        self._fused = {layer for layer in range(self.shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
+        self._lookahead = torch.cuda.Stream(device) if look_ahead == "stream" and device.type == "cuda" else None
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
         self._pending: dict[tuple[int, str], torch.cuda.Event] = {}
@@ -126,6 +129,13 @@ class DecodeEngine:
         if getattr(bundle, "shape", self.shape) != self.shape:
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device)
+
+    def _can_fuse(self, layer: int) -> bool:
+        """Whether the MLP's predictor can ride with the attention's kernels."""
+        heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
+        if self.batch > 1 or heads is None or mlp is None or heads.folded is None or mlp.top_k is not None:
+            return False
+        return (mlp.site, mlp.site_layer) == ("attn_in", layer) and mlp.weights.down_scale is None
 
     def _allocate(self, triton_ops: bool) -> None:
         shape, batch, device = self.shape, self.batch, self.device
@@ -169,7 +179,7 @@ class DecodeEngine:
                 else select.Selection.empty(h if heads else shape.d_ffn, device)
             )
             self._rank_scratch[key] = torch.zeros(batch, predictor.weights.down.shape[0], device=device)
-            if predictor.folded is None:
+            if predictor.folded is None and not (key[1] == "mlp" and key[0] in self._fused):
                 self._at_site.setdefault((predictor.site_layer, predictor.site), []).append(predictor)
 
     # ---------------------------------------------------------------- one step
@@ -220,30 +230,23 @@ class DecodeEngine:
         else:
             selection, watermark, valid = (self.selections[layer, "heads"], self.watermark[layer], self.valid[layer])
             self._join((layer, "heads"))
-            ops.head_select(
-                x,
-                weights.norm1,
-                predictor.folded,
-                predictor.bias,
-                predictor.threshold,
-                state.position,
-                state.row_state,
-                self.attn_in[layer],
-                selection,
-                pdl=pdl,
-            )
-            ops.qkv(
-                self.attn_in[layer],
-                weights.qkv,
-                weights.qkv_bias,
-                selection,
-                state.position,
-                watermark,
-                valid,
-                *caches,
-                policy=self.kv_policy,
-                pdl=pdl,
-            )
+            site = (
+                x, weights.norm1, predictor.folded, predictor.bias, predictor.threshold, state.position,
+                state.row_state, self.attn_in[layer], selection,
+            )  # fmt: skip
+            rows = (
+                self.attn_in[layer], weights.qkv, weights.qkv_bias, selection, state.position, watermark, valid, *caches
+            )  # fmt: skip
+            if layer in self._fused:
+                mlp, hidden = self.predictors[layer, "mlp"], self._rank_scratch[layer, "mlp"]
+                ops.site_predict(*site, mlp.weights, hidden, pdl=pdl)
+                ops.qkv_select(
+                    *rows, mlp.weights, hidden, mlp.threshold, state.row_state, self.selections[layer, "mlp"],
+                    policy=self.kv_policy, pdl=pdl,
+                )  # fmt: skip
+            else:
+                ops.head_select(*site, pdl=pdl)
+                ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
         ops.flash_decode(
             *caches, selection, state.position, watermark, valid, self._heads_out, self._attention, pdl=pdl
         )
@@ -267,7 +270,7 @@ class DecodeEngine:
         predictor = self.predictors.get((layer, "mlp"))
         if predictor is None:
             hidden: Any = self._hidden_dense
-            ops.gather_gemv(x, weights.fc1, weights.fc1_bias, None, "relu", hidden, ln=weights.norm2, pdl=pdl)
+            ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
         else:
             self._join((layer, "mlp"))
             hidden = self._live
@@ -285,7 +288,8 @@ class DecodeEngine:
         ops.scatter_gemv(hidden, weights.fc2_t, weights.fc2_bias, x, None, out, scratch=self._scatter, pdl=pdl)
 
     def _tail(self, mode: str, score: bool) -> None:
-        self._ops.lm_head(self._x[-1], self.weights.final_norm, self.weights.lm_head, self.logits, pdl=self._pdl)
+        head = self.weights.lm_head
+        self._ops.dense_rows(self._x[-1], self.weights.final_norm, head, None, "none", self.logits, pdl=self._pdl)
         self._ops.advance(self.logits, self.state, mode, score, pdl=self._pdl)
 
     def _step_eager(self, mode: str, score: bool) -> None:
@@ -492,21 +496,25 @@ def _operations(kind: str) -> SimpleNamespace:
             embed=sampling.embed,
             head_select=head_select.head_select,
             qkv=qkv.qkv,
+            site_predict=lookahead.site_predict,
+            qkv_select=lookahead.qkv_select,
             qkv_dense=qkv.qkv_dense,
             flash_decode=flash_decode.flash_decode,
             predict_select=select.predict_select,
             gather_gemv=gather_gemv.gather_gemv,
             scatter_gemv=scatter_gemv.scatter_gemv,
-            lm_head=sampling.lm_head,
+            dense_rows=dense_gemv.dense_rows,
             advance=sampling.advance,
         )
     return SimpleNamespace(
         embed=sampling.embed_reference,
         head_select=head_select.head_select_reference,
         qkv=qkv.qkv_reference,
+        site_predict=lookahead.site_predict_reference,
+        qkv_select=lookahead.qkv_select_reference,
         qkv_dense=qkv.qkv_dense_reference,
         flash_decode=flash_decode.flash_decode_reference,
-        lm_head=sampling.lm_head_reference,
+        dense_rows=dense_gemv.dense_rows_reference,
         advance=sampling.advance_reference,
         predict_select=decode_reference.predict_select,
         gather_gemv=decode_reference.gather_gemv,

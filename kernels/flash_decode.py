@@ -18,7 +18,8 @@ import triton.language as tl
 from kernels.attention_common import check_device, check_head_dim, check_shape, start_dependents, use_pdl
 from kernels.select import Selection
 
-BLOCK = 64
+BLOCK = 64  # positions of a program; scratch is made for the smallest
+WARPS = {64: 4, 128: 8, 256: 16}
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,22 @@ def _flash_decode_kernel(
             # A range whose positions are all missing must not give NaN: its weight below is exactly zero.
             top = tl.maximum(tl.max(scores, 0), -1e30)
             weights = tl.exp(scores - top)
-            slot = pair * SPLITS + split
-            tl.store(partial + slot * HEAD_DIM + c, tl.sum(weights[:, None] * v, 0), mask=inside)
-            tl.store(largest + slot, top)
-            tl.store(total + slot, tl.sum(weights))
-            tl.debug_barrier()
+            mixed = tl.sum(weights[:, None] * v, 0)
+            mass = tl.sum(weights)
             n_live = last // POSITIONS + 1
-            if tl.atomic_add(tickets + pair, 1, sem="acq_rel") == n_live - 1:
+            arrived = 0
+            if n_live > 1:
+                slot = pair * SPLITS + split
+                tl.store(partial + slot * HEAD_DIM + c, mixed, mask=inside)
+                tl.store(largest + slot, top)
+                tl.store(total + slot, mass)
+                tl.debug_barrier()
+                arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
+            if n_live == 1:
+                tl.store(out + pair * HEAD_DIM + c, mixed / mass, mask=inside)
+                if HAS_WATERMARK:
+                    tl.store(watermark + pair, last + 1)
+            elif arrived == n_live - 1:
                 tl.debug_barrier()
                 s = tl.arange(0, SPLIT_TILE)
                 live = s < n_live
@@ -158,8 +168,9 @@ def flash_decode(
     out: torch.Tensor,
     scratch: AttentionScratch,
     pdl: bool = False,
+    positions: int = BLOCK,
 ) -> None:
-    """See the module's formula; selection None = all heads. Errors: shapes, head dims, a CPU tensor."""
+    """See the module's formula; selection None = all heads; positions: of a program, 64, 128 or 256. Errors: shapes, head dims, a CPU tensor."""
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)
@@ -169,8 +180,8 @@ def flash_decode(
     check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
     check_shape("out", out, batch, n_heads * head_dim)
     check_shape("position", position, batch)
-    splits = triton.cdiv(capacity, BLOCK)
-    check_shape("scratch.partial", scratch.partial, batch * n_heads, splits, head_dim)
+    splits = triton.cdiv(capacity, positions)
+    check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
     pdl = use_pdl(pdl, q.device)
     _flash_decode_kernel[(batch * n_heads, splits)](
         q,
@@ -192,11 +203,11 @@ def flash_decode(
         HEAD_TILE=triton.next_power_of_2(head_dim),
         SPLITS=splits,
         SPLIT_TILE=triton.next_power_of_2(splits),
-        POSITIONS=BLOCK,
+        POSITIONS=positions,
         ALL=selection is None,
         HAS_WATERMARK=watermark is not None,
         STALE=valid is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=WARPS[positions],
         launch_pdl=pdl,
     )

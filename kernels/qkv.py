@@ -25,6 +25,7 @@ from kernels.attention_common import (
     two_tiles,
     use_pdl,
 )
+from kernels.dense_gemv import RowSettings, load_rows, norm_parameters, normalised, row_settings
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
 
@@ -73,28 +74,18 @@ def _nth_head(rank, heads, n, H: tl.constexpr):
 
 
 @triton.jit
-def _load_row(weight, line, c0, c1, left, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Row `line` of the weights as two tiles; nothing is read unless rows are left."""
-    at = weight + line.to(tl.int64) * D
-    width = tl.where(left > 0, D, 0)
-    w0 = tl.load(at + c0, mask=c0 < width, other=0.0, eviction_policy="evict_first")
-    w1 = w0
-    if D1 > 0:
-        w1 = tl.load(at + c1, mask=c1 < width, other=0.0, eviction_policy="evict_first")
-    return w0, w1
-
-
-@triton.jit
-def _store_value(
-    value, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, POLICY: tl.constexpr
-):
-    slot = (pair * capacity + p).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+def _store_values(
+    values, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    rows = row + tl.arange(0, ROWS)
+    slots = (pair * capacity + p).to(tl.int64) * HEAD_DIM + rows % HEAD_DIM
     if kind == 0:
-        tl.store(q + pair * HEAD_DIM + row, value)
+        tl.store(q + pair * HEAD_DIM + rows, values)
     elif kind == 1:
-        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty))
     else:
-        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty))
         if POLICY == 2:
             if row == 2 * HEAD_DIM:
                 tl.store(valid + pair * capacity + p, 1)
@@ -122,20 +113,20 @@ def _qkv_rows(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
+    ROWS: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """An even, contiguous share of the selected heads' rows, one row ahead of the arithmetic.
+    """An even, contiguous share of the selected heads' rows, ROWS at a time, the next ones ahead of the arithmetic.
 
     With the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones.
+    ROWS divides HEAD_DIM, so the rows of a step are all of one head and one of q, k, v.
     """
-    PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
-    FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
+    PER_HEAD: tl.constexpr = (HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM) // ROWS
+    FIXED: tl.constexpr = 2 * HEAD_DIM * H // ROWS if POLICY == 1 else 0
     c0 = tl.arange(0, D0)
     c1 = c0
-    m1 = c0 < D
     if D1 > 0:
         c1 = D0 + tl.arange(0, D1)
-        m1 = c1 < D
     heads = tl.arange(0, H_TILE)
     chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
@@ -144,22 +135,23 @@ def _qkv_rows(
     end = ((pid + 1).to(tl.int64) * n_items // programs).to(tl.int32)
     if begin < end:
         if begin < FIXED:
-            head = begin // (2 * HEAD_DIM)
-            row = HEAD_DIM + begin % (2 * HEAD_DIM)
+            head = begin // (2 * HEAD_DIM // ROWS)
+            row = HEAD_DIM + begin % (2 * HEAD_DIM // ROWS) * ROWS
         else:
             head = _nth_head(rank, heads, (begin - FIXED) // PER_HEAD, H)
-            row = (begin - FIXED) % PER_HEAD
-        w0, w1 = _load_row(weight, head * (3 * HEAD_DIM) + row, c0, c1, end - begin, D, D0, D1)
+            row = (begin - FIXED) % PER_HEAD * ROWS
+        line = head * (3 * HEAD_DIM) + row
+        w0, w1 = load_rows(weight, line, line + ROWS, c0, c1, D, D0, D1, ROWS)
         if B == 1:
             # The usual case: one position, whose input stays in registers.
             now = tl.load(position)
             x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
             if D1 > 0:
-                x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=m1, other=0.0).to(tl.float32)
+                x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=c1 < D, other=0.0).to(tl.float32)
         for item in range(begin, end):
             ahead = item + 1
             next_head = head
-            next_row = row + 1
+            next_row = row + ROWS
             if ahead < FIXED:
                 if next_row == 3 * HEAD_DIM:
                     next_head = head + 1
@@ -167,12 +159,13 @@ def _qkv_rows(
             elif (ahead - FIXED) % PER_HEAD == 0:
                 next_head = _nth_head(rank, heads, (ahead - FIXED) // PER_HEAD, H)
                 next_row = 0
-            n0, n1 = _load_row(weight, next_head * (3 * HEAD_DIM) + next_row, c0, c1, end - ahead, D, D0, D1)
+            next_line = next_head * (3 * HEAD_DIM) + next_row
+            stop_line = tl.where(ahead - end < 0, next_line + ROWS, 0)
+            next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, ROWS)
             wide0 = w0.to(tl.float32)
-            if D1 > 0:
-                wide1 = w1.to(tl.float32)
+            wide1 = w1.to(tl.float32)
             kind = row // HEAD_DIM
-            offset = tl.load(bias + head * (3 * HEAD_DIM) + row).to(tl.float32)
+            offset = tl.load(bias + head * (3 * HEAD_DIM) + row + tl.arange(0, ROWS)).to(tl.float32)
             bits = tl.load(row_bits + head)
             for b in range(B):
                 wanted = ((bits >> b) & 1) != 0
@@ -190,23 +183,26 @@ def _qkv_rows(
                         stop = last
                     for p in range(first, stop):
                         at = attn_in + (b * capacity + p).to(tl.int64) * D
-                        value = tl.sum(wide0 * tl.load(at + c0).to(tl.float32))
+                        values = tl.sum(wide0 * tl.load(at + c0).to(tl.float32)[None, :], 1)
                         if D1 > 0:
-                            value += tl.sum(wide1 * tl.load(at + c1, mask=m1, other=0.0).to(tl.float32))
-                        _store_value(
-                            value + offset, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM, POLICY
-                        )
+                            tail = tl.load(at + c1, mask=c1 < D, other=0.0).to(tl.float32)
+                            values += tl.sum(wide1 * tail[None, :], 1)
+                        _store_values(
+                            values + offset, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM, ROWS,
+                            POLICY,
+                        )  # fmt: skip
                     if B == 1:
-                        value = tl.sum(wide0 * x0)
+                        values = tl.sum(wide0 * x0[None, :], 1)
                         if D1 > 0:
-                            value += tl.sum(wide1 * x1)
-                        _store_value(
-                            value + offset, kind, row, pair, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM, POLICY
-                        )
+                            values += tl.sum(wide1 * x1[None, :], 1)
+                        _store_values(
+                            values + offset, kind, row, pair, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM,
+                            ROWS, POLICY,
+                        )  # fmt: skip
             head = next_head
             row = next_row
-            w0 = n0
-            w1 = n1
+            w0 = next0
+            w1 = next1
 
 
 @triton.jit
@@ -229,13 +225,14 @@ def _qkv_kernel(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
+    ROWS: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_dependents(PDL)
     _qkv_rows(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, POLICY,
+        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
     )  # fmt: skip
 
 
@@ -256,57 +253,41 @@ def _qkv_dense_kernel(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
+    ROWS: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # One batch row. The first weight row is asked for before the wait: weights depend on nothing.
+    # As `dense_gemv`, but a row's result goes to q, or to the caches at the position. ROWS divides HEAD_DIM.
+    N_ROWS: tl.constexpr = 3 * HEAD_DIM * H
     c0 = tl.arange(0, D0)
-    g0 = tl.load(norm_weight + c0).to(tl.float32)
-    a0 = tl.load(norm_bias + c0).to(tl.float32)
-    line = tl.program_id(0)
-    w0 = tl.load(weight + line.to(tl.int64) * D + c0, eviction_policy="evict_first")
+    c1 = c0
     if D1 > 0:
         c1 = D0 + tl.arange(0, D1)
-        m1 = c1 < D
-        g1 = tl.load(norm_weight + c1, mask=m1, other=0.0).to(tl.float32)
-        a1 = tl.load(norm_bias + c1, mask=m1, other=0.0).to(tl.float32)
-        w1 = tl.load(weight + line.to(tl.int64) * D + c1, mask=m1, other=0.0, eviction_policy="evict_first")
+    step = tl.num_programs(0) * ROWS
+    w0, w1 = load_rows(weight, tl.program_id(0) * ROWS, N_ROWS, c0, c1, D, D0, D1, ROWS)
+    g0, a0, g1, a1 = norm_parameters(norm_weight, norm_bias, c0, c1, D, D1)
     start_dependents(PDL)
     last = tl.load(position)
-    x0 = tl.load(x + c0)
-    total = tl.sum(x0)
-    if D1 > 0:
-        x1 = tl.load(x + c1, mask=m1, other=0.0)
-        total += tl.sum(x1)
-    mean = total / D
-    square = tl.sum((x0 - mean) * (x0 - mean))
-    if D1 > 0:
-        square += tl.sum(tl.where(m1, (x1 - mean) * (x1 - mean), 0.0))
-    scale = 1.0 / tl.sqrt(square / D + EPS)
-    n0 = ((x0 - mean) * scale * g0 + a0).to(weight.dtype.element_ty).to(tl.float32)
-    if D1 > 0:
-        n1 = ((x1 - mean) * scale * g1 + a1).to(weight.dtype.element_ty).to(tl.float32)
-    step = tl.num_programs(0)
-    for line in range(tl.program_id(0), 3 * HEAD_DIM * H, step):
-        value = tl.sum(w0.to(tl.float32) * n0)
+    n0, n1 = normalised(x, g0, a0, g1, a1, c0, c1, D, D1, EPS, weight.dtype.element_ty)
+    for line in range(tl.program_id(0) * ROWS, N_ROWS, step):
+        next0, next1 = load_rows(weight, line + step, N_ROWS, c0, c1, D, D0, D1, ROWS)
+        value = tl.sum(w0.to(tl.float32) * n0[None, :], 1)
         if D1 > 0:
-            value += tl.sum(w1.to(tl.float32) * n1)
-        value += tl.load(bias + line).to(tl.float32)
-        # The next row, one ahead: its loads overlap this row's reduction.
-        ahead = (line + step).to(tl.int64)
-        width = tl.where(ahead < 3 * HEAD_DIM * H, D, 0)
-        w0 = tl.load(weight + ahead * D + c0, mask=c0 < width, other=0.0, eviction_policy="evict_first")
-        if D1 > 0:
-            w1 = tl.load(weight + ahead * D + c1, mask=c1 < width, other=0.0, eviction_policy="evict_first")
+            value += tl.sum(w1.to(tl.float32) * n1[None, :], 1)
+        lines = line + tl.arange(0, ROWS)
+        value += tl.load(bias + lines).to(tl.float32)
         head = line // (3 * HEAD_DIM)
         row = line % (3 * HEAD_DIM)
-        slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+        rows = row + tl.arange(0, ROWS)
+        slots = (head * capacity + last).to(tl.int64) * HEAD_DIM + rows % HEAD_DIM
         if row < HEAD_DIM:
-            tl.store(q + head * HEAD_DIM + row, value)
+            tl.store(q + head * HEAD_DIM + rows, value)
         elif row < 2 * HEAD_DIM:
-            tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+            tl.store(k_cache + slots, value.to(k_cache.dtype.element_ty))
         else:
-            tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+            tl.store(v_cache + slots, value.to(v_cache.dtype.element_ty))
+        w0 = next0
+        w1 = next1
 
 
 def _check(x, weight, bias, q, k_cache, v_cache, position) -> tuple[int, int, int, int]:
@@ -338,12 +319,9 @@ def qkv(
     v_cache: torch.Tensor,
     policy: str = "backfill",
     pdl: bool = False,
-    programs: int | None = None,
+    settings: RowSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy.
-
-    programs: grid size in programs a multiprocessor.
-    """
+    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy."""
     batch, n_heads, head_dim, d = _check(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
@@ -353,7 +331,8 @@ def qkv(
         raise ValueError('the policy "stale" needs the tensor of valid positions')
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
-    _qkv_kernel[(n_sms(q.device) * (programs or (5 if d <= 4096 else 2)),)](
+    settings = settings or row_settings(d)
+    _qkv_kernel[(n_sms(q.device) * settings.programs,)](
         attn_in,
         weight,
         bias,
@@ -372,9 +351,10 @@ def qkv(
         D=d,
         D0=d0,
         D1=d1,
+        ROWS=settings.rows,
         POLICY=POLICIES[policy],
         PDL=pdl,
-        num_warps=8 if d >= 2048 else 4,
+        num_warps=settings.warps if d >= 2048 else 4,
         launch_pdl=pdl,
     )
 
@@ -394,6 +374,7 @@ def qkv_dense(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     pdl: bool = False,
+    settings: RowSettings | None = None,
 ) -> None:
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
     batch, n_heads, head_dim, d = _check(x, weight, bias, q, k_cache, v_cache, position)
@@ -402,7 +383,8 @@ def qkv_dense(
         return
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
-    _qkv_dense_kernel[(min(n_sms(q.device) * (4 if d <= 4096 else 2), 3 * n_heads * head_dim),)](
+    settings = settings or row_settings(d)
+    _qkv_dense_kernel[(min(n_sms(q.device) * settings.programs, 3 * n_heads * head_dim // settings.rows),)](
         x,
         ln.weight,
         ln.bias,
@@ -418,8 +400,9 @@ def qkv_dense(
         D=d,
         D0=d0,
         D1=d1,
+        ROWS=settings.rows,
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=8 if d >= 2048 else 4,
+        num_warps=settings.warps if d >= 2048 else 4,
         launch_pdl=pdl,
     )

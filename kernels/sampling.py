@@ -1,7 +1,6 @@
-"""The ends of a decoding step: token and position embedding, the LM head, and the choice of the next token.
+"""The ends of a decoding step: token and position embedding, and the choice of the next token from the logits.
 
-    x[b]      = embed[tokens[b, t]] + positions[t + 2]                 t = position[b]
-    logits[b] = embed LayerNorm(x[b])
+    x[b]         = embed[tokens[b, t]] + positions[t + 2]              t = position[b]
     greedy:      the largest logit, ties to the lowest id
     temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
     top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
@@ -19,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
@@ -110,94 +108,6 @@ def embed(
         BLOCK=1024,
         PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
-    )
-
-
-def lm_head_reference(x, ln: LayerNormWeights, weight, logits, pdl=False) -> None:
-    """Plain torch, and cuBLAS's form for several rows."""
-    logits.copy_(torch.nn.functional.linear(layer_norm_reference(x, ln, weight.dtype), weight))
-
-
-@triton.jit
-def _lm_head_kernel(
-    x,
-    norm_weight,
-    norm_bias,
-    weight,
-    logits,
-    n_rows,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    EPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # One batch row; programs stride over the vocabulary with the next row's weights always on their way.
-    c0 = tl.arange(0, D0)
-    g0 = tl.load(norm_weight + c0).to(tl.float32)
-    a0 = tl.load(norm_bias + c0).to(tl.float32)
-    line = tl.program_id(0)
-    w0 = tl.load(weight + line.to(tl.int64) * D + c0, eviction_policy="evict_first")
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
-        m1 = c1 < D
-        g1 = tl.load(norm_weight + c1, mask=m1, other=0.0).to(tl.float32)
-        a1 = tl.load(norm_bias + c1, mask=m1, other=0.0).to(tl.float32)
-        w1 = tl.load(weight + line.to(tl.int64) * D + c1, mask=m1, other=0.0, eviction_policy="evict_first")
-    start_dependents(PDL)
-    x0 = tl.load(x + c0)
-    total = tl.sum(x0)
-    if D1 > 0:
-        x1 = tl.load(x + c1, mask=m1, other=0.0)
-        total += tl.sum(x1)
-    mean = total / D
-    square = tl.sum((x0 - mean) * (x0 - mean))
-    if D1 > 0:
-        square += tl.sum(tl.where(m1, (x1 - mean) * (x1 - mean), 0.0))
-    scale = 1.0 / tl.sqrt(square / D + EPS)
-    n0 = ((x0 - mean) * scale * g0 + a0).to(weight.dtype.element_ty).to(tl.float32)
-    if D1 > 0:
-        n1 = ((x1 - mean) * scale * g1 + a1).to(weight.dtype.element_ty).to(tl.float32)
-    step = tl.num_programs(0)
-    for line in range(tl.program_id(0), n_rows, step):
-        value = tl.sum(w0.to(tl.float32) * n0)
-        if D1 > 0:
-            value += tl.sum(w1.to(tl.float32) * n1)
-        ahead = (line + step).to(tl.int64)
-        width = tl.where(ahead < n_rows, D, 0)
-        w0 = tl.load(weight + ahead * D + c0, mask=c0 < width, other=0.0, eviction_policy="evict_first")
-        if D1 > 0:
-            w1 = tl.load(weight + ahead * D + c1, mask=c1 < width, other=0.0, eviction_policy="evict_first")
-        tl.store(logits + line, value)
-
-
-def lm_head(
-    x: torch.Tensor, ln: LayerNormWeights, weight: torch.Tensor, logits: torch.Tensor, pdl: bool = False
-) -> None:
-    """x (B, d) fp32, weight (V, d) -> logits (B, V) fp32. One row runs in one kernel, several as a matrix product."""
-    check_device("x", x)
-    batch, d = x.shape
-    check_shape("weight", weight, weight.shape[0], d)
-    check_shape("logits", logits, batch, weight.shape[0])
-    if batch > 1:
-        lm_head_reference(x, ln, weight, logits)
-        return
-    d0, d1 = two_tiles(d)
-    pdl = use_pdl(pdl, x.device)
-    _lm_head_kernel[(min(n_sms(x.device) * (4 if d <= 4096 else 2), weight.shape[0]),)](
-        x,
-        ln.weight,
-        ln.bias,
-        weight,
-        logits,
-        weight.shape[0],
-        D=d,
-        D0=d0,
-        D1=d1,
-        EPS=ln.eps,
-        PDL=pdl,
-        num_warps=8 if d >= 2048 else 4,
         launch_pdl=pdl,
     )
 

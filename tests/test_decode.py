@@ -148,7 +148,8 @@ def test_sampling_follows_the_distribution(model):
         (lambda m: engine(m, random_bundle(random_opt(n_layers=3))), "another shape"),
     ],
 )
-def test_mistakes_are_one_line(model, action, part):
+def test_mistakes_are_one_line(model, action, part, monkeypatch):
+    monkeypatch.setattr("dejavu_train.decode.INTERPRET", False)
     with pytest.raises(UserError) as caught:
         action(model)
     assert part in str(caught.value) and "\n" not in str(caught.value)
