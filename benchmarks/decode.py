@@ -14,7 +14,6 @@ import datetime
 import gc
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +22,12 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.harness import commit, measure
 from dejavu_train.decode import DecodeEngine, Sampling
 from dejavu_train.decode_weights import DecodeWeights, TargetPredictor
 from dejavu_train.opt_model import OPTShape
-from kernels.gather_gemv import gather_gemv
+from kernels.dense_gemv import RowSettings, dense_rows
+from kernels.layer_norm import LayerNormWeights
 from kernels.select import PredictorWeights, predict_reference
 
 SHAPES = {
@@ -47,16 +48,12 @@ STD = 0.02
 
 def conditions() -> dict[str, Any]:
     """What stands in every row beside the numbers."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit,
+        "commit": commit(),
     }
 
 
@@ -92,15 +89,16 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
 
 
 def best_bandwidth() -> float:
-    """TB/s of the row-gather kernel at density 1 on 49152 x 12288: the denominator of every byte floor."""
+    """TB/s of the best row kernel at density 1 on 49152 x 12288: the denominator of every byte floor."""
     weight = torch.empty(49152, 12288, dtype=torch.float16, device="cuda").normal_(0, STD)
     x, out = torch.randn(1, 12288, device="cuda"), torch.empty(1, 49152, device="cuda")
-
-    def run() -> None:
-        gather_gemv(x, weight, None, None, "none", out)
-
-    times = step_times(run, 30)
-    return weight.nbytes / statistics.median(times) / 1e9
+    ln = LayerNormWeights(torch.ones_like(weight[0]), torch.zeros_like(weight[0]))
+    times = []
+    for settings in (RowSettings(1, 1, 16), RowSettings(2, 1, 8), RowSettings(3, 1, 8), RowSettings(4, 1, 8)):
+        times.append(
+            measure(lambda i, s=settings: dense_rows(x, ln, weight, None, "none", out, False, s), 3, 10)[1]  # type: ignore[misc]
+        )
+    return weight.nbytes / min(times) / 1e6
 
 
 # ---------------------------------------------------------------- models and predictors
@@ -180,6 +178,9 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
         if name == "predict_select:before":
             x, predictor, threshold = args[:3]
             put(threshold, predict_reference(x, predictor, kwargs["ln"]), mlp_density)
+        elif name == "select_gather:before":
+            hidden, mlp, threshold = args[:3]
+            put(threshold, hidden @ mlp.up.float().T + mlp.bias, mlp_density)
         elif name == "qkv_select:before":
             mlp, hidden, threshold = args[10:13]
             put(threshold, hidden @ mlp.up.float().T + mlp.bias, mlp_density)
@@ -230,9 +231,16 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                 n = int(h.counts.sum())
                 live[0] += n
                 total += n * d * size
+        elif name == "select_gather":
+            chosen = args[0] @ args[1].up.float().T + args[1].bias > args[2]
+            n = int(chosen.sum())
+            total += n * d * size + args[1].up.nbytes
+            rows["mlp"][0] += n
+            rows["mlp"][1] += shape.d_ffn
+            live[1] += n
         elif name == "gather_gemv":
             selection = args[3]
-            n = shape.d_ffn if selection is None else int(selection.counts.sum())
+            n = args[1].shape[0] if selection is None else int(selection.counts.sum())
             total += n * d * size
             if selection is not None:
                 rows["mlp"][0] += n
@@ -263,7 +271,7 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
             if name == "scatter_gemv":
                 label = "out_projection" if kwargs.get("rows_per_id") else "fc2"
             elif name == "gather_gemv":
-                label = "fc1"
+                label = "down" if args[3] is None else "fc1"
             elif name == "dense_rows":
                 label = "fc1" if args[4] == "relu" else "lm_head"
             calls.setdefault(label, []).append((getattr(engine._ops_plain, name), args, kwargs))
@@ -350,7 +358,7 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
         predictors = random_predictors(shape, rank, args.mlp_density < 1, args.head_density < 1, args.lookahead)
     engine = DecodeEngine(
         weights, predictors, batch=batch, context=min(2048, prompt + args.steps + 32), kv_policy=args.kv_policy,
-        pdl=not args.no_pdl, look_ahead=args.look_ahead,
+        pdl=not args.no_pdl, look_ahead=args.look_ahead, one_kernel=args.one_kernel,
     )  # fmt: skip
     with torch.no_grad():
         start(engine, prompt, args.steps + 30)
@@ -380,6 +388,7 @@ def main() -> int:
     parser.add_argument("--kv-policy", default="backfill")
     parser.add_argument("--lookahead", type=int, default=0, help="half-blocks between the MLP predictor's site and fc1")
     parser.add_argument("--look-ahead", default="fused", choices=["fused", "inline", "stream"])
+    parser.add_argument("--one-kernel", action="store_true", help="select and fc1 in one kernel")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--breakdown", action="store_true", help="time each operation in a graph of its own")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
@@ -395,6 +404,7 @@ def main() -> int:
     options = " ".join(
         ([] if not args.no_pdl else ["no-pdl"])
         + ([f"lookahead={args.lookahead}-{args.look_ahead}"] if args.lookahead else [])
+        + (["one-kernel"] if args.one_kernel else [])
         + ([f"kv={args.kv_policy}"] if args.kv_policy != "backfill" else [])
     )
     for name in args.models:

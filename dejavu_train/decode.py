@@ -19,7 +19,19 @@ from dejavu_train import decode_reference
 from dejavu_train.decode_weights import DecodeWeights, TargetPredictor, load_predictors
 from dejavu_train.errors import UserError
 from dejavu_train.prefill import prefill
-from kernels import dense_gemv, flash_decode, gather_gemv, head_select, lookahead, qkv, sampling, scatter_gemv, select
+from kernels import (
+    dense_gemv,
+    flash_decode,
+    gather_gemv,
+    head_select,
+    launch,
+    lookahead,
+    qkv,
+    sampling,
+    scatter_gemv,
+    select,
+    select_gather,
+)
 from kernels.attention_common import HEAD_DIMS, INTERPRET
 
 POLICIES = tuple(qkv.POLICIES)
@@ -66,6 +78,7 @@ class DecodeEngine:
         look_ahead: where predictors of earlier sites run: "fused" = in the grids of the attention's first two kernels
             (one batch row, MLP predictors that read attn_in of their layer; the others inline), "inline" = as kernels of
             their own, "stream" = on a second stream inside the graph.
+        one_kernel: select and fc1 in one kernel (one batch row, predictors that read mlp_in of their layer).
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
@@ -85,6 +98,7 @@ class DecodeEngine:
         graph: bool = True,
         pdl: bool = True,
         look_ahead: str = "fused",
+        one_kernel: bool = False,
         release: bool = False,
     ) -> None:
         given = isinstance(model, DecodeWeights)
@@ -116,6 +130,7 @@ class DecodeEngine:
         self.predictors = self._predictors(bundle)
         self._ops = _operations(ops)
         self._pdl = pdl
+        self._one_kernel = one_kernel and ops == "triton" and self._can_select_and_gather()
         self._fused = {layer for layer in range(self.shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
         self._lookahead = torch.cuda.Stream(device) if look_ahead == "stream" and device.type == "cuda" else None
         self._graphed = graph and ops == "triton" and device.type == "cuda"
@@ -129,6 +144,12 @@ class DecodeEngine:
         if getattr(bundle, "shape", self.shape) != self.shape:
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device)
+
+    def _can_select_and_gather(self) -> bool:
+        """Whether every MLP predictor reads its own site, thresholds, and serves one row."""
+        found = [predictor for (_, target), predictor in self.predictors.items() if target == "mlp"]
+        own = all((p.site, p.site_layer) == ("mlp_in", p.layer) and p.top_k is None for p in found)
+        return self.batch == 1 and bool(found) and own
 
     def _can_fuse(self, layer: int) -> bool:
         """Whether the MLP's predictor can ride with the attention's kernels."""
@@ -167,7 +188,12 @@ class DecodeEngine:
         self._normalised = torch.zeros(batch, d, dtype=dtype, device=device)
         self._hidden_dense = torch.zeros(batch, shape.d_ffn, device=device)
         # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
-        self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device) if triton_ops else self._hidden_dense
+        self._live: Any = self._hidden_dense
+        if triton_ops and self._one_kernel:
+            self._live = select_gather.select_gather_rows(shape.d_ffn, d, device)
+        elif triton_ops:
+            programs = launch.gather_settings(d, batch, False, shape.d_ffn).programs
+            self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device, programs=programs)
         self.selections: dict[tuple[int, str], select.Selection] = {}
         self._rank_scratch: dict[tuple[int, str], Tensor] = {}
         self._at_site: dict[tuple[int, str], list[TargetPredictor]] = {}
@@ -266,11 +292,22 @@ class DecodeEngine:
         ops, pdl = self._ops, self._pdl
         weights = self.weights.layers[layer]
         x, out = self._x[2 * layer + 1], self._x[2 * layer + 2]
-        self._predict(layer, "mlp_in", x, weights.norm2)
         predictor = self.predictors.get((layer, "mlp"))
+        if not self._one_kernel:
+            self._predict(layer, "mlp_in", x, weights.norm2)
         if predictor is None:
             hidden: Any = self._hidden_dense
             ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
+        elif self._one_kernel:
+            hidden, low = self._live, self._rank_scratch[layer, "mlp"]
+            ops.gather_gemv(
+                x, predictor.weights.down, None, None, "relu" if predictor.weights.relu else "none", low,
+                ln=weights.norm2, normalised_out=self._normalised, pdl=pdl,
+            )  # fmt: skip
+            ops.select_gather(
+                low, predictor.weights, predictor.threshold, self._normalised, weights.fc1, weights.fc1_bias, hidden,
+                row_state=self.state.row_state, pdl=pdl,
+            )  # fmt: skip
         else:
             self._join((layer, "mlp"))
             hidden = self._live
@@ -502,6 +539,7 @@ def _operations(kind: str) -> SimpleNamespace:
             flash_decode=flash_decode.flash_decode,
             predict_select=select.predict_select,
             gather_gemv=gather_gemv.gather_gemv,
+            select_gather=select_gather.select_gather,
             scatter_gemv=scatter_gemv.scatter_gemv,
             dense_rows=dense_gemv.dense_rows,
             advance=sampling.advance,
