@@ -1,4 +1,4 @@
-"""What watches a training run: resumable checkpoints, lines of progress, and rows per second of loader and step."""
+"""What watches a training run: resumable checkpoints, progress, and rows per second of loader and step."""
 
 import logging
 import sys
@@ -11,6 +11,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from tqdm import tqdm
 
 from dejavu_train.files import replacing
 
@@ -91,20 +92,38 @@ class Rates(Callback):
         return self.rows / max(self.step_seconds, 1e-9)
 
 
-class ProgressLines(Callback):
-    """One line per validation where stderr is no terminal and a bar would only fill the log."""
+class Progress(Callback):
+    """Shows one job to a person: a bar of its steps with the latest figures, or, where stderr is no terminal and a bar
+    would only fill the log, a line per validation."""
 
     def __init__(self, title: str) -> None:
         self.title = title
+        self._bar: Any = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.is_global_zero and sys.stderr.isatty():
+            steps, done = int(trainer.estimated_stepping_batches), trainer.global_step
+            self._bar = tqdm(total=steps, initial=done, desc=self.title, unit="step", leave=False, dynamic_ncols=True)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._bar is not None:
+            self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn == "fit" and trainer.is_global_zero:
-            logger.info("%s: step %d of %d, %s", self.title, trainer.global_step, trainer.max_steps, describe(trainer))
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        figures = figures_line({name: float(value) for name, value in trainer.callback_metrics.items()})
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures)
+        else:
+            steps = int(trainer.estimated_stepping_batches)
+            logger.info("%s: step %d of %d, %s", self.title, trainer.global_step, steps, figures)
 
-
-def describe(trainer: lightning.Trainer) -> str:
-    """The figures of the last validation in words."""
-    return figures_line({name: float(value) for name, value in trainer.callback_metrics.items()})
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def figures_line(figures: Mapping[str, float]) -> str:
@@ -112,8 +131,3 @@ def figures_line(figures: Mapping[str, float]) -> str:
         f"recall {figures['val/recall']:.4f}, retained mass {figures['val/retained_mass']:.4f}"
         f" at density {figures['val/density']:.3f}"
     )
-
-
-def is_watched() -> bool:
-    """Whether a person sees stderr as it appears."""
-    return sys.stderr.isatty()

@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dejavu_train.callbacks import ProgressLines, Rates, SaveLast, figures_line, is_watched
+from dejavu_train.callbacks import Progress, Rates, SaveLast, figures_line
 from dejavu_train.config import RunConfig
 from dejavu_train.datamodule import ShardDataModule
 from dejavu_train.errors import UserError, exit_on_user_error
@@ -161,7 +161,7 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
     best = ModelCheckpoint(
         folder / "checkpoints", "best", monitor, mode="max", save_weights_only=True, enable_version_counter=False
     )
-    callbacks = [rates, *([] if is_watched() else [ProgressLines(title)])]
+    callbacks = [rates, Progress(title)]
     if section.patience:
         callbacks.append(EarlyStopping(monitor, mode="max", patience=section.patience, min_delta=1e-5))
     last = folder / "checkpoints" / "last.ckpt"

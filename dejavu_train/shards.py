@@ -8,8 +8,8 @@
 Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
 (tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, each head's
 contribution; ``token``, ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1: the model wrote it.
-Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset, so that a block is one read each.
-A file is written under a temporary name and renamed when complete: no rename, no shard.
+Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset. A file is written under a temporary
+name and renamed when complete: no rename, no shard.
 """
 
 import contextlib
@@ -300,9 +300,8 @@ class ShardReader:
         return self._files[shard]
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        while self._files:
+            self._files.popitem()[1].close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}, "_owner": 0}

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dejavu_train.callbacks import AtomicCheckpointIO, is_watched
+from dejavu_train.callbacks import AtomicCheckpointIO
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
 
@@ -47,11 +47,11 @@ def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbac
         if arguments.get("val_check_interval") is None:
             # Counted in steps over epochs, so that the last step is validated too.
             arguments |= {"val_check_interval": interval, "check_val_every_n_epoch": None}
-    for name, value in {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False}.items():
+    # Lightning's bar knows the epochs of a fit; ours, in callbacks.py, knows which job of how many it is.
+    quieter = {"num_sanity_val_steps": 0, "enable_model_summary": False, "enable_progress_bar": False}
+    for name, value in ({"devices": 1} | quieter).items():
         if arguments.get(name) is None:
             arguments[name] = value
-    if arguments.get("enable_progress_bar") is None:
-        arguments["enable_progress_bar"] = is_watched()
     try:
         extra = [_build(entry) for entry in as_list(arguments.pop("callbacks", None))]
         plugins = [_build(entry) for entry in as_list(arguments.pop("plugins", None))]
