@@ -223,10 +223,13 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             total += args[2].nbytes + (args[9].down.nbytes if name == "site_predict" else 0)
         elif name == "predict_select":
             total += args[1].down.nbytes + args[1].up.nbytes
+        elif name == "project_heads":
+            selection = args[4] if engine.batch == 1 else None
+            total += (d if selection is None else int(selection.counts.sum()) * hd) * d * size
         elif name == "scatter_gemv":
-            h, selection = args[0], args[4]
+            h = args[0]
             if isinstance(h, torch.Tensor):
-                total += (h.shape[1] if selection is None else int(selection.counts.sum()) * hd) * d * size
+                total += h.shape[1] * d * size
             else:
                 n = int(h.counts.sum())
                 live[0] += n
@@ -238,9 +241,10 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             rows["mlp"][0] += n
             rows["mlp"][1] += shape.d_ffn
             live[1] += n
-        elif name == "gather_gemv":
-            selection = args[3]
-            n = args[1].shape[0] if selection is None else int(selection.counts.sum())
+        elif name in ("gather_gemv", "listed_gemv"):
+            selection = args[3 if name == "gather_gemv" else 4]
+            weight = args[1 if name == "gather_gemv" else 2]
+            n = weight.shape[0] if selection is None else int(selection.counts.sum())
             total += n * d * size
             if selection is not None:
                 rows["mlp"][0] += n
@@ -269,7 +273,11 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
         if not name.endswith(":before"):
             label = name
             if name == "scatter_gemv":
-                label = "out_projection" if kwargs.get("rows_per_id") else "fc2"
+                label = "fc2"
+            elif name == "listed_gemv":
+                label = "fc1"
+            elif name == "project_heads":
+                label = "out_projection"
             elif name == "gather_gemv":
                 label = "down" if args[3] is None else "fc1"
             elif name == "dense_rows":

@@ -21,7 +21,7 @@ import torch
 from benchmarks.decode import SHAPES
 from benchmarks.harness import BenchRow, Rows, measure, read_rows, sets_for
 from dejavu_train.opt_model import OPTShape
-from kernels import dense_gemv, flash_decode, head_select, qkv, scatter_gemv
+from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv
 from kernels.layer_norm import LayerNormWeights
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -51,8 +51,7 @@ class Problem:
             own = head_select.head_selection(h, "cuda")
             bias = torch.where(mask[0], 100.0, -100.0)  # the predictor runs and decides as the given selection does
             return SimpleNamespace(
-                qkv=normal(h, 3, hd, d), qkv_bias=normal(h, 3, hd), out_t=normal(d, d), out_bias=normal(d),
-                out=normal(d, d), predictor=normal(h, d), bias=bias, selection=selection, own=own,
+                qkv=normal(h, 3, hd, d), qkv_bias=normal(h, 3, hd), out=normal(d, d), out_bias=normal(d), predictor=normal(h, d), bias=bias, selection=selection, own=own,
                 k=normal(1, h, context + 1, hd), v=normal(1, h, context + 1, hd), attn_in=normal(1, context + 1, d),
                 watermark=torch.full((1, h), context, dtype=torch.int32, device="cuda"),
                 ids=mask[0].nonzero().flatten(),
@@ -69,7 +68,6 @@ class Problem:
         self.q = torch.empty(1, h, hd, device="cuda")
         self.mixed = torch.randn(1, d, device="cuda")
         self.scratch = flash_decode.AttentionScratch.empty(1, h, hd, context + 1, "cuda")
-        self.partials = scatter_gemv.ScatterScratch.empty(1, d, "cuda")
 
     def select(self, i: int, pdl: bool) -> None:
         s = self.data[i]
@@ -88,10 +86,12 @@ class Problem:
                                   None if dense else s.watermark, None, self.mixed, self.scratch, pdl,
                                   positions)  # fmt: skip
 
-    def out(self, i: int, pdl: bool, dense: bool = False) -> None:
+    def out(
+        self, i: int, pdl: bool, dense: bool = False, settings: dense_gemv.RowSettings | None = None
+    ) -> None:
         s = self.data[i]
-        scatter_gemv.scatter_gemv(self.mixed, s.out_t, s.out_bias, self.x, None if dense else s.selection, self.y,
-                                  self.shape.head_dim, self.partials, pdl)  # fmt: skip
+        out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, self.y, pdl,
+                                     settings)  # fmt: skip
 
     def block(self, i: int, pdl: bool) -> None:
         self.select(i, pdl)
@@ -116,8 +116,8 @@ class Problem:
     def indexing(self, i: int) -> None:
         s = self.data[i]
         torch.nn.functional.linear(self.half, s.qkv[s.ids].view(-1, self.shape.d_model))
-        rows = s.out_t.view(self.shape.n_heads, -1)[s.ids].view(-1, self.shape.d_model)
-        self.half[:, : len(rows)] @ rows
+        columns = s.out.view(self.shape.d_model, self.shape.n_heads, -1)[:, s.ids].reshape(self.shape.d_model, -1)
+        torch.nn.functional.linear(self.half[:, : columns.shape[1]], columns)
 
     def bytes(self) -> dict[str, int]:
         d, hd = self.shape.d_model, self.shape.head_dim
@@ -151,7 +151,6 @@ def run_shape(rows: Rows, shape: OPTShape, context: int, until: float) -> None:
         if density == 1.0:
             add("projections", "cuBLAS", problem.cublas, size["projections"], "two products alone")
             add("block", "dense ours", lambda i: problem.dense_block(i, True), size["block"], f"PDL, {where}")
-        del problem
         torch.cuda.empty_cache()
 
 
@@ -180,9 +179,21 @@ def sweep(rows: Rows, name: str, context: int, until: float) -> None:
         for positions in (64, 128, 256):
             times = measure(lambda i, p=positions: problem.attend(i, True, dense, p), problem.sets, 12)
             print(f"sweep {name} attention {label} positions {positions}: {times[1]:.2f} us", flush=True)
-        times = [measure(lambda i: f(i, True), problem.sets, 12)[1] for f in (problem.select, problem.out)]
-        print(f"sweep {name} select {times[0]:.2f} us, out {label} {times[1]:.2f} us", flush=True)
-        del problem
+        time_of = measure(lambda i: problem.select(i, True), problem.sets, 12)[1]
+        print(f"sweep {name} select {time_of:.2f} us", flush=True)
+        found = []
+        for programs, n_rows, warps in itertools.product((2, 4, 6, 8), (1, 2, 4), (4, 8)):
+            tile = n_rows * shape.d_model * 2
+            if tile > 36000 or programs * warps > 64 or tile * programs < 12000 or tile / warps > 6000:
+                continue
+            if time.time() > until:
+                break
+            settings = dense_gemv.RowSettings(programs, n_rows, warps)
+            step = lambda i, settings=settings: problem.out(i, True, dense, settings)  # noqa: E731
+            found.append((measure(step, problem.sets, 12)[1], f"p{programs} r{n_rows} w{warps}"))
+        found.sort()
+        best = "  ".join(f"{t:.2f} [{what}]" for t, what in found[:6])
+        print(f"sweep {name} out {label} ({size['out'] / 1e6:.1f} MB): {best}", flush=True)
         torch.cuda.empty_cache()
     # The LM head: one long matrix.
     d = shape.d_model

@@ -25,7 +25,9 @@ from kernels import (
     gather_gemv,
     head_select,
     launch,
+    listed_gemv,
     lookahead,
+    out_projection,
     qkv,
     sampling,
     scatter_gemv,
@@ -191,6 +193,8 @@ class DecodeEngine:
         self._live: Any = self._hidden_dense
         if triton_ops and self._one_kernel:
             self._live = select_gather.select_gather_rows(shape.d_ffn, d, device)
+        elif triton_ops and batch == 1:
+            self._live = listed_gemv.listed_rows(shape.d_ffn, d, device)
         elif triton_ops:
             programs = launch.gather_settings(d, batch, False, shape.d_ffn).programs
             self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device, programs=programs)
@@ -276,17 +280,8 @@ class DecodeEngine:
         ops.flash_decode(
             *caches, selection, state.position, watermark, valid, self._heads_out, self._attention, pdl=pdl
         )
-        ops.scatter_gemv(
-            self._heads_out,
-            weights.out_t,
-            weights.out_bias,
-            x,
-            selection,
-            self._x[2 * layer + 1],
-            rows_per_id=self.shape.head_dim,
-            scratch=self._scatter,
-            pdl=pdl,
-        )
+        middle = self._x[2 * layer + 1]
+        ops.project_heads(self._heads_out, weights.out, weights.out_bias, x, selection, middle, pdl=pdl)
 
     def _mlp_half(self, layer: int) -> None:
         ops, pdl = self._ops, self._pdl
@@ -311,17 +306,17 @@ class DecodeEngine:
         else:
             self._join((layer, "mlp"))
             hidden = self._live
-            normalised = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
-            ops.gather_gemv(
-                self._normalised if normalised else x,
-                weights.fc1,
-                weights.fc1_bias,
-                self.selections[layer, "mlp"],
-                "relu",
-                hidden,
-                ln=None if normalised else weights.norm2,
-                pdl=pdl,
-            )
+            own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
+            source, norm = (self._normalised, None) if own else (x, weights.norm2)
+            chosen = self.selections[layer, "mlp"]
+            if self.batch == 1:
+                # A list made half a block ago is older than the launch before: its first rows may be read early.
+                early = not own and self._lookahead is None
+                ops.listed_gemv(
+                    source, norm, weights.fc1, weights.fc1_bias, chosen, hidden, early=early, pdl=pdl
+                )  # fmt: skip
+            else:
+                ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
         ops.scatter_gemv(hidden, weights.fc2_t, weights.fc2_bias, x, None, out, scratch=self._scatter, pdl=pdl)
 
     def _tail(self, mode: str, score: bool) -> None:
@@ -539,6 +534,8 @@ def _operations(kind: str) -> SimpleNamespace:
             flash_decode=flash_decode.flash_decode,
             predict_select=select.predict_select,
             gather_gemv=gather_gemv.gather_gemv,
+            listed_gemv=listed_gemv.listed_gemv,
+            project_heads=out_projection.project_heads,
             select_gather=select_gather.select_gather,
             scatter_gemv=scatter_gemv.scatter_gemv,
             dense_rows=dense_gemv.dense_rows,
@@ -556,5 +553,7 @@ def _operations(kind: str) -> SimpleNamespace:
         advance=sampling.advance_reference,
         predict_select=decode_reference.predict_select,
         gather_gemv=decode_reference.gather_gemv,
+        listed_gemv=listed_gemv.listed_gemv_reference,
+        project_heads=out_projection.project_heads_reference,
         scatter_gemv=decode_reference.scatter_gemv,
     )

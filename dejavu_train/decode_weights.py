@@ -1,7 +1,8 @@
 """Reads an OPT model and a bundle, writes the tensors as the decode engine wants them: one layout for dense and sparse.
 
 fc1 as stored (ffn, d); fc2 transposed to (ffn, d), so that a neuron is a row of both; q, k, v grouped by head
-(h, 3, head_dim, d), so that a head is one contiguous range; the out-projection transposed to (h * head_dim, d).
+(h, 3, head_dim, d), so that a head is one contiguous range; the out-projection as stored (d, h * head_dim): a head's
+columns of a row are contiguous, and every output row has one owner.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class LayerWeights:
     norm1: LayerNormWeights
     qkv: Tensor
     qkv_bias: Tensor
-    out_t: Tensor
+    out: Tensor
     out_bias: Tensor
     norm2: LayerNormWeights
     fc1: Tensor
@@ -82,7 +83,7 @@ class DecodeWeights:
                     norm1=norm(layer.self_attn_layer_norm),
                     qkv=qkv,
                     qkv_bias=torch.stack([bias(part).view(h, hd) for part in parts], dim=1),
-                    out_t=own(attention.out_proj.weight.T),
+                    out=own(attention.out_proj.weight),
                     out_bias=bias(attention.out_proj),
                     norm2=norm(layer.final_layer_norm),
                     fc1=own(layer.fc1.weight),
@@ -127,7 +128,7 @@ class DecodeWeights:
                 norm1=norm(),
                 qkv=normal(h, 3, hd, d),
                 qkv_bias=zeros(h, 3, hd),
-                out_t=normal(h * hd, d),
+                out=normal(d, h * hd),
                 out_bias=zeros(d),
                 norm2=norm(),
                 fc1=normal(ffn, d),
@@ -144,7 +145,7 @@ class DecodeWeights:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
-            yield from (layer.qkv, layer.out_t, layer.fc1, layer.fc2_t)
+            yield from (layer.qkv, layer.out, layer.fc1, layer.fc2_t)
         yield self.lm_head
 
 

@@ -48,9 +48,7 @@ def _run(
     dtype = weights.embedding.dtype
     for i, layer in enumerate(weights.layers):
         n = layer_norm_reference(x, layer.norm1, dtype)
-        heads = F.linear(n, layer.qkv.view(3 * h * hd, -1), layer.qkv_bias.flatten()).view(
-            len(rows), longest, h, 3, hd
-        )
+        heads = F.linear(n, layer.qkv.view(3 * h * hd, -1), layer.qkv_bias.flatten()).view(len(rows), longest, h, 3, hd)
         q, k, v = (heads[:, :, :, part].transpose(1, 2) for part in range(3))
         for j, (b, count) in enumerate(zip(rows, counts, strict=True)):
             k_cache[i][b, :, :count] = k[j, :, :count]
@@ -58,7 +56,7 @@ def _run(
         # Rows are padded at their ends, where causal attention from real tokens never looks.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = attended.transpose(1, 2).reshape(len(rows), longest, h * hd)
-        x = x + (attended @ layer.out_t).float() + layer.out_bias.float()
+        x = x + F.linear(attended, layer.out).float() + layer.out_bias.float()
         n = layer_norm_reference(x, layer.norm2, dtype)
         hidden = F.linear(n, layer.fc1, layer.fc1_bias).relu()
         x = x + (hidden @ layer.fc2_t).float() + layer.fc2_bias.float()

@@ -1,0 +1,93 @@
+"""The look-ahead kernels and the dense row kernel against their plain-torch references, with poisoned outputs."""
+
+import pytest
+import torch
+
+from kernels.dense_gemv import RowSettings, dense_rows, dense_rows_reference
+from kernels.head_select import head_selection
+from kernels.layer_norm import LayerNormWeights
+from kernels.listed_gemv import listed_gemv, listed_gemv_reference, listed_rows
+from kernels.lookahead import qkv_select, qkv_select_reference, site_predict, site_predict_reference
+from kernels.out_projection import project_heads, project_heads_reference
+from kernels.select import PredictorWeights, Selection
+
+NAN = float("nan")
+
+
+def norm(d, device):
+    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "rows", "activation", "bias"), [(7, 48, 1, "relu", True), (9, 40, 2, "none", False), (5, 64, 4, "relu", True)]
+)
+def test_dense_rows(device, n, d, rows, activation, bias):
+    x, ln, weight = torch.randn(1, d, device=device) * 2 + 1, norm(d, device), torch.randn(n, d, device=device)
+    b = torch.randn(n, device=device) if bias else None
+    got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
+    dense_rows(x, ln, weight, b, activation, got, settings=RowSettings(1, rows, 4))
+    dense_rows_reference(x, ln, weight, b, activation, expected)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("state", [0, 1, 2])
+@pytest.mark.parametrize(("n_heads", "head_dim", "d", "rank", "n", "relu"), [(3, 16, 48, 7, 70, False), (2, 32, 64, 16, 128, True)])
+def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu):
+    capacity = 5
+    x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
+    predictor, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
+    mlp = PredictorWeights(
+        torch.randn(rank, d, device=device), torch.randn(n, rank, device=device), torch.randn(n, device=device), relu=relu
+    )
+    zero = torch.zeros(1, device=device)
+    position = torch.tensor([3], dtype=torch.int32, device=device)
+    row_state = torch.tensor([state], dtype=torch.int32, device=device)
+    weight, weight_bias = torch.randn(n_heads, 3, head_dim, d, device=device), torch.randn(n_heads, 3, head_dim, device=device)
+    kept = torch.randn(1, capacity, d, device=device)
+    watermark = torch.tensor([[3, 1, 0][:n_heads]], dtype=torch.int32, device=device)
+    made = []
+    for first, second in ((site_predict, qkv_select), (site_predict_reference, qkv_select_reference)):
+        attn_in = kept.clone()
+        heads, neurons = head_selection(n_heads, device), Selection.empty(n, device)
+        heads.row_bits.fill_(-1)
+        neurons.counts.fill_(9)
+        hidden = torch.full((1, rank), NAN, device=device)
+        first(x, ln, predictor, bias, zero, position, row_state, attn_in, heads, mlp, hidden)
+        q = torch.full((1, n_heads, head_dim), NAN, device=device)
+        k, v = (torch.full((1, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
+        second(attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, mlp, hidden, zero, row_state, neurons)
+        made.append((attn_in, hidden, heads.indices(), heads.row_bits, q, k, v, neurons.indices(), neurons.row_bits))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("density", "normed", "early"), [(0.3, True, True), (0.0, True, False), (1.0, False, False)])
+@pytest.mark.parametrize(("n", "d"), [(70, 48), (130, 64)])
+def test_listed_gemv(device, n, d, density, normed, early):
+    x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
+    weight, bias = torch.randn(n, d, device=device), torch.randn(n, device=device)
+    selection = Selection.from_mask(torch.rand(1, n, device=device) < density)
+    out, expected = listed_rows(n, d, device), torch.empty(1, n, device=device)
+    out.values.fill_(NAN)
+    out.counts.fill_(99)
+    listed_gemv(x, ln if normed else None, weight, bias, selection, out, early)
+    listed_gemv_reference(x, ln if normed else None, weight, bias, selection, expected)
+    torch.testing.assert_close(out.to_dense(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("n_heads", "head_dim", "d", "density"), [(3, 16, 40, 0.5), (4, 16, 64, 0.0), (2, 80, 33, None)])
+def test_project_heads(device, n_heads, head_dim, d, density):
+    width = n_heads * head_dim
+    mixed, residual = torch.randn(1, width, device=device), torch.randn(1, d, device=device)
+    weight, bias = torch.randn(d, width, device=device), torch.randn(d, device=device)
+    selection = None
+    if density is not None:
+        mask = torch.rand(1, n_heads, device=device) < density
+        mixed = torch.where(mask.repeat_interleave(head_dim, 1), mixed, 0.0)
+        selection = head_selection(n_heads, device)
+        selection.set_mask(mask)
+        weight[:, ~mask.repeat_interleave(head_dim, 1)[0]] = NAN  # columns of other heads are not read
+    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
+    project_heads(mixed, weight, bias, residual, selection, out, settings=RowSettings(1, 2, 4))
+    project_heads_reference(mixed, weight.nan_to_num(), bias, residual, selection, expected)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
