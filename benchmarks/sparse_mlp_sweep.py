@@ -14,22 +14,18 @@ from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings
 
 
 def fc1_candidates(d: int) -> Iterator[GatherSettings]:
-    wide = max(b for b in (1024, 2048, 4096) if d % b == 0)
-    tiles = {(1, 1024, 4), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (1, wide, 8), (1, 512, 2)}
-    if d <= 4096:
-        tiles |= {(1, 256, 1), (2, 512, 2)}
-    for rows, block, warps in sorted(tiles):
-        if block / (32 * warps) * rows < 8:  # less than 16 bytes a load
+    for rows, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8)):
+        if rows * d > 4 * 9216:
             continue
-        for multiple in (2, 4, 6, 8, 12) if warps <= 2 else (1, 2, 3, 4, 8):
-            yield GatherSettings(132 * multiple, rows, block, warps)
+        for multiple in (2, 3, 4, 6, 8):
+            yield GatherSettings(132 * multiple, rows, 256 * warps, warps)
 
 
 def down_candidates(d: int) -> Iterator[GatherSettings]:
-    for rows, warps in ((1, 4), (2, 4), (2, 8), (4, 8)):
+    for rows, warps in ((1, 4), (2, 4), (1, 8), (2, 8), (4, 8)):
         for programs in (132, 264, 528):
-            for prefetch in (0, 8192, 32768):
-                yield GatherSettings(programs, rows, 1024, warps, prefetch=prefetch)
+            for prefetch in (0, 32768):
+                yield GatherSettings(programs, rows, 256 * warps, warps, prefetch=prefetch)
 
 
 def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
@@ -46,11 +42,9 @@ def select_candidates(d: int) -> Iterator[tuple[int, int]]:
 
 
 def fused_candidates(d: int) -> Iterator[SelectGatherSettings]:
-    for block, rows, warps in ((64, 2, 4), (64, 2, 8), (64, 4, 8), (32, 2, 4), (32, 4, 8), (32, 2, 2), (128, 4, 16)):
-        yield SelectGatherSettings(block, rows, 1024 if warps > 2 else 512, warps)
-    if d <= 4096:
-        yield SelectGatherSettings(16, 1, 256, 1)
-        yield SelectGatherSettings(16, 2, 256, 1)
+    for block, rows, warps in ((64, 1, 8), (64, 2, 4), (64, 2, 8), (64, 4, 8), (32, 1, 4), (32, 2, 4), (32, 4, 4),
+                               (32, 2, 8), (16, 2, 4)):  # fmt: skip
+        yield SelectGatherSettings(block, rows, 256 * warps, warps)
 
 
 def label(settings: Any) -> str:

@@ -19,9 +19,11 @@ from kernels.launch import (
     GatherSettings,
     check_input,
     check_tensor,
+    dot_rows,
     gather_settings,
     list_slots,
     list_slots_wide,
+    load_vector,
     next_power_of_two,
     prefetch_l2,
     require,
@@ -122,7 +124,6 @@ def _gather_kernel(
     SEL_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     RELU: tl.constexpr,
-    STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -151,13 +152,7 @@ def _gather_kernel(
                 betas = betas + (tl.load(ln_bias_ptr + c),)
     wait_for_predecessor(PDL)
 
-    xs = ()
-    for j in tl.static_range(STEPS):
-        c = j * BLOCK + columns
-        if MASKED:
-            xs = xs + (tl.load(x_ptr + c, mask=c < D, other=0.0),)
-        else:
-            xs = xs + (tl.load(x_ptr + c),)
+    xs = load_vector(x_ptr, columns, D, BLOCK)
     if counts_ptr is not None:
         block_index = tl.arange(0, SEL_BLOCKS)
         counts = tl.load(counts_ptr + block_index, mask=block_index < n_blocks, other=0)
@@ -195,7 +190,7 @@ def _gather_kernel(
                     tl.store(normalised_ptr + c, xs[j].to(normalised_ptr.dtype.element_ty), mask=c < D)
 
     written = 0
-    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+    for start in range(first, last, ROWS):
         items = start + tl.arange(0, ROWS)
         valid = items < last
         if ids_ptr is not None:
@@ -203,15 +198,7 @@ def _gather_kernel(
             rows = tl.load(ids_ptr + slot, mask=valid, other=0) * GROUP + items % GROUP
         else:
             rows = items
-        row_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
-        acc = tl.zeros((ROWS, BLOCK), tl.float32)
-        for j in tl.static_range(STEPS):
-            if MASKED:
-                w = tl.load(row_ptrs + j * BLOCK, mask=valid[:, None] & (j * BLOCK + columns < D)[None, :], other=0.0)
-            else:
-                w = tl.load(row_ptrs + j * BLOCK, mask=valid[:, None], other=0.0)
-            acc += w.to(tl.float32) * xs[j].to(tl.float32)[None, :]
-        y = tl.sum(acc, 1)
+        y = dot_rows(w_ptr, rows, valid, xs, columns, D, BLOCK, ROWS)
         if scale_ptr is not None:
             y = y * tl.load(scale_ptr + rows, mask=valid, other=0.0)
         if bias_ptr is not None:
@@ -408,7 +395,6 @@ def gather_gemv(
             SEL_BLOCK=sel_block,
             GROUP=rows_per_id,
             RELU=activation == "relu",
-            STAGES=settings.stages,
             PREFETCH=prefetch,
             PDL=use_pdl,
             num_warps=settings.warps,

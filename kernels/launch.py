@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """What every launch shares: input checks, device helpers for programmatic dependent launch (PDL), and launch settings.
 
 PDL lets a kernel start while its predecessor still runs. The rules that keep it right: every program of every kernel
@@ -92,19 +93,67 @@ def list_slots(items, running, block_slots):
 def list_slots_wide(items, running, block_slots, N: tl.constexpr):
     """`list_slots` for many items: the blocks are searched in two levels, so that R x N values never exist at once."""
     if N <= 32:
-        return list_slots(items, running, block_slots)
-    FINE: tl.constexpr = 32
-    COARSE: tl.constexpr = N // FINE
-    ends = tl.max(tl.reshape(running, (COARSE, FINE)), 1)  # running never falls: the largest is the last
-    group = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
-    inside = tl.minimum(group, COARSE - 1)[:, None] * FINE + tl.arange(0, FINE)[None, :]
-    R: tl.constexpr = items.shape[0]
-    near = tl.reshape(tl.gather(running, tl.reshape(inside, (R * FINE,)), 0), (R, FINE))
-    before = near <= items[:, None]
-    block = group * FINE + tl.sum(before.to(tl.int32), 1)
-    passed = tl.max(tl.where(ends[None, :] <= items[:, None], ends[None, :], 0), 1)
-    start = tl.maximum(passed, tl.max(tl.where(before, near, 0), 1))
-    return block * block_slots + items - start
+        slots = list_slots(items, running, block_slots)
+    else:  # not an early return: what follows one is still compiled
+        FINE: tl.constexpr = 32
+        COARSE: tl.constexpr = N // FINE
+        ends = tl.max(tl.reshape(running, (COARSE, FINE)), 1)  # running never falls: the largest is the last
+        group = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
+        inside = tl.minimum(group, COARSE - 1)[:, None] * FINE + tl.arange(0, FINE)[None, :]
+        R: tl.constexpr = items.shape[0]
+        near = tl.reshape(tl.gather(running, tl.reshape(inside, (R * FINE,)), 0), (R, FINE))
+        before = near <= items[:, None]
+        block = group * FINE + tl.sum(before.to(tl.int32), 1)
+        passed = tl.max(tl.where(ends[None, :] <= items[:, None], ends[None, :], 0), 1)
+        start = tl.maximum(passed, tl.max(tl.where(before, near, 0), 1))
+        slots = block * block_slots + items - start
+    return slots
+
+
+@triton.jit
+def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr):
+    """x (D,) as a tuple of tiles (BLOCK,), zero beyond D."""
+    xs = ()
+    for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+        if (j + 1) * BLOCK > D:
+            xs = xs + (tl.load(x_ptr + j * BLOCK + columns, mask=j * BLOCK + columns < D, other=0.0),)
+        else:
+            xs = xs + (tl.load(x_ptr + j * BLOCK + columns),)
+    return xs
+
+
+@triton.jit
+def dot_rows(w_ptr, rows, valid, xs, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Products of ROWS (1, 2 or 4) rows with x: (ROWS,) fp32.
+
+    All rows are on their way before the first is used. One-dimensional tiles spread a row, and x, over all threads;
+    a (ROWS, BLOCK) tile would give threads the same x several times, and cost the registers that keep loads in flight.
+    """
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    pick = tl.arange(0, ROWS)
+    tiles = ()
+    for k in tl.static_range(ROWS):
+        row = tl.sum(tl.where(pick == k, rows, 0), 0).to(tl.int64)
+        width = tl.where(tl.sum(tl.where((pick == k) & valid, 1, 0), 0) > 0, D, 0)
+        for j in tl.static_range(STEPS):
+            at = j * BLOCK + columns
+            tiles = tiles + (tl.load(w_ptr + row * D + at, mask=at < width, other=0.0),)
+    sums = ()
+    for k in tl.static_range(ROWS):
+        acc = tiles[k * STEPS].to(tl.float32) * xs[0].to(tl.float32)
+        for j in tl.static_range(1, STEPS):
+            acc += tiles[k * STEPS + j].to(tl.float32) * xs[j].to(tl.float32)
+        sums = sums + (acc,)
+    # Rows are joined so that one reduction over the threads serves all of them.
+    if ROWS == 1:
+        y = tl.zeros((1,), tl.float32) + tl.sum(sums[0], 0)
+    elif ROWS == 2:
+        y = tl.sum(tl.join(sums[0], sums[1]), 0)
+    else:
+        tl.static_assert(ROWS == 4)
+        pairs = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+        y = tl.reshape(tl.sum(pairs, 0), (4,))
+    return y
 
 
 @dataclass(frozen=True)
@@ -141,27 +190,23 @@ class SelectGatherSettings:
 
 def select_gather_settings(d: int) -> SelectGatherSettings:
     if INTERPRET:
-        return SelectGatherSettings(block=32, rows=2, columns=column_block(d), warps=4)
-    return SelectGatherSettings(block=64, rows=2, columns=column_block(d), warps=8)
+        return SelectGatherSettings(block=32, rows=2, columns=min(128, column_block(d)), warps=4)
+    return SelectGatherSettings(block=64, rows=2, columns=column_block(d, 8), warps=8)
 
 
-def column_block(d: int, largest: int = 1024) -> int:
-    """The largest power of two up to `largest` that divides d, or one that needs a mask when d is odd-sized."""
-    block = d & -d
-    if block >= 128:
-        return min(block, largest)
-    return min(next_power_of_two(d), largest)
+def column_block(d: int, warps: int = 4) -> int:
+    """Columns a step: 16 bytes of fp16 a thread, less for narrow matrices."""
+    return min(256 * warps, max(16, next_power_of_two(d)))
 
 
 def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
     if batch > 1:
         return GatherSettings(programs=264, rows=64, block=min(128, max(16, next_power_of_two(d))), warps=4, stages=4)
-    block = column_block(d)
     if INTERPRET:
-        return GatherSettings(programs=min(8, n), rows=2, block=block, warps=4)
+        return GatherSettings(programs=min(8, n), rows=2, block=min(128, column_block(d)), warps=4)
     if dense:
-        return GatherSettings(programs=min(528, n), rows=2, block=block, warps=8, prefetch=32768)
-    return GatherSettings(programs=min(1056, n), rows=1, block=block, warps=8)
+        return GatherSettings(programs=min(264, n), rows=2, block=column_block(d, 8), warps=8, prefetch=32768)
+    return GatherSettings(programs=min(792, n), rows=2, block=column_block(d, 8), warps=8)
 
 
 def scatter_settings(d: int, batch: int) -> ScatterSettings:

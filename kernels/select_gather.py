@@ -22,6 +22,8 @@ from kernels.launch import (
     SelectGatherSettings,
     check_input,
     check_tensor,
+    dot_rows,
+    load_vector,
     require,
     select_gather_settings,
     wait_for_predecessor,
@@ -100,15 +102,7 @@ def _select_gather_kernel(
             z = tl.load(hidden_ptr + j * CHUNK + r)
         acc += tiles[j].to(tl.float32) * z[None, :]
     columns = tl.arange(0, COLUMNS)
-    STEPS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-    MASKED: tl.constexpr = D % COLUMNS != 0
-    xs = ()
-    for j in tl.static_range(STEPS):
-        c = j * COLUMNS + columns
-        if MASKED:
-            xs = xs + (tl.load(x_ptr + c, mask=c < D, other=0.0),)
-        else:
-            xs = xs + (tl.load(x_ptr + c),)
+    xs = load_vector(x_ptr, columns, D, COLUMNS)
     logits = tl.sum(acc, 1)
     if up_scale_ptr is not None:
         logits = logits * up_scale
@@ -136,17 +130,7 @@ def _select_gather_kernel(
         valid = items < count
         mine = (place[None, :] == items[:, None]) & chosen[None, :]
         rows = tl.sum(tl.where(mine, neuron[None, :], 0), 1)
-        row_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for j in tl.static_range(STEPS):
-            if MASKED:
-                w = tl.load(
-                    row_ptrs + j * COLUMNS, mask=valid[:, None] & (j * COLUMNS + columns < D)[None, :], other=0.0
-                )
-            else:
-                w = tl.load(row_ptrs + j * COLUMNS, mask=valid[:, None], other=0.0)
-            sums += w.to(tl.float32) * xs[j].to(tl.float32)[None, :]
-        y = tl.sum(sums, 1)
+        y = dot_rows(w_ptr, rows, valid, xs, columns, D, COLUMNS, ROWS)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + rows, mask=valid, other=0.0).to(tl.float32)
         y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
