@@ -167,18 +167,19 @@ class Bundle:
             wanted |= {(layer, target): share for layer, share in allocate(layers, density).items()}
         return self.with_densities(wanted, top_k)
 
-    def check_model(self, model: str) -> None:
+    def check_model(self, model: str, revision: str | None = None) -> None:
         """Make sure that the bundle belongs to exactly these weights.
 
         Args:
             model: folder or hub id of a model, or a weight hash.
+            revision: commit or tag of a hub model.
         Raises:
             UserError: another shape, or the same shape with other weights.
         """
         if re.fullmatch(r"(full:)?[0-9a-f]{64}", model):
             found = model
         else:
-            shape = read_shape(model)
+            shape = read_shape(model, revision)
             if shape != self.shape:
                 ours, theirs = dataclasses.asdict(self.shape), dataclasses.asdict(shape)
                 name = next(name for name in ours if ours[name] != theirs[name])
@@ -186,7 +187,7 @@ class Bundle:
                     f"the bundle belongs to another model: it was made for {self.model} with {name} {ours[name]},"
                     f" {model} has {theirs[name]}; give the bundle of this model"
                 )
-            found = weight_hash(model, full=self.weight_hash.startswith("full:"))
+            found = weight_hash(model, self.weight_hash.startswith("full:"), revision)
         if found != self.weight_hash:
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 import yaml
@@ -31,8 +32,10 @@ from dejavu_train.text import (
     SETS,
     Document,
     TextSource,
+    hash_paragraphs,
     load_documents,
     load_sets,
+    read_paragraph_hashes,
     require_one_sequence,
 )
 from dejavu_train.timing import WARM_UP, Timing, time_decoding
@@ -199,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
         )
-    bundle.check_model(config.model)
+    bundle.check_model(config.model, config.revision)
     _check_output(config)
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
@@ -285,10 +288,17 @@ def _warn_of_training_text(config: InferConfig, bundle: Bundle, documents: Seque
     known = set(text.get("train_sha256", ())) if isinstance(text, dict) else set()
     seen = sum(sha256_text(document.text)[:16] in known for document in documents)
     if seen:
+        told = (seen, len(documents), config.text)
         logger.warning(
-            "warning: %d of %d documents of %s were trained on; these numbers are not held-out",
-            *(seen, len(documents), config.text),
+            "warning: %d of %d documents of %s trained the predictors: these figures are not held-out", *told
         )
+    pretrained = read_paragraph_hashes(config.model)
+    if pretrained is not None:
+        mine = hash_paragraphs(document.text for document in documents)
+        share = float(np.isin(mine, pretrained).mean()) if len(mine) else 0.0
+        if share > 0.01:
+            told = (100 * share, config.text)
+            logger.warning("warning: the model was pretrained on %.0f%% of the paragraphs of %s", *told)
 
 
 def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> Any:

@@ -104,7 +104,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             if not (predictors / FACTS).is_file():
                 raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
         bundle = predictors if isinstance(predictors, Bundle) else Bundle.from_pretrained(predictors)
-        bundle.check_model(name)
+        bundle.check_model(name, revision)
         model = load_opt(name, str(dtype).removeprefix("torch."), device, device_map, revision)
         return cls.from_model(model, bundle, backend, sparse_from, kv_policy)
 

@@ -351,3 +351,12 @@ def test_half_precision_runs(tiny_opt, bundle):
         expected = sparse(load_opt(str(tiny_opt), "bfloat16"), bundle, "mask")(ids).logits
     assert got.dtype == torch.bfloat16
     assert F.cosine_similarity(got.float(), expected.float(), dim=-1).median() > 0.99
+
+
+def test_prompt_lookup_decoding_takes_tokens_back(dense, bundle):
+    ids = tokens(1, 6).repeat(1, 3)  # repeats itself, so that drafts are made and some are refused
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    for start in (0, "prompt"):
+        model = sparse(dense, bundle, "gather", sparse_from=start)
+        plain = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), plain)
