@@ -297,8 +297,9 @@ def _warn_of_training_text(config: InferConfig, bundle: Bundle, documents: Seque
         mine = hash_paragraphs(document.text for document in documents)
         share = float(np.isin(mine, pretrained).mean()) if len(mine) else 0.0
         if share > 0.01:
-            told = (100 * share, config.text)
-            logger.warning("warning: the model was pretrained on %.0f%% of the paragraphs of %s", *told)
+            logger.warning(
+                "warning: the model was pretrained on %.0f%% of the paragraphs of %s", 100 * share, config.text
+            )
 
 
 def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> Any:
