@@ -149,15 +149,16 @@ class Watched:
         self.engine, self.watch, self.plain = engine, watch, engine._ops
 
     def __enter__(self) -> None:
-        def wrapped(name: str, function: Callable[..., None]) -> Callable[..., None]:
-            def call(*args: Any, **kwargs: Any) -> None:
+        def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 self.watch(name + ":before", args, kwargs)
-                function(*args, **kwargs)
+                result = function(*args, **kwargs)
                 self.watch(name, args, kwargs)
+                return result
 
             return call
 
-        made = {name: wrapped(name, function) for name, function in vars(self.plain).items()}
+        made = {name: function and wrapped(name, function) for name, function in vars(self.plain).items()}
         self.engine._ops = type(self.plain)(**made)
 
     def __exit__(self, *_: object) -> None:
@@ -250,8 +251,10 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                 rows["mlp"][0] += n
                 rows["mlp"][1] += shape.d_ffn
                 live[1] += n
-        elif name == "dense_rows":
+        elif name in ("dense_rows", "dense_hidden"):
             total += args[2].nbytes
+        elif name == "dense_add":
+            total += args[1].nbytes
 
     with Watched(engine, watch):
         for _ in range(n_steps):

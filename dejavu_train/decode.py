@@ -20,6 +20,7 @@ from dejavu_train.decode_weights import DecodeWeights, TargetPredictor, load_pre
 from dejavu_train.errors import UserError
 from dejavu_train.prefill import prefill
 from kernels import (
+    batched,
     dense_gemv,
     flash_decode,
     gather_gemv,
@@ -292,6 +293,10 @@ class DecodeEngine:
             self._predict(layer, "mlp_in", x, weights.norm2)
         if predictor is None:
             hidden: Any = self._hidden_dense
+            if self.batch > 1 and ops.dense_hidden is not None:
+                hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+                ops.dense_add(hidden, weights.fc2_t, weights.fc2_bias, x, out, transposed=True, pdl=pdl)
+                return
             ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
         elif self._one_kernel:
             hidden, low = self._live, self._rank_scratch[layer, "mlp"]
@@ -539,6 +544,8 @@ def _operations(kind: str) -> SimpleNamespace:
             select_gather=select_gather.select_gather,
             scatter_gemv=scatter_gemv.scatter_gemv,
             dense_rows=dense_gemv.dense_rows,
+            dense_hidden=batched.dense_hidden,
+            dense_add=batched.dense_add,
             advance=sampling.advance,
         )
     return SimpleNamespace(
@@ -550,6 +557,7 @@ def _operations(kind: str) -> SimpleNamespace:
         qkv_dense=qkv.qkv_dense_reference,
         flash_decode=flash_decode.flash_decode_reference,
         dense_rows=dense_gemv.dense_rows_reference,
+        dense_hidden=None,
         advance=sampling.advance_reference,
         predict_select=decode_reference.predict_select,
         gather_gemv=decode_reference.gather_gemv,

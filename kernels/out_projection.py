@@ -15,17 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
+from kernels.batched import dense_add
 from kernels.dense_gemv import RowSettings
 from kernels.select import Selection
 
 
 def project_settings(d: int) -> RowSettings:
     """Launch settings by width, from benchmarks/sparse_attention.py --sweep."""
-    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(2, 2, 8)
+    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(2, 1, 8)
 
 
 def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:
-    """Plain torch; also the batched form on the GPU (cuBLAS over all columns, zero where not selected)."""
+    """Plain torch."""
     out.copy_(torch.nn.functional.linear(mixed.to(weight.dtype), weight).float() + bias.float() + residual)
 
 
@@ -116,7 +117,7 @@ def project_heads(
     check_shape("residual", residual, batch, d)
     check_shape("out", out, batch, d)
     if batch > 1:
-        project_heads_reference(mixed, weight, bias, residual, selection, out)
+        dense_add(mixed, weight, bias, residual, out, pdl=pdl)
         return
     settings = settings or project_settings(d)
     d0, d1 = two_tiles(width)

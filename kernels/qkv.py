@@ -25,6 +25,7 @@ from kernels.attention_common import (
     two_tiles,
     use_pdl,
 )
+from kernels.batched import dense_qkv
 from kernels.dense_gemv import RowSettings, load_rows, norm_parameters, normalised, row_settings
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
@@ -379,7 +380,7 @@ def qkv_dense(
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
     batch, n_heads, head_dim, d = _check(x, weight, bias, q, k_cache, v_cache, position)
     if batch > 1:
-        qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache)
+        dense_qkv(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
