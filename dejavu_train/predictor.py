@@ -63,24 +63,28 @@ def svd_start(
         weight: (n_out, d_in), for the MLP the weight of fc1.
         weight_bias: (n_out,) or None.
         covariance: (d_in, d_in) second moment of the inputs. With it the error is minimised over the inputs'
-            distribution, ||(W - W_r) C^(1/2)||, instead of over all directions alike.
+            distribution, ||(W - W_r) C^(1/2)||, instead of over all directions alike. Computed on the weight's device.
     """
-    weight = weight.detach().double().cpu()
+    # By the eigenvectors of the small Gram matrix rather than an SVD of (n_out, d_in): a second instead of minutes at
+    # d_in = 4096. Squaring costs no precision that matters in float64.
+    weight = weight.detach().double()
     if covariance is None:
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        root = inverse_root = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     else:
-        eigenvalues, vectors = torch.linalg.eigh(covariance.double().cpu())
+        eigenvalues, vectors = torch.linalg.eigh(covariance.to(weight))
         # Directions the data never takes would otherwise be divided by zero.
         eigenvalues = eigenvalues.clamp_min(eigenvalues.max() * 1e-6)
         root = vectors * eigenvalues.sqrt() @ vectors.T
         inverse_root = vectors / eigenvalues.sqrt() @ vectors.T
-        left, values, right = torch.linalg.svd(weight @ root, full_matrices=False)
-        right = right @ inverse_root
-    rank = predictor.rank
-    scale = values[:rank].sqrt()
-    available = scale.shape[0]  # fewer than rank when there are fewer units than the rank
-    predictor.down[:available].copy_(scale[:, None] * right[:rank])
+    whitened = weight @ root
+    squares, right = torch.linalg.eigh(whitened.T @ whitened)
+    squares, right = squares.flip(0)[: predictor.rank], right.flip(1)[:, : predictor.rank]
+    # With fewer units than the rank there are directions without weight; their rows of `down` stay as they were.
+    useful = squares > squares[0] * 1e-12
+    scale = squares[useful].sqrt().sqrt()
+    right = right[:, useful]
+    predictor.down[useful.to(predictor.down.device)] = (scale[:, None] * (right.T @ inverse_root)).to(predictor.down)
     predictor.up.zero_()
-    predictor.up[:, :available].copy_(left[:, :rank] * scale)
+    predictor.up[:, useful.to(predictor.up.device)] = (whitened @ right / scale).to(predictor.up)
     if predictor.bias is not None and weight_bias is not None:
         predictor.bias.copy_(weight_bias.detach())
