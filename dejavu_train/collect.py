@@ -1,12 +1,10 @@
 """Reads text and a dense OPT, writes activation shards: what the predictors learn from.
 
 Windows of text go through the unchanged model in batches; hooks hand over each layer's hidden states while the next
-layer computes, and one thread writes them, so neither a layer nor a shard is ever held in memory. The plan (which
-windows make which shard) follows from text, seed and budgets alone: a run that was killed makes the same plan, keeps
-the shards that are complete and redoes the one that is not.
+layer computes, and one thread writes them, so neither a layer nor a shard is ever held in memory. A run that was
+killed makes the same plan again, keeps the shards that are complete and redoes the one that is not.
 """
 
-import dataclasses
 import logging
 import queue
 import threading
@@ -22,126 +20,24 @@ from tqdm import tqdm
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, require_disk
 from dejavu_train.opt_model import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.plan import CollectConfig, Window, plan_shards, plan_windows
 from dejavu_train.shards import (
     SETS,
     ActivationManifest,
     LayerWeights,
     ShardEntry,
     ShardWriter,
-    Storage,
+    layer_folder,
     pack_bits,
     write_statistics,
 )
 from dejavu_train.sites import decoder_layers, head_contribution, output_gram, record
-from dejavu_train.text import Document, TextSource, load_sets, require_one_sequence, windows
+from dejavu_train.text import TextSource, load_sets, require_one_sequence
 
 logger = logging.getLogger(__name__)
 
 PAD_TOKEN = 1
 SPARE_DISK = 50_000_000  # checkpoints, logs and the bundle need room as well
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectConfig:
-    """How much text is recorded, and how the dense model runs."""
-
-    window: int = 512
-    """Tokens of a sequence, the leading </s> included."""
-    train_tokens: int | None = 160_000
-    """Tokens recorded for training; null takes all (then text.documents is the budget)."""
-    choose_tokens: int | None = 20_000
-    """Tokens recorded for early stopping and choices."""
-    calibrate_tokens: int | None = 40_000
-    """Tokens recorded for thresholds."""
-    windows_per_document: int | None = None
-    """At most so many windows of a document, drawn at random: a budget then sees more documents. null takes all."""
-    generated_share: float = 0.0
-    """Share of the windows whose text the model writes itself, from a prompt of prompt_tokens."""
-    prompt_tokens: int = 32
-    """Length of that prompt."""
-    shard_tokens: int = 32_768
-    """Tokens of a shard; a killed run redoes at most one."""
-    batch_size: int = 8
-    """Windows per forward pass."""
-    dtype: str = "float32"
-    """The model runs in float32, float16 or bfloat16."""
-    storage: Storage = "float16"
-    """Hidden states are stored as float16 or bfloat16."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    device_map: str | None = None
-    """As in transformers (for instance auto) for a model larger than one GPU; needs accelerate."""
-
-    def __post_init__(self) -> None:
-        for name in ("window", "shard_tokens", "batch_size", "prompt_tokens"):
-            if getattr(self, name) < 2 - (name == "batch_size"):
-                raise UserError(f"collect.{name} is too small: {getattr(self, name)}")
-        for name in ("train_tokens", "choose_tokens", "calibrate_tokens", "windows_per_document"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"collect.{name} must be positive or null, got {value}")
-        if not 0.0 <= self.generated_share <= 1.0:
-            raise UserError(f"collect.generated_share must lie between 0 and 1, got {self.generated_share}")
-
-    def budget(self, set_name: str) -> int | None:
-        return getattr(self, f"{set_name}_tokens")
-
-    def request(self, seed: int) -> dict[str, Any]:
-        """What decides which rows are recorded; how the model runs (batch, dtype, device) is left out."""
-        values = dataclasses.asdict(self)
-        for name in ("batch_size", "dtype", "device", "device_map"):
-            values.pop(name)
-        return {**values, "seed": seed}
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """One sequence of token ids; ``prompt`` < len(ids) where the model is to write the rest itself."""
-
-    document: int
-    ids: np.ndarray
-    prompt: int
-
-
-def plan_windows(
-    documents: Sequence[Document], tokenizer: Any, config: CollectConfig, budget: int | None, seed: int
-) -> list[Window]:
-    """Draw documents in random order and take their windows until ``budget`` tokens (exactly) are planned."""
-    generator = np.random.default_rng(seed)
-    planned: list[Window] = []
-    total = 0
-    for number in generator.permutation(len(documents)):
-        ids = windows(tokenizer, documents[number].text, config.window)
-        if config.windows_per_document is not None and len(ids) > config.windows_per_document:
-            ids = [ids[i] for i in sorted(generator.permutation(len(ids))[: config.windows_per_document])]
-        for window_ids in ids:
-            if budget is not None and total + len(window_ids) > budget:
-                window_ids = window_ids[: budget - total]
-            if len(window_ids) < 2:
-                continue
-            written = generator.random() < config.generated_share
-            prompt = min(config.prompt_tokens, len(window_ids)) if written else len(window_ids)
-            planned.append(Window(int(number), np.array(window_ids, np.int32), prompt))
-            total += len(window_ids)
-        if budget is not None and total >= budget - 1:
-            break
-    return planned
-
-
-def plan_shards(planned: Sequence[Window], shard_tokens: int) -> list[list[Window]]:
-    """Cut into runs of whole windows, each of at least ``shard_tokens`` (the last may be smaller).
-
-    Within a shard windows stand by length, so that a batch has little padding.
-    """
-    shards: list[list[Window]] = []
-    room = 0
-    for window in planned:
-        if room <= 0:
-            shards.append([])
-            room = shard_tokens
-        shards[-1].append(window)
-        room -= len(window.ids)
-    return [sorted(shard, key=lambda window: -len(window.ids)) for shard in shards]
 
 
 def collect(
@@ -207,12 +103,18 @@ def _collect(
         leftover.unlink()
     model = load_opt(model_name, config.dtype, resolve_device(config.device), config.device_map, revision)
     manifest.save(activations)
-    _save_layer_weights(model, manifest, activations)
+    if (
+        len(missing) == len(shards)
+        or not (layer_folder(activations, shape.n_layers - 1) / "weights.safetensors").exists()
+    ):
+        first = [window for _, planned in shards for window in planned]
+        _save_layer_weights(model, manifest, activations, _head_means(model, shape, first, config))
+    means = [LayerWeights.load(activations, layer, digest).head_mean for layer in range(shape.n_layers)]
     with tqdm(total=tokens, desc="collecting", unit="tok", unit_scale=True, disable=None) as progress:
         for entry, shard_windows in shards:
             if entry in missing:
                 with ShardWriter(activations, manifest, entry) as writer:
-                    _fill_shard(model, shape, shard_windows, config, writer, seed + entry.index, progress)
+                    _fill_shard(model, means, shard_windows, config, writer, seed + entry.index, progress)
     write_statistics(activations, manifest)
     return manifest
 
@@ -234,13 +136,38 @@ def _check_same_request(
         )
 
 
-def _save_layer_weights(model: Any, manifest: ActivationManifest, activations: Path) -> None:
+@torch.no_grad()
+def _head_means(model: Any, shape: OPTShape, planned: Sequence[Window], config: CollectConfig) -> list[Tensor]:
+    """Each layer's mean head outputs (n_heads, head_dim) over the first windows; zeros where heads are dropped."""
+    totals = [torch.zeros(shape.n_heads, shape.head_dim, dtype=torch.float64) for _ in range(shape.n_layers)]
+    seen = 0
+    if config.head_criterion == "norm":
+        return totals
+
+    def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
+        totals[layer] += tensors["head_out"].double().sum((0, 1)).cpu()
+
+    with record(model, {"head_out"}, on_layer=on_layer):
+        device = model.get_input_embeddings().weight.device
+        for window in planned:
+            ids = torch.from_numpy(window.ids.astype(np.int64))[None].to(device)
+            model.model(input_ids=ids, use_cache=False)
+            seen += ids.numel()
+            if seen >= config.mean_tokens:
+                break
+    return [total / seen for total in totals]
+
+
+def _save_layer_weights(
+    model: Any, manifest: ActivationManifest, activations: Path, head_means: Sequence[Tensor]
+) -> None:
     for layer, block in enumerate(decoder_layers(model)):
         parts: Any = block
         weights = LayerWeights(
             parts.fc1.weight.detach().cpu(),
             parts.fc1.bias.detach().float().cpu(),
             torch.linalg.vector_norm(parts.fc2.weight.detach().float(), dim=0).cpu(),
+            head_means[layer].float(),
         )
         weights.save(activations, layer, manifest.weight_hash, parts.fc1.weight.dtype)
 
@@ -280,7 +207,7 @@ class _WriterThread:
 
 def _fill_shard(
     model: Any,
-    shape: OPTShape,
+    means: Sequence[Tensor],
     shard_windows: Sequence[Window],
     config: CollectConfig,
     writer: ShardWriter,
@@ -288,14 +215,16 @@ def _fill_shard(
     progress: Any,
 ) -> None:
     """Send all windows of a shard through the model, batch by batch, into ``writer``."""
-    grams = [output_gram(block.self_attn.out_proj.weight.detach(), shape.n_heads) for block in decoder_layers(model)]  # type: ignore[union-attr, arg-type]
+    out_projs = [block.self_attn.out_proj.weight.detach() for block in decoder_layers(model)]  # type: ignore[union-attr, operator]
+    grams = [output_gram(weight, len(means[0])) for weight in out_projs]
+    means = [mean.to(weight.device) for mean, weight in zip(means, out_projs, strict=True)]
     thread = _WriterThread(writer)
     failed = True
     try:
         start = 0
         for first in range(0, len(shard_windows), config.batch_size):
             batch = shard_windows[first : first + config.batch_size]
-            rows = _forward(model, batch, config, grams, thread, start, seed + first)
+            rows = _forward(model, batch, config, means, grams, thread, start, seed + first)
             start += rows
             progress.update(rows)
         failed = False
@@ -308,6 +237,7 @@ def _forward(
     model: Any,
     batch: Sequence[Window],
     config: CollectConfig,
+    means: Sequence[Tensor],
     grams: Sequence[Tensor],
     thread: _WriterThread,
     start: int,
@@ -342,7 +272,7 @@ def _forward(
         kept = real.to(tensors["mlp_in"].device)
         active = tensors["activation"][kept] > 0
         out_proj = decoder_layers(model)[layer].self_attn.out_proj.weight
-        heads = head_contribution(tensors["head_out"][kept], out_proj, grams[layer])
+        heads = head_contribution(tensors["head_out"][kept].float() - means[layer], out_proj, grams[layer])
         rows = {
             **facts,
             "attn_in": hidden(tensors["attn_in"], kept, layer, "attn_in"),

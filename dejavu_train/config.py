@@ -6,11 +6,11 @@ import json
 from typing import Any, Literal
 
 from dejavu_train.calibrate import CalibrateConfig
-from dejavu_train.collect import CollectConfig
 from dejavu_train.datamodule import DataConfig
 from dejavu_train.errors import UserError
 from dejavu_train.losses import get_loss
 from dejavu_train.opt_model import OPTShape
+from dejavu_train.plan import CollectConfig
 from dejavu_train.text import TextSource
 
 TARGETS = ("mlp", "heads")

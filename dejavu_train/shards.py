@@ -2,14 +2,13 @@
 
     activations/manifest.json                 model, weights, text, and the planned shards
     activations/statistics.json               share of active neurons per layer, once every shard is there
-    activations/layer_07/weights.safetensors  what a loss needs of the layer: fc1 and the norms of fc2's columns
+    activations/layer_07/weights.safetensors  what a loss needs of the layer: see LayerWeights
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
 Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
-(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, each head's
-contribution; ``token``, ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1: the model wrote it.
-Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset. A file is written under a temporary
-name and renamed when complete: no rename, no shard.
+(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, what each head
+contributes; ``token``, ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1: by the model.
+Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
 """
 
 import contextlib
@@ -84,8 +83,8 @@ class ActivationManifest:
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a manifest of activation shards ({error}); {COLLECT_AGAIN}") from None
 
-    def of_set(self, set_name: str) -> list[ShardEntry]:
-        return [entry for entry in self.shards if entry.set == set_name]
+    def of_set(self, name: str) -> list[ShardEntry]:
+        return [entry for entry in self.shards if entry.set == name]
 
     def missing(self, folder: str | Path) -> list[ShardEntry]:
         """The shards that are not there in every layer."""
@@ -332,11 +331,9 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
     for name, value in expected.items():
         if found.get(name) != value:
             raise UserError(f"the shard {path} says {name} {found.get(name)}, expected {value}; {COLLECT_AGAIN}")
-    wrong = [name for name, rows in sizes.items() if rows != entry.tokens]
-    if wrong:
-        raise UserError(
-            f"the shard {path} has {sizes[wrong[0]]} rows of {wrong[0]}, not {entry.tokens}; {COLLECT_AGAIN}"
-        )
+    for name, rows in sizes.items():
+        if rows != entry.tokens:
+            raise UserError(f"the shard {path} has {rows} rows of {name}, not {entry.tokens}; {COLLECT_AGAIN}")
     return int(found["active"])
 
 
@@ -363,17 +360,20 @@ def active_densities(activations: str | Path) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """What the losses need of a layer: fc1 (n, d), its bias (n), and the norm of each column of fc2 (n), float32."""
+    """Of a layer, float32: fc1 (n, d), its bias (n), the norms of fc2's columns (n), and the mean of each head's output
+    (n_heads, head_dim), from which ``head_norm`` is the distance."""
 
     fc1_weight: Tensor
     fc1_bias: Tensor
     fc2_norm: Tensor
+    head_mean: Tensor
 
     def to(self, device: torch.device) -> "LayerWeights":
-        return LayerWeights(self.fc1_weight.to(device), self.fc1_bias.to(device), self.fc2_norm.to(device))
+        return LayerWeights(**{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
 
     def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
-        tensors = {"fc1_weight": self.fc1_weight.to(storage), "fc1_bias": self.fc1_bias, "fc2_norm": self.fc2_norm}
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors["fc1_weight"] = self.fc1_weight.to(storage)
         with replacing(layer_folder(activations, layer) / "weights.safetensors") as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"model": weight_hash})
 

@@ -5,7 +5,8 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from dejavu_train.collect import CollectConfig, collect
+from dejavu_train.collect import collect
+from dejavu_train.plan import CollectConfig
 from dejavu_train.text import TextSource
 
 COLLECT = {
