@@ -42,7 +42,8 @@ class Entry:
 
     ``threshold`` and ``top_k`` exclude each other; with neither the layer is dense. ``curve`` holds equally long lists
     ``density`` (rising), ``threshold`` (falling), ``recall``, ``precision``, ``retained_mass`` and perhaps
-    ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold.
+    ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold. ``replacement`` says what stands
+    in for a skipped head: nothing (``none``) or the mean of its output (``mean``).
     """
 
     layer: int
@@ -59,6 +60,7 @@ class Entry:
     threshold: float | None = None
     top_k: int | None = None
     keep_dense: bool = False
+    replacement: str = "none"
     density: float = 1.0
     recall: float = 1.0
     precision: float | None = None
@@ -106,7 +108,8 @@ class Bundle:
         shape: sizes of the model.
         entries: by (layer, target). A target is there for every layer or for none.
         tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the entry's
-            dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution).
+            dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
+            replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
         facts: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
     """
 
@@ -134,6 +137,11 @@ class Bundle:
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibrate``; orders the static selection."""
         return self.tensors[tensor_name(layer, target, "frequency")]
+
+    def head_means(self, device: torch.device | str = "cpu") -> dict[int, Tensor]:
+        """By layer the (n_heads, head_dim) fp32 that stands in for skipped heads; only layers that do so are there."""
+        replaced = [entry.layer for entry in self.entries.values() if entry.replacement == "mean"]
+        return {layer: self.tensors[tensor_name(layer, "heads", "mean")].to(device).float() for layer in replaced}
 
     def mean_density(self, target: str) -> float:
         """Mean of the calibrated densities over the layers; 1.0 for a target without predictors."""
@@ -273,7 +281,7 @@ class Bundle:
 
 
 def tensor_name(layer: int, target: str, part: str) -> str:
-    """Name of a tensor in ``predictors.safetensors``; ``part`` is down, up, bias or frequency."""
+    """Name of a tensor in ``predictors.safetensors``; ``part`` is down, up, bias, frequency or mean."""
     return f"layers.{layer}.{target}.{part}"
 
 
@@ -333,6 +341,8 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
     own = (entry.layer, 1 if entry.target == "mlp" else 0)
     if earlier is None or not (0, 0) <= earlier <= own:
         raise UserError(f"{part} reads {entry.site} of layer {entry.site_layer}, which is no site before its target")
+    if entry.replacement not in (("none", "mean") if entry.target == "heads" else ("none",)):
+        raise UserError(f"{part} has an unknown replacement {entry.replacement} of what is skipped")
     if entry.d_in != shape.d_model or entry.n_out != shape.units(entry.target):
         need = f"{shape.d_model} -> {shape.units(entry.target)}"
         raise UserError(f"{part} maps {entry.d_in} -> {entry.n_out}, the model needs {need}")
@@ -355,4 +365,6 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
     }
     if entry.bias:
         needed["bias"] = ((entry.n_out,), dtype)
+    if entry.replacement == "mean":
+        needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
     return {tensor_name(entry.layer, entry.target, part): value for part, value in needed.items()}

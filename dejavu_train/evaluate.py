@@ -10,7 +10,7 @@ Letters: B windows, T positions, n units, V vocabulary.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,8 @@ class _Evaluation:
                 self.groups.setdefault(key, {})[row.selection] = row
         self.bundles = {key[:2]: bundle.at(*key[:2]) for key in self.groups}
         self.predicted = Predicted(bundle, model.device)
-        self.meter = _Meter(model)
+        self.means = bundle.head_means(model.device)
+        self.meter = _Meter(model, self.means)
         self.generator = torch.Generator().manual_seed(seed)
         self.progress = progress or (lambda tokens: None)
 
@@ -211,7 +212,7 @@ class _Evaluation:
                 np.add.at(quality.nats, batch.document, nats)
         for layer, target in self.bundle.entries:
             if "noncontextual" in self.wanted and target == self.bundle.targets[0]:
-                alone = noncontextual_contributions(self.model, batch.ids, layer)
+                alone = noncontextual_contributions(self.model, batch.ids, layer, self.means.get(layer))
                 orders["noncontextual"] |= {(layer, name): ranks(alone[name]) for name in self.bundle.targets}
             if "static" in self.wanted:
                 orders["static"][layer, target] = ranks(self.bundle.frequency(layer, target)).to(batch.ids.device)
@@ -239,7 +240,7 @@ class _Evaluation:
             if quality is not None:
                 self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
 
-        with masking(self.model, selector, sparse, observe):
+        with masking(self.model, selector, sparse, observe, self.means):
             nats = _nats(self.model, batch)
         if quality is not None:
             np.add.at(quality.nats, batch.document, nats)
@@ -267,7 +268,8 @@ def _no_sums(model: OPTForCausalLM) -> dict[Key, SelectionSums]:
 class _Meter:
     """Contributions of a model's units, with what depends on the weights only computed once."""
 
-    def __init__(self, model: OPTForCausalLM) -> None:
+    def __init__(self, model: OPTForCausalLM, means: Mapping[int, Tensor]) -> None:
+        self.means = means
         self.blocks = decoder_layers(model)
         self.norms = [torch.linalg.vector_norm(block.fc2.weight.float(), dim=0) for block in self.blocks]
         self.grams = [output_gram(b.self_attn.out_proj.weight, b.self_attn.num_heads) for b in self.blocks]
@@ -276,7 +278,8 @@ class _Meter:
         return activation.float() * self.norms[layer]
 
     def heads(self, layer: int, head_out: Tensor) -> Tensor:
-        return head_contribution(head_out, self.blocks[layer].self_attn.out_proj.weight, self.grams[layer])
+        weight = self.blocks[layer].self_attn.out_proj.weight
+        return head_contribution(head_out, weight, self.grams[layer], self.means.get(layer))
 
     def add(
         self, sums: SelectionSums, layer: int, target: str, keep: Tensor | None, values: Tensor, measured: Tensor

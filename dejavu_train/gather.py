@@ -50,6 +50,15 @@ class GatherDecoder:
             for linear in (block.fc2, block.self_attn.out_proj):
                 if not linear.weight.t().is_contiguous():
                     linear.weight.data = linear.weight.data.t().contiguous().t()
+        # A mean that stands in for skipped heads is read with the bias: W (keep ? o - mean : 0) + (b + W mean).
+        self.head_means: list[Tensor | None] = []
+        self.out_biases: list[Tensor | None] = []
+        means = bundle.head_means()
+        for number, block in enumerate(self.blocks):
+            projection = block.self_attn.out_proj
+            mean = means[number].to(projection.weight) if number in means else None
+            self.head_means.append(mean)
+            self.out_biases.append(_folded_bias(projection, mean))
 
     @torch.no_grad()
     def forward(
@@ -130,17 +139,17 @@ class GatherDecoder:
             sites["attn_in", number] = attn_in = block.self_attn_layer_norm(hidden)
             layer.extend(attn_in[:, None], block.self_attn.num_heads)
             keep = selection(number, "heads", block.self_attn.num_heads, device)
-            hidden = hidden + self._attention(block.self_attn, layer, attn_in, keep, visible.to(device))
+            hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device))
             sites["mlp_in", number] = mlp_in = block.final_layer_norm(hidden)
             hidden = hidden + _mlp(block, mlp_in, selection(number, "mlp", block.fc1.out_features, device))
         return hidden
 
-    def _attention(self, attention: Any, layer: SparseLayer, attn_in: Tensor, keep: Tensor, visible: Tensor) -> Tensor:
+    def _attention(self, number: int, layer: SparseLayer, attn_in: Tensor, keep: Tensor, visible: Tensor) -> Tensor:
         """Attention of the last column over the selected heads, projected: (B, d)."""
         assert layer.keys is not None and layer.values is not None and layer.valid is not None
+        attention, mean, bias = self.blocks[number].self_attn, self.head_means[number], self.out_biases[number]
         self._compute_kv(attention, layer, keep, visible)
         heads = keep.any(dim=0).nonzero().flatten()
-        bias = attention.out_proj.bias
         if len(heads) == 0:
             return torch.zeros_like(attn_in) if bias is None else bias.expand_as(attn_in)
         query = _project(attention.q_proj, heads, attention.head_dim, attn_in) * attention.scaling  # (B, u, e)
@@ -152,6 +161,8 @@ class GatherDecoder:
         scores = (keys @ query[..., None]).squeeze(-1).masked_fill(~allowed, torch.finfo(query.dtype).min)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         mixed = (weights[:, :, None] @ values).squeeze(2)
+        if mean is not None:
+            mixed = mixed - _units(mean, heads)
         mixed = torch.where(keep[:, heads, None], mixed, 0.0)  # a row is masked by its own selection
         rows = _units(attention.out_proj.weight.t().unflatten(0, (attention.num_heads, -1)), heads)  # (u, e, d)
         out = mixed.flatten(1) @ rows.flatten(0, 1)
@@ -191,6 +202,16 @@ class GatherDecoder:
             old = stored[:, heads, low : layer.length]
             stored[:, heads, low : layer.length] = torch.where(write[..., None], made, old)
         layer.valid[:, heads, low : layer.length] |= write
+
+
+def _folded_bias(projection: Any, mean: Tensor | None) -> Tensor | None:
+    """The output projection's bias (d,), with the projected means of all heads (h, e) added."""
+    if mean is None:
+        return projection.bias
+    folded = projection.weight.float() @ mean.float().flatten()
+    return (
+        (folded if projection.bias is None else folded + projection.bias.float()).to(projection.weight.dtype).detach()
+    )
 
 
 def _mlp(block: Any, mlp_in: Tensor, keep: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
-"""The backend ``mask``: computes everything, then zeroes what was not selected. The reference for quality.
+"""The backend ``mask``: computes everything, then takes out what was not selected. The reference for quality.
 
-Hooks on the Hugging Face model: fc2 and the output projection see zeros in place of unselected neurons and heads.
+Hooks on the Hugging Face model: fc2 and the output projection see zeros in place of unselected neurons and heads, or
+the mean output of a head where the bundle holds one.
 Whole sequences at once, any attention implementation, any cache: K and V are computed for all heads, which is what the
 back-fill of the other backends reproduces.
 
 Letters: B batch, T positions, n units.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -32,7 +33,11 @@ Observe = Callable[[int, str, Tensor | None, Tensor], None]
 
 @contextmanager
 def masking(
-    model: nn.Module, selector: Select, sparse: Tensor | None = None, observe: Observe | None = None
+    model: nn.Module,
+    selector: Select,
+    sparse: Tensor | None = None,
+    observe: Observe | None = None,
+    means: Mapping[int, Tensor] | None = None,
 ) -> Iterator[None]:
     """Within the context every forward pass of ``model`` is sparse.
 
@@ -40,14 +45,15 @@ def masking(
         model: an OPTForCausalLM.
         selector: gives the selection of every layer and target.
         sparse: (B, T) bool, false where everything is selected (before ``sparse_from``, padding); None: all true.
-        observe: called as ``observe(layer, target, keep, values)`` before zeroing; ``keep`` (B, T, n) bool or None
-            for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
+        observe: called as ``observe(layer, target, keep, values)`` before anything is taken out; ``keep`` (B, T, n)
+            bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
+        means: by layer the (n_heads, head_dim) that stands in for skipped heads; zero where a layer is not there.
     """
     sites: dict[tuple[str, int], Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
     for layer, block in enumerate(decoder_layers(model)):
-        handles += _hook_layer(layer, block, selector, needed, sites, sparse, observe)
+        handles += _hook_layer(layer, block, selector, needed, sites, sparse, observe, (means or {}).get(layer))
     try:
         yield
     finally:
@@ -63,6 +69,7 @@ def _hook_layer(
     sites: dict[tuple[str, int], Tensor],
     sparse: Tensor | None,
     observe: Observe | None,
+    mean: Tensor | None,
 ) -> list[Any]:
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
 
@@ -77,7 +84,7 @@ def _hook_layer(
 
         return hook
 
-    def zero(target: str, units: int) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
+    def take_out(target: str, units: int) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             keep = selector(layer, target, sites)
             values = args[0].view(*rows[0], units, -1)  # (B, T, n, width of a unit)
@@ -87,15 +94,16 @@ def _hook_layer(
                 observe(layer, target, keep, values.squeeze(-1) if target == "mlp" else values)
             if keep is None:
                 return None
-            zeroed = torch.where(keep.to(values.device)[..., None], values, 0.0)
-            return (zeroed.reshape(args[0].shape), *args[1:])
+            instead = 0.0 if mean is None or target == "mlp" else mean.to(values)
+            kept = torch.where(keep.to(values.device)[..., None], values, instead)
+            return (kept.reshape(args[0].shape), *args[1:])
 
         return hook
 
     attention = block.self_attn
     return [
         block.self_attn_layer_norm.register_forward_hook(keep_site("attn_in")),
-        attention.out_proj.register_forward_pre_hook(zero("heads", attention.num_heads)),
+        attention.out_proj.register_forward_pre_hook(take_out("heads", attention.num_heads)),
         block.final_layer_norm.register_forward_hook(keep_site("mlp_in")),
-        block.fc2.register_forward_pre_hook(zero("mlp", block.fc2.in_features)),
+        block.fc2.register_forward_pre_hook(take_out("mlp", block.fc2.in_features)),
     ]

@@ -146,7 +146,7 @@ def tables(found: dict[str, Any]) -> str:
                 _number(row["mlp_density"], 3),
                 _number(row["head_density"], 3),
                 str(row["sparse_from"]),
-                _number(row["perplexity"], 3),
+                f"{row['perplexity']:.5g}",
                 _percent(row["increase"]),
                 _percent(row["increase_error"]),
                 _number(row["bits_per_byte"], 4),
@@ -181,7 +181,9 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f}%"
+    if value is None:
+        return "-"
+    return f"{100 * value:.2f}%" if abs(value) < 10 else f"{100 * value:.3g}%"
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:
@@ -190,7 +192,7 @@ def write_results(found: dict[str, Any], folder: str | Path) -> None:
 
 
 def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
-    """Draw the perplexity increase against the MLP density (all heads, sparse everywhere); False without matplotlib."""
+    """Draw perplexity against MLP density (all heads, sparse everywhere), and a closer look; False without matplotlib."""
     try:
         import matplotlib
 
@@ -198,30 +200,39 @@ def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
         import matplotlib.pyplot as plt
     except ImportError:
         return False
-    rows = [
-        r for r in found["quality"] if r["head_density"] == 1 and r["sparse_from"] == 0 and r["increase"] is not None
-    ]
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    rows = [row for row in found["quality"] if row["head_density"] == 1 and row["sparse_from"] == 0]
+    figure, (whole, near) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for name, (colour, label) in CURVES.items():
         points = sorted(
-            (r["mlp_density"], r["increase"], r["increase_error"] or 0.0) for r in rows if r["selection"] == name
+            (row["mlp_density"], row["perplexity"], row["increase"], row["increase_error"] or 0.0)
+            for row in rows
+            if row["selection"] == name and row["increase"] is not None
         )
-        if len(points) > 1:
-            x, y, error = np.array(points).T
-            axes.errorbar(x, 100 * y, 100 * error, color=colour, label=label, marker="o", markersize=4, capsize=2)
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=1.0)
-    shown = sorted({round(r["mlp_density"], 2) for r in rows if r["selection"] == "predicted"})
-    axes.set_xticks(shown, [f"{x:g}" for x in shown], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    axes.set_xlabel("share of MLP neurons used per token (mean over layers)")
-    axes.set_ylabel("perplexity increase over dense, %")
-    axes.set_title(
-        f"{Path(found['model']).name} on {found['text']['name']}, {found['text']['tokens']:,} held-out tokens"
-    )
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+        if points:
+            x, perplexity, change, error = np.array(points).T
+            style: dict[str, Any] = {"color": colour, "label": label, "marker": "o", "markersize": 4}
+            whole.plot(x, perplexity, **style)
+            near.errorbar(x, 100 * change, 100 * error, capsize=2, **style)
+    dense = next((row["perplexity"] for row in rows if row["selection"] == "dense"), None)
+    if dense is not None:
+        whole.axhline(dense, color="0.4", linestyle="--", linewidth=1, label=f"dense ({dense:.4g})")
+    shown = sorted({float(f"{row['mlp_density']:.2g}") for row in rows if row["selection"] == "predicted"})
+    for axes in (whole, near):
+        axes.set_xscale("log")
+        axes.set_xticks(shown, [f"{x:g}" for x in shown])
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("share of MLP neurons used per token")
+        axes.grid(alpha=0.25)
+    whole.set_yscale("log")
+    whole.set_ylabel("perplexity")
+    whole.legend(frameon=False, fontsize="small")
+    # The random selection lies beyond any scale on which the predictors can be seen.
+    best = [100 * row["increase"] for row in rows if row["selection"] == "predicted" and row["increase"] is not None]
+    near.set_ylim(-0.05 * max([1.0, *best]), 1.25 * max([1.0, *best]))
+    near.axhline(0, color="0.4", linestyle="--", linewidth=1)
+    near.set_ylabel("perplexity increase over dense, %")
+    text = found["text"]
+    figure.suptitle(f"{Path(found['model']).name} on {text['name']}, {text['tokens']:,} held-out tokens")
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)

@@ -110,13 +110,16 @@ def random_ranks(shape: tuple[int, ...], generator: torch.Generator, device: tor
 
 
 @torch.no_grad()
-def noncontextual_contributions(model: OPTForCausalLM, token_ids: Tensor, layer: int) -> dict[str, Tensor]:
+def noncontextual_contributions(
+    model: OPTForCausalLM, token_ids: Tensor, layer: int, head_mean: Tensor | None = None
+) -> dict[str, Tensor]:
     """Contributions when the embeddings at the model's input go through one block alone, no token seeing another.
 
     With one token the attention of every head is its value vector, so nothing of the context enters.
 
     Args:
         token_ids: (B, T); the columns are the positions.
+        head_mean: (n_heads, head_dim) that stands in for skipped heads, see ``sites.head_contribution``.
     Returns: ``heads`` (B, T, n_heads) and ``mlp`` (B, T, d_ffn), fp32.
     """
     decoder = model.model.decoder
@@ -127,7 +130,8 @@ def noncontextual_contributions(model: OPTForCausalLM, token_ids: Tensor, layer:
     embedded = embedded.to(block.fc1.weight.device)
     attention = block.self_attn
     values = attention.v_proj(block.self_attn_layer_norm(embedded))
-    heads = head_contribution(values.unflatten(-1, (attention.num_heads, -1)), attention.out_proj.weight)
+    by_head = values.unflatten(-1, (attention.num_heads, -1))
+    heads = head_contribution(by_head, attention.out_proj.weight, mean=head_mean)
     middle = embedded + attention.out_proj(values)
     activation = torch.relu(block.fc1(block.final_layer_norm(middle)))
     return {"heads": heads, "mlp": neuron_contribution(activation, block.fc2.weight)}

@@ -114,7 +114,9 @@ def output_gram(out_proj_weight: Tensor, n_heads: int) -> Tensor:
     return slices.transpose(1, 2) @ slices
 
 
-def head_contribution(head_out: Tensor, out_proj_weight: Tensor, gram: Tensor | None = None) -> Tensor:
+def head_contribution(
+    head_out: Tensor, out_proj_weight: Tensor, gram: Tensor | None = None, mean: Tensor | None = None
+) -> Tensor:
     """What each head adds to the residual stream: the norm of its output through its slice of the output projection.
 
     Computed as sqrt(o' G o) with the slice's Gram matrix G, e/d of the work of projecting first.
@@ -123,10 +125,12 @@ def head_contribution(head_out: Tensor, out_proj_weight: Tensor, gram: Tensor | 
         head_out: (..., h, e).
         out_proj_weight: (d, h * e), as stored.
         gram: ``output_gram`` of it, when the caller keeps that for many calls.
+        mean: (h, e), what stands in for a skipped head; then a head contributes its distance from that.
     Returns: (..., h) in fp32, never negative.
     """
     if gram is None:
         gram = output_gram(out_proj_weight, head_out.shape[-2])
-    flat = head_out.float().flatten(0, -3).transpose(0, 1)  # (h, N, e)
+    outputs = head_out.float() if mean is None else head_out.float() - mean.to(head_out.device)
+    flat = outputs.flatten(0, -3).transpose(0, 1)  # (h, N, e)
     squares = ((flat @ gram) * flat).sum(-1)  # (h, N)
     return squares.clamp_min(0).sqrt().transpose(0, 1).reshape(head_out.shape[:-1])

@@ -47,6 +47,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         self.kv_policy = "backfill"
         self._bundle: Bundle | None = None
         self._selector: Predicted | None = None
+        self._means: dict[int, Tensor] = {}
         self._decoder: Any = None
         self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
 
@@ -125,7 +126,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
         self._bundle = bundle
         if self.backend == "mask":
-            self._selector = Predicted(bundle, self.device)
+            self._selector, self._means = Predicted(bundle, self.device), bundle.head_means(self.device)
         elif self.backend == "gather":
             self._decoder = GatherDecoder(self, bundle, self.kv_policy)
         else:
@@ -164,7 +165,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
         if self.backend == "mask":
             assert self._selector is not None
-            with masking(self, self._selector, sparse):
+            with masking(self, self._selector, sparse, means=self._means):
                 return super().forward(
                     input_ids=input_ids,
                     attention_mask=attention_mask,

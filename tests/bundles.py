@@ -11,8 +11,11 @@ from dejavu_train.predictor import LowRankPredictor
 GRID = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
 
 
-def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False) -> Bundle:
-    """Random predictors with honest curves; with ``lookahead`` each reads the site half a block before its own."""
+def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False, means: bool = False) -> Bundle:
+    """Random predictors with honest curves.
+
+    With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means.
+    """
     shape = read_shape(str(model))
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(500, shape.d_model, generator=generator)
@@ -33,8 +36,10 @@ def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = Fal
             site = ("mlp_in", layer) if target == "mlp" else ("attn_in", layer)
             if lookahead:
                 site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
-            entry = Entry(
-                layer, target, *site, rank, shape.d_model, n_out, active_density=0.1 + 0.1 * layer, curve=curve
-            )
-            entries[layer, target] = entry
+            facts = {"active_density": 0.1 + 0.1 * layer, "curve": curve}
+            if means and target == "heads":
+                other = torch.Generator().manual_seed(layer)  # the predictors stay those of a bundle without means
+                tensors[tensor_name(layer, target, "mean")] = torch.randn(n_out, shape.head_dim, generator=other).half()
+                facts["replacement"] = "mean"
+            entries[layer, target] = Entry(layer, target, *site, rank, shape.d_model, n_out, **facts)
     return Bundle(str(model), weight_hash(str(model)), shape, entries, tensors, {"text": "made up"})

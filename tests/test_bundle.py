@@ -58,6 +58,14 @@ def test_roundtrip(bundle, folder):
     assert Bundle.from_pretrained(folder).entries == bundle.entries
 
 
+def test_means_travel_with_the_bundle(tiny_opt, tmp_path):
+    made = make_bundle(tiny_opt, means=True)
+    made.save_pretrained(tmp_path / "bundle")
+    again = Bundle.from_pretrained(tmp_path / "bundle").head_means()
+    assert sorted(again) == [0, 1] and again[0].shape == (4, 12) and again[0].dtype == torch.float32
+    torch.testing.assert_close(again[1], made.tensors["layers.1.heads.mean"].float())
+
+
 def test_predictor_has_the_deployed_weights_in_fp32(bundle):
     predictor = bundle.predictor(1, "mlp")
     stored = bundle.tensors["layers.1.mlp.up"]
@@ -194,6 +202,9 @@ def set_entry(**values):
         (set_entry(n_out=3), "maps 48 -> 3"),
         (set_entry(threshold=1.0, top_k=2), "one finite threshold or one top_k"),
         (set_entry(surprise=1), "surprise"),
+        (set_entry(replacement="median"), "unknown replacement median"),
+        (set_entry(replacement="mean"), "layers.0.heads.mean is missing"),
+        (lambda facts: facts["entries"][1].update(replacement="mean"), "unknown replacement mean"),
         (set_entry(curve={"density": [0.5, 0.1]}), "curve"),
     ],
 )

@@ -5,26 +5,13 @@ import torch
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
-from dejavu_train.sites import (
-    PLACES,
-    decoder_layers,
-    head_contribution,
-    neuron_contribution,
-    output_gram,
-    record,
-)
+from dejavu_train.sites import PLACES, decoder_layers, head_contribution, neuron_contribution, output_gram, record
 
 
 @pytest.fixture(scope="module")
 def opt():
     torch.manual_seed(0)
-    shape = dict(
-        hidden_size=24,
-        word_embed_proj_dim=24,
-        ffn_dim=40,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-    )
+    shape = dict(hidden_size=24, word_embed_proj_dim=24, ffn_dim=40, num_hidden_layers=3, num_attention_heads=3)
     return OPTForCausalLM(OPTConfig(vocab_size=50, max_position_embeddings=64, **shape)).eval()
 
 
@@ -54,12 +41,7 @@ def test_only_what_is_wanted_and_nothing_after_the_context(opt):
         opt(tokens())  # transformers installs hooks of its own at the first call
     before, seen = hooks(opt), []
     with torch.no_grad():
-        with record(
-            opt,
-            {"mlp_in"},
-            layers=[2, 0],
-            on_layer=lambda layer, got: seen.append((layer, set(got))),
-        ) as kept:
+        with record(opt, {"mlp_in"}, layers=[2, 0], on_layer=lambda layer, got: seen.append((layer, set(got)))) as kept:
             opt(tokens())
         opt(tokens())
     assert seen == [(0, {"mlp_in"}), (2, {"mlp_in"})]
@@ -85,3 +67,7 @@ def test_contributions_equal_the_norms_of_what_is_added():
     expected = torch.stack(by_head, dim=-1)
     torch.testing.assert_close(head_contribution(head_out, out_proj), expected)
     torch.testing.assert_close(head_contribution(head_out, out_proj, output_gram(out_proj, 3)), expected)
+    mean = torch.randn(3, 4, generator=generator)
+    torch.testing.assert_close(
+        head_contribution(head_out, out_proj, mean=mean), head_contribution(head_out - mean, out_proj)
+    )

@@ -360,3 +360,38 @@ def test_prompt_lookup_decoding_takes_tokens_back(dense, bundle):
         model = sparse(dense, bundle, "gather", sparse_from=start)
         plain = model.generate(ids, **settings)
         assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), plain)
+
+
+def test_means_stand_in_for_skipped_heads(dense, tiny_opt):
+    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    ids = tokens(2, 30)
+    with torch.no_grad():
+        got = {backend: sparse(dense, replaced, backend)(ids).logits for backend in ("mask", "gather")}
+        close(got["gather"], got["mask"])
+        dropped = sparse(dense, make_bundle(tiny_opt).at(0.3, 0.5), "mask")(ids).logits
+        assert (got["mask"] - dropped).abs().max() > 1e-2 * dropped.abs().max()
+        for backend in ("mask", "gather"):  # nothing is skipped, nothing stands in
+            close(sparse(dense, replaced.at(1.0, 1.0), backend)(ids).logits, dense(ids).logits)
+
+
+def test_the_output_projection_sees_the_mean(dense, tiny_opt):
+    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    model, seen, kept = sparse(dense, replaced, "mask"), [], {}
+    attention = dense.model.decoder.layers[1].self_attn
+    ids = tokens(1, 20)
+    with (
+        torch.no_grad(),
+        masking(
+            dense,
+            model._selector,
+            observe=lambda layer, target, keep, values: kept.__setitem__((layer, target), (keep, values.clone())),
+            means=replaced.head_means(),
+        ),
+    ):
+        handle = attention.out_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        dense(ids)
+        handle.remove()
+    keep, values = kept[1, "heads"]
+    assert 0 < keep.sum() < keep.numel()
+    expected = torch.where(keep[..., None], values, replaced.tensors["layers.1.heads.mean"].float())
+    torch.testing.assert_close(seen[0], expected.flatten(-2))
