@@ -192,7 +192,7 @@ def write_results(found: dict[str, Any], folder: str | Path) -> None:
 
 
 def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
-    """Draw perplexity against MLP density (all heads, sparse everywhere), and a closer look; False without matplotlib."""
+    """Draw perplexity against MLP density (all heads, sparse everywhere); False without matplotlib."""
     try:
         import matplotlib
 
@@ -201,7 +201,7 @@ def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
     except ImportError:
         return False
     rows = [row for row in found["quality"] if row["head_density"] == 1 and row["sparse_from"] == 0]
-    figure, (whole, near) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (whole, near) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for name, (colour, label) in CURVES.items():
         points = sorted(
             (row["mlp_density"], row["perplexity"], row["increase"], row["increase_error"] or 0.0)
@@ -212,7 +212,8 @@ def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
             x, perplexity, change, error = np.array(points).T
             style: dict[str, Any] = {"color": colour, "label": label, "marker": "o", "markersize": 4}
             whole.plot(x, perplexity, **style)
-            near.errorbar(x, 100 * change, 100 * error, capsize=2, **style)
+            if name in ("predicted", "oracle"):  # the others lie beyond any scale on which these two differ
+                near.errorbar(x, 100 * change, 100 * error, capsize=2, **style)
     dense = next((row["perplexity"] for row in rows if row["selection"] == "dense"), None)
     if dense is not None:
         whole.axhline(dense, color="0.4", linestyle="--", linewidth=1, label=f"dense ({dense:.4g})")
@@ -225,10 +226,7 @@ def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
         axes.grid(alpha=0.25)
     whole.set_yscale("log")
     whole.set_ylabel("perplexity")
-    whole.legend(frameon=False, fontsize="small")
-    # The random selection lies beyond any scale on which the predictors can be seen.
-    best = [100 * row["increase"] for row in rows if row["selection"] == "predicted" and row["increase"] is not None]
-    near.set_ylim(-0.05 * max([1.0, *best]), 1.25 * max([1.0, *best]))
+    figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     near.axhline(0, color="0.4", linestyle="--", linewidth=1)
     near.set_ylabel("perplexity increase over dense, %")
     text = found["text"]
