@@ -10,10 +10,12 @@ fc2 with the list given. Dense is the two cuBLAS products alone. Bytes count fc2
 """
 
 import argparse
+import json
 import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +46,16 @@ def best_read_bandwidth(rows: Rows) -> float:
     return rows.add(row).gb_s
 
 
-def run_shape(rows: Rows, d: int, densities: tuple[float, ...], live: float, predictor: str, batch: int, until: float):
+def run_shape(
+    rows: Rows,
+    d: int,
+    densities: tuple[float, ...],
+    live: float,
+    predictor: str,
+    batch: int,
+    until: float,
+    settings: dict[str, Any] | None = None,
+) -> None:
     """All providers of one shape. predictor: "fp16", "fp16-half" (half the rank) or "int8"."""
     from benchmarks.sparse_mlp_problem import Problem
 
@@ -52,6 +63,8 @@ def run_shape(rows: Rows, d: int, densities: tuple[float, ...], live: float, pre
     touched = int((0.05 * 1.6 * 8 + 0.6) * d * d) if predictor != "int8" else int((0.05 * 1.6 * 8 + 0.3) * d * d)
     sets = sets_for(touched, 17 * d * d)
     problem = Problem(d, rank, sets, live, torch.int8 if predictor == "int8" else None, batch)
+    if settings and batch == 1:
+        problem.use_settings(settings)
     main = predictor == "fp16" and live == 0.6
 
     def add(op, provider, step, size, conditions=""):
@@ -72,12 +85,14 @@ def run_shape(rows: Rows, d: int, densities: tuple[float, ...], live: float, pre
         if batch == 1:
             add("whole", "sparse fused", problem.step_fused, size["whole"], "PDL inside")
             add("whole", "sparse fused chain", lambda i: problem.step_fused(i, True), size["whole"], "PDL everywhere")
+            add("whole", "sparse atomic", problem.step_atomic, size["whole"], "PDL inside, not deterministic")
+            add("select+fc1", "sparse fused", lambda i: problem.select_first(i, False), size["fused"], "plain edges")
         if main or live == 1.0:
             add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
             add("fc1", "sparse", lambda i: problem.first(i, False), size["fc1"], "plain edges")
-            add("fc2", "sparse", lambda i: problem.second(i, False), size["fc2"], "plain edges")
+            add("fc2", "sparse", lambda i: problem.second_fused(i, False), size["fc2"], "plain edges")
             add("fc1", "sparse", lambda i: problem.first(i, True), size["fc1"], "PDL chain")
-            add("fc2", "sparse", lambda i: problem.second(i, True), size["fc2"], "PDL chain")
+            add("fc2", "sparse", lambda i: problem.second_fused(i, True), size["fc2"], "PDL chain")
         if main and batch == 1:
             add("whole", "sparse", lambda i: problem.step_whole(i, False, False), size["whole"], "no PDL")
             add("mlp", "torch indexing", problem.step_indexing, size["fc1"] + size["fc2"], "list given")
@@ -150,8 +165,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sweep", action="store_true", help="time launch settings instead")
     parser.add_argument("--compile", metavar="I/K", help="with --sweep: only compile share I of K, for a warm cache")
     parser.add_argument(
-        "--ops", nargs="*", default=["fc1", "fc2", "down", "select", "fused"], help="with --sweep: which stages"
+        "--ops", nargs="*", default=["fc1", "fc2", "down", "select", "fused", "fc2a"], help="with --sweep: which stages"
     )
+    parser.add_argument("--settings", metavar="JSON", help="launch settings that a sweep found, instead of the table")
     parser.add_argument("--plot", metavar="CSV", help="draw committed rows; no GPU needed")
     arguments = parser.parse_args(argv)
     if arguments.plot:
@@ -166,12 +182,13 @@ def main(argv: list[str] | None = None) -> None:
         sweep(arguments.csv, arguments.d, arguments.densities, arguments.ops, arguments.compile, until)
         return
     rows = Rows(arguments.csv)
+    settings = json.loads(Path(arguments.settings).read_text()) if arguments.settings else {}
     best_read_bandwidth(rows)
     for predictor in arguments.predictors:
         for live in arguments.live if predictor == "fp16" else [0.6]:
             for d in arguments.d:
                 densities = tuple(arguments.densities) if predictor == "fp16" else (0.1,)
-                run_shape(rows, d, densities, live, predictor, arguments.batch, until)
+                run_shape(rows, d, densities, live, predictor, arguments.batch, until, settings.get(str(d)))
                 torch.cuda.empty_cache()
 
 

@@ -53,11 +53,25 @@ class Problem:
         self.hidden = torch.empty(batch, rank, device="cuda")
         self.out = torch.empty(batch, d, device="cuda")
         self.scratch = ScatterScratch.empty(batch, d, "cuda")
-        self.block, self.select_warps = block, None
+        self.block: int = block
+        self.select_warps: int | None = None
         self.a_settings: GatherSettings | None = None
         self.fc1_settings = gather_settings(d, batch, False, n)
         self.fc2_settings: ScatterSettings | None = None
+        self.fused_fc2_settings: ScatterSettings | None = None
+        self.atomic_fc2_settings: ScatterSettings | None = None
         self.fused_settings: SelectGatherSettings = select_gather_settings(d)
+        self.make_lists()
+
+    def use_settings(self, found: dict[str, Any]) -> None:
+        """Settings of a sweep (one width of its JSON) in place of the committed table."""
+        self.fc1_settings = GatherSettings(**found["fc1"])
+        self.a_settings = GatherSettings(**found["down"])
+        self.fused_fc2_settings = ScatterSettings(**found["fc2"])
+        self.atomic_fc2_settings = ScatterSettings(**found["fc2a"])
+        self.fc2_settings = ScatterSettings(**found["fc2l"])
+        self.fused_settings = SelectGatherSettings(**found["fused"])
+        self.block, self.select_warps = found["select"]
         self.make_lists()
 
     def make_lists(self) -> None:
@@ -86,6 +100,8 @@ class Problem:
     def fill(self) -> None:
         for i in range(self.sets):
             self.step_whole(i)
+            if self.batch == 1:
+                self.step_fused(i)
         self.indices = [selection.indices() for selection in self.selections]
         torch.cuda.synchronize()
 
@@ -114,9 +130,18 @@ class Problem:
 
     def second_fused(self, i: int, pdl: bool) -> None:
         scatter_gemv(self.fused_lives[i], self.fc2_t[i], self.b2, self.x[i], None, self.out, scratch=self.scratch,
-                     pdl=pdl, settings=self.fc2_settings)  # fmt: skip
+                     pdl=pdl, settings=self.fused_fc2_settings)  # fmt: skip
+
+    def second_atomic(self, i: int, pdl: bool) -> None:
+        scatter_gemv(self.fused_lives[i], self.fc2_t[i], self.b2, self.out, None, self.out, scratch=self.scratch,
+                     pdl=pdl, settings=self.atomic_fc2_settings, deterministic=False)  # fmt: skip
 
     # What is timed
+    def step_atomic(self, i: int) -> None:
+        self.down(i, False)
+        self.select_first(i, True)
+        self.second_atomic(i, True)
+
     def step_fused(self, i: int, enter: bool = False, inner: bool = True) -> None:
         """The whole in three kernels."""
         self.down(i, enter)

@@ -1,9 +1,12 @@
 """Times launch settings of the stages of a sparse MLP, one stage at a time; the table in kernels/launch.py comes
 from these rows. Stages run as plain nodes and as a PDL chain; the best by PDL time is printed for each density."""
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,52 +17,65 @@ from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings
 
 
 def fc1_candidates(d: int) -> Iterator[GatherSettings]:
-    for rows, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8)):
-        if rows * d > 4 * 9216:
+    for rows, warps in ((1, 4), (2, 4), (1, 8)):
+        if rows * d > 2 * 9216:
             continue
-        for multiple in (2, 3, 4, 6, 8):
+        for multiple in (4, 8):
             yield GatherSettings(132 * multiple, rows, 256 * warps, warps)
 
 
 def down_candidates(d: int) -> Iterator[GatherSettings]:
-    for rows, warps in ((1, 4), (2, 4), (1, 8), (2, 8), (4, 8)):
-        for programs in (132, 264, 528):
-            for prefetch in (0, 32768):
-                yield GatherSettings(programs, rows, 256 * warps, warps, prefetch=prefetch)
+    for rows, warps, prefetch in ((1, 8, 32768), (2, 8, 32768), (1, 8, 65536), (1, 4, 32768), (1, 16, 32768)):
+        for each in (1, 2, 3, 4):
+            if d // 16 // each >= 64:
+                yield GatherSettings(d // 16 // each, rows, min(256 * warps, 2048), warps, prefetch=prefetch)
 
 
 def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
-    for stripe, rows, warps in ((128, 32, 4), (128, 64, 4), (256, 16, 4), (256, 32, 4), (512, 16, 8), (512, 8, 4),
-                                (512, 16, 4), (128, 16, 1), (256, 8, 1)):  # fmt: skip
-        if d % stripe == 0:
-            for splits in (4, 8, 16, 32):
-                if 132 <= d // stripe * splits <= 2400:
-                    yield ScatterSettings(stripe, splits, rows, warps)
+    """For the list of the fused kernel: 4 d / 32 blocks of 32 slots."""
+    for stripe, window, slots, warps in ((128, 32, 4, 4), (128, 16, 8, 4), (128, 16, 4, 4), (128, 64, 2, 4),
+                                         (256, 16, 4, 4), (256, 16, 4, 8), (256, 32, 4, 8), (256, 32, 2, 4),
+                                         (512, 16, 4, 8), (512, 8, 4, 8)):  # fmt: skip
+        splits = -(-(4 * d // 32) // window)
+        if splits <= 96 and d % stripe == 0:
+            yield ScatterSettings(stripe, splits, 32, warps, slots)
+
+
+def fc2l_candidates(d: int) -> Iterator[tuple[int, ScatterSettings]]:
+    """For the list of the gathered fc1, whose ranges are its programs."""
+    for programs, stripe, window, slots, warps in ((528, 128, 32, 4, 4), (528, 256, 16, 4, 4), (528, 256, 32, 4, 8),
+                                                   (528, 128, 16, 8, 4), (528, 256, 16, 8, 8), (1056, 128, 64, 2, 4),
+                                                   (1056, 256, 32, 2, 4), (1056, 128, 32, 4, 4),
+                                                   (1056, 256, 32, 4, 8)):  # fmt: skip
+        yield programs, ScatterSettings(stripe, -(-programs // window), 32, warps, slots)
 
 
 def select_candidates(d: int) -> Iterator[tuple[int, int]]:
-    yield from ((32, 2), (32, 4), (64, 4), (64, 8), (64, 16), (128, 8), (128, 16))
+    yield from ((32, 4), (64, 4), (64, 8))
 
 
 def fused_candidates(d: int) -> Iterator[SelectGatherSettings]:
-    for block, rows, warps in ((64, 1, 8), (64, 2, 4), (64, 2, 8), (64, 4, 8), (32, 1, 4), (32, 2, 4), (32, 4, 4),
-                               (32, 2, 8), (16, 2, 4)):  # fmt: skip
-        yield SelectGatherSettings(block, rows, 256 * warps, warps)
+    for rows, warps in ((1, 4), (2, 4), (1, 8)):
+        yield SelectGatherSettings(32, rows, 256 * warps, warps)
 
 
 def label(settings: Any) -> str:
     if isinstance(settings, GatherSettings):
         return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch}"
     if isinstance(settings, ScatterSettings):
-        return f"s{settings.stripe} x{settings.splits} r{settings.rows} w{settings.warps}"
+        return f"s{settings.stripe} x{settings.splits} k{settings.slots} w{settings.warps}"
     if isinstance(settings, SelectGatherSettings):
         return f"b{settings.block} r{settings.rows} c{settings.columns} w{settings.warps}"
+    if isinstance(settings[1], ScatterSettings):
+        return f"p{settings[0]} {label(settings[1])}"
     return "b{} w{}".format(*settings)
 
 
 CANDIDATES = {
     "fc1": fc1_candidates,
     "fc2": fc2_candidates,
+    "fc2a": fc2_candidates,
+    "fc2l": fc2l_candidates,
     "down": down_candidates,
     "select": select_candidates,
     "fused": fused_candidates,
@@ -70,7 +86,12 @@ def apply(problem: Problem, op: str, settings: Any) -> None:
     if op == "fc1":
         problem.fc1_settings = settings
     elif op == "fc2":
-        problem.fc2_settings = settings
+        problem.fused_fc2_settings = settings
+    elif op == "fc2a":
+        problem.atomic_fc2_settings = settings
+    elif op == "fc2l":
+        problem.fc1_settings = replace(problem.fc1_settings, programs=settings[0])
+        problem.fc2_settings = settings[1]
     elif op == "down":
         problem.a_settings = settings
     elif op == "fused":
@@ -83,7 +104,9 @@ def apply(problem: Problem, op: str, settings: Any) -> None:
 def stage(problem: Problem, op: str) -> Callable[[int, bool], None]:
     return {
         "fc1": problem.first,
-        "fc2": problem.second,
+        "fc2": problem.second_fused,
+        "fc2a": problem.second_atomic,
+        "fc2l": problem.second,
         "down": problem.down,
         "select": problem.select,
         "fused": problem.select_first,
@@ -98,7 +121,7 @@ def variant(op: str, settings: Any) -> str:
 def compile_share(widths: list[int], ops: list[str], share: str) -> None:
     """Compile every i-th variant on a small matrix: several processes fill the cache side by side."""
     index, count = (int(part) for part in share.split("/"))
-    work = [(d, op, settings, pdl) for d in widths for op in ops for settings in CANDIDATES[op](d) for pdl in (0, 1)]
+    work = [(d, op, settings, pdl) for d in widths for op in ops for settings in CANDIDATES[op](d) for pdl in (1,)]
     seen: set[Any] = set()
     problem: Problem | None = None
     for d, op, settings, pdl in work:
@@ -119,6 +142,22 @@ def compile_share(widths: list[int], ops: list[str], share: str) -> None:
     torch.cuda.synchronize()
 
 
+def write_best(path: Path, d: int, problem: Problem) -> None:
+    """Adds this width's best settings to a JSON that `sparse_mlp.py --settings` reads."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    chosen = {
+        "fc1": problem.fc1_settings,
+        "down": problem.a_settings,
+        "fc2": problem.fused_fc2_settings,
+        "fc2a": problem.atomic_fc2_settings,
+        "fc2l": problem.fc2_settings,
+        "fused": problem.fused_settings,
+    }
+    found[str(d)] = {name: asdict(settings) for name, settings in chosen.items() if settings is not None}
+    found[str(d)]["select"] = [problem.block, problem.select_warps]
+    path.write_text(json.dumps(found, indent=1))
+
+
 def sweep(
     path: str, widths: list[int], densities: list[float], ops: list[str], share: str | None, until: float
 ) -> None:
@@ -130,17 +169,20 @@ def sweep(
         sets = sets_for(int(0.1 * 4 * d * d * 2 * 0.6), 17 * d * d, 10 * 2**30)
         problem = Problem(d, d // 16, sets)
         for op in ops:
-            for density in densities if op in ("fc1", "fc2") else densities[:1]:
+            chosen: Any = None
+            for density in densities if op in ("fc1", "fc2", "fused") else densities[:1]:
                 results = defaultdict(list)
                 problem.set_density(density)
                 for settings in CANDIDATES[op](d):
+                    if op == "fc2l" and settings[0] != problem.fc1_settings.programs:
+                        continue
                     if time.time() > until:
                         return
                     try:
                         apply(problem, op, settings)
                         problem.fill()
-                        size, step = problem.bytes()[op], stage(problem, op)
-                        for pdl in (False, True):
+                        size, step = problem.bytes()[op.rstrip("al")], stage(problem, op)
+                        for pdl in (True,):
                             times = measure(lambda i, step=step, pdl=pdl: step(i, pdl), sets, repeats=9)
                             edges = "PDL chain" if pdl else "plain edges"
                             rows.add(BenchRow(op, "sweep", problem.n, d, density, 0.6, 1, d // 16, "fp16", *times, size,
@@ -148,15 +190,19 @@ def sweep(
                             results[pdl].append((times[1], label(settings), settings))
                     except Exception as error:
                         print(op, d, label(settings), repr(error)[:200], flush=True)
-                for pdl in (False, True):
+                for pdl in (True,):
                     best = ", ".join(f"{t:.2f} [{name}]" for t, name, _ in sorted(results[pdl], key=lambda r: r[0])[:4])
                     print(f"sweep {op} d {d} density {density} pdl {pdl}: {best}", flush=True)
-                if results[True]:
-                    apply(problem, op, min(results[True], key=lambda r: r[0])[2])
+                if results[True] and density == densities[0]:
+                    chosen = min(results[True], key=lambda r: r[0])[2]
+            if chosen is not None:
+                apply(problem, op, chosen)
+        write_best(Path(path).with_suffix(".json"), d, problem)
         problem.set_density(densities[0])
         for name, step in (
             ("whole", problem.step_whole),
             ("fused", problem.step_fused),
+            ("atomic", problem.step_atomic),
             ("mlp", problem.step_mlp),
             ("predict", problem.step_predict),
         ):

@@ -19,9 +19,8 @@ from kernels.launch import (
     GatherSettings,
     check_input,
     check_tensor,
-    dot_rows,
     gather_settings,
-    list_slots,
+    list_products,
     list_slots_wide,
     load_vector,
     next_power_of_two,
@@ -120,6 +119,7 @@ def _gather_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    CAP: tl.constexpr,
     SEL_BLOCKS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -190,15 +190,15 @@ def _gather_kernel(
                     tl.store(normalised_ptr + c, xs[j].to(normalised_ptr.dtype.element_ty), mask=c < D)
 
     written = 0
-    for start in range(first, last, ROWS):
-        items = start + tl.arange(0, ROWS)
+    for start in range(first, last, CAP):  # a share is searched for, and stored, CAP rows at once
+        items = start + tl.arange(0, CAP)
         valid = items < last
         if ids_ptr is not None:
-            slot = list_slots(items // GROUP, running, SEL_BLOCK)
+            slot = list_slots_wide(items // GROUP, running, SEL_BLOCK, SEL_BLOCKS)
             rows = tl.load(ids_ptr + slot, mask=valid, other=0) * GROUP + items % GROUP
         else:
             rows = items
-        y = dot_rows(w_ptr, rows, valid, xs, columns, D, BLOCK, ROWS)
+        y = list_products(w_ptr, rows, tl.minimum(last - start, CAP), xs, columns, D, BLOCK, ROWS)
         if scale_ptr is not None:
             y = y * tl.load(scale_ptr + rows, mask=valid, other=0.0)
         if bias_ptr is not None:
@@ -391,6 +391,7 @@ def gather_gemv(
             D=d,
             BLOCK=settings.block,
             ROWS=settings.rows,
+            CAP=32,
             SEL_BLOCKS=sel_blocks,
             SEL_BLOCK=sel_block,
             GROUP=rows_per_id,

@@ -123,42 +123,48 @@ def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dot_rows(w_ptr, rows, valid, xs, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Products of ROWS (1, 2 or 4) rows with x: (ROWS,) fp32.
+def load_rows(w_ptr, rows, first, count, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows first .. first + ROWS - 1 of the list `rows` as tiles (BLOCK,); those from `count` on are not read.
 
-    All rows are on their way before the first is used. One-dimensional tiles spread a row, and x, over all threads;
-    a (ROWS, BLOCK) tile would give threads the same x several times, and cost the registers that keep loads in flight.
+    One-dimensional tiles spread a row, and the vector it meets, over all threads of the program; a (ROWS, BLOCK) tile
+    would give threads the same part of the vector several times, and cost the registers that keep loads in flight.
     """
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    pick = tl.arange(0, ROWS)
+    pick = tl.arange(0, rows.shape[0])
     tiles = ()
     for k in tl.static_range(ROWS):
-        row = tl.sum(tl.where(pick == k, rows, 0), 0).to(tl.int64)
-        width = tl.where(tl.sum(tl.where((pick == k) & valid, 1, 0), 0) > 0, D, 0)
-        for j in tl.static_range(STEPS):
+        row = tl.sum(tl.where(pick == first + k, rows, 0), 0).to(tl.int64)
+        width = tl.where(first + k < count, D, 0)
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
             at = j * BLOCK + columns
             tiles = tiles + (tl.load(w_ptr + row * D + at, mask=at < width, other=0.0),)
-    sums = ()
-    for k in tl.static_range(ROWS):
-        acc = tiles[k * STEPS].to(tl.float32) * xs[0].to(tl.float32)
-        for j in tl.static_range(1, STEPS):
-            acc += tiles[k * STEPS + j].to(tl.float32) * xs[j].to(tl.float32)
-        sums = sums + (acc,)
-    # Rows are joined so that one reduction over the threads serves all of them.
-    if ROWS == 1:
-        y = tl.zeros((1,), tl.float32) + tl.sum(sums[0], 0)
-    elif ROWS == 2:
-        y = tl.sum(tl.join(sums[0], sums[1]), 0)
-    else:
-        tl.static_assert(ROWS == 4)
-        pairs = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
-        y = tl.reshape(tl.sum(pairs, 0), (4,))
+    return tiles
+
+
+@triton.jit
+def list_products(w_ptr, rows, count, xs, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Products of the first `count` of the listed rows (CAP,) with x: (CAP,) fp32, zero from `count` on.
+
+    The next ROWS rows are on their way before the present ones are summed.
+    """
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    pick = tl.arange(0, rows.shape[0])
+    y = tl.zeros((rows.shape[0],), tl.float32)
+    tiles = load_rows(w_ptr, rows, 0, count, columns, D, BLOCK, ROWS)
+    for first in range(0, count, ROWS):
+        coming = load_rows(w_ptr, rows, first + ROWS, count, columns, D, BLOCK, ROWS)
+        for k in tl.static_range(ROWS):
+            acc = tiles[k * STEPS].to(tl.float32) * xs[0].to(tl.float32)
+            for j in tl.static_range(1, STEPS):
+                acc += tiles[k * STEPS + j].to(tl.float32) * xs[j].to(tl.float32)
+            y = tl.where(pick == first + k, tl.sum(acc, 0), y)
+        tiles = coming
     return y
 
 
 @dataclass(frozen=True)
 class GatherSettings:
-    """programs: grid size; rows: rows of a program in flight; block: columns a step; stages > 1: cp.async pipeline."""
+    """programs: grid size; rows: summed at a time, while as many come; block: columns a step; stages: of the batched
+    kernel's cp.async pipeline."""
 
     programs: int
     rows: int
@@ -170,17 +176,20 @@ class GatherSettings:
 
 @dataclass(frozen=True)
 class ScatterSettings:
-    """stripe: columns of a program; splits: programs a stripe; rows: rows in flight."""
+    """stripe: columns of a program; splits: programs a stripe; rows: rows in flight without a list, with stages > 1
+    as a cp.async pipeline; slots: slots of each of its blocks that a program reads at once."""
 
     stripe: int
     splits: int
     rows: int
     warps: int
+    slots: int = 8
+    stages: int = 1
 
 
 @dataclass(frozen=True)
 class SelectGatherSettings:
-    """block: neurons of a program; rows: fc1 rows in flight; columns: columns a step."""
+    """block: neurons of a program; rows: fc1 rows summed at a time, while as many come; columns: columns a step."""
 
     block: int
     rows: int
@@ -191,7 +200,7 @@ class SelectGatherSettings:
 def select_gather_settings(d: int) -> SelectGatherSettings:
     if INTERPRET:
         return SelectGatherSettings(block=32, rows=2, columns=min(128, column_block(d)), warps=4)
-    return SelectGatherSettings(block=64, rows=2, columns=column_block(d, 8), warps=8)
+    return SelectGatherSettings(block=32, rows=2 if d <= 9216 else 1, columns=column_block(d), warps=4)
 
 
 def column_block(d: int, warps: int = 4) -> int:
@@ -203,15 +212,21 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
     if batch > 1:
         return GatherSettings(programs=264, rows=64, block=min(128, max(16, next_power_of_two(d))), warps=4, stages=4)
     if INTERPRET:
-        return GatherSettings(programs=min(8, n), rows=2, block=min(128, column_block(d)), warps=4)
+        return GatherSettings(programs=min(8, n), rows=2 if d % 2 else 1, block=min(128, column_block(d)), warps=4)
     if dense:
-        return GatherSettings(programs=min(264, n), rows=2, block=column_block(d, 8), warps=8, prefetch=32768)
-    return GatherSettings(programs=min(792, n), rows=2, block=column_block(d, 8), warps=8)
+        return GatherSettings(programs=min(264, n), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
+    return GatherSettings(programs=min(1056 if d <= 4096 else 528, n), rows=1, block=column_block(d), warps=4)
 
 
-def scatter_settings(d: int, batch: int) -> ScatterSettings:
+def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:
+    """blocks: of the list, 0 without one; capacity: slots of a block."""
     if INTERPRET:
-        return ScatterSettings(stripe=64, splits=3, rows=16, warps=4)
+        return ScatterSettings(stripe=64, splits=3, rows=16, warps=4, slots=4)
     if batch > 1:
         return ScatterSettings(stripe=128, splits=8, rows=64, warps=4)
-    return ScatterSettings(stripe=256 if d >= 7168 else 128, splits=16, rows=32, warps=4)
+    if blocks == 0:
+        return ScatterSettings(stripe=128, splits=32, rows=32, warps=4, stages=3)
+    if rows_per_id > 1:  # a head a split: its rows are one contiguous range
+        return ScatterSettings(stripe=128, splits=min(blocks, 64), rows=32, warps=4, slots=1)
+    slots = min(8, max(2, next_power_of_two(capacity // 8)))
+    return ScatterSettings(stripe=128, splits=min(64, -(-blocks * slots // 128)), rows=32, warps=4, slots=slots)

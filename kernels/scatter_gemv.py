@@ -18,7 +18,6 @@ from kernels.launch import (
     ScatterSettings,
     check_input,
     check_tensor,
-    list_slots,
     list_slots_wide,
     next_power_of_two,
     require,
@@ -36,7 +35,7 @@ class ScatterScratch:
     tickets: Tensor
 
     @classmethod
-    def empty(cls, batch: int, d: int, device: torch.device | str, max_splits: int = 64) -> "ScatterScratch":
+    def empty(cls, batch: int, d: int, device: torch.device | str, max_splits: int = 96) -> "ScatterScratch":
         partials = torch.zeros(max_splits, batch, d, dtype=torch.float32, device=device)
         return cls(partials, torch.zeros(-(-d // 64), dtype=torch.int32, device=device))
 
@@ -96,52 +95,89 @@ def _scatter_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     LIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One batch row: program (stripe, split) sums its share of the listed rows over STRIPE columns."""
+    """One batch row: program (stripe, split) sums its share of the listed rows over STRIPE columns.
+
+    A share of a list is WINDOW of its blocks, SLOTS slots of each at a time; what the first slots hold is loaded beside
+    the counts that say whether it is valid, so no load waits for a search of the list.
+    """
     stripe = tl.program_id(0)
     split = tl.program_id(1)
     columns = stripe * STRIPE + tl.arange(0, STRIPE)
     inside = columns < D
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_predecessor(PDL)
-    running, low, first, last = _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, SPLITS, GROUP, LIVE, BLOCKS)
-    acc = tl.zeros((ROWS, STRIPE), tl.float32)
-    for start in range(first, last, ROWS):
-        items = start + tl.arange(0, ROWS)
-        valid = items < last
+    if ids_ptr is not None:
+        low = split * n_blocks // SPLITS
+        high = (split + 1) * n_blocks // SPLITS
+        t = tl.arange(0, WINDOW * SLOTS * GROUP_PAD)
+        member = t % GROUP_PAD
+        offset = (t // GROUP_PAD) % SLOTS
+        block = low + t // (GROUP_PAD * SLOTS)
+        listed = (block < high) & (member < GROUP)
+        counts = tl.load(counts_ptr + block, mask=listed, other=0)
+        slot = block * slots + offset
+        index = tl.load(ids_ptr + slot, mask=listed & (offset < slots), other=0)
         if LIVE:
-            slot = low * slots + list_slots(items, running, slots)
-            rows = tl.load(ids_ptr + slot, mask=valid, other=0)
-            h = tl.load(h_ptr + slot, mask=valid, other=0.0).to(tl.float32)
-        else:
-            if ids_ptr is not None:
-                slot = list_slots(items // GROUP, running, SEL_BLOCK)
-                rows = tl.load(ids_ptr + slot, mask=valid, other=0) * GROUP + items % GROUP
-            else:
-                rows = items
+            h = tl.load(h_ptr + slot, mask=listed & (offset < slots), other=0.0).to(tl.float32)
+        valid = offset < counts
+        rows = index * GROUP + member
+        if not LIVE:
             h = tl.load(h_ptr + rows, mask=valid, other=0.0).to(tl.float32)
         w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
         w = tl.load(w_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
-        acc += w.to(tl.float32) * h[:, None]
-    partial = tl.sum(acc, 0)
-    tl.store(partials_ptr + split * D + columns, partial, mask=inside, cache_modifier=".cg")
-    tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
-    arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
-    if arrived == SPLITS - 1:
-        s = tl.arange(0, SPLITS_PAD)
-        partial_ptrs = partials_ptr + s[:, None] * D + columns[None, :]
-        parts = tl.load(partial_ptrs, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
-        y = tl.sum(parts, 0)
+        partial = tl.sum(w.to(tl.float32) * tl.where(valid, h, 0.0)[:, None], 0)
+        for base in range(SLOTS, tl.max(counts, 0), SLOTS):
+            valid = base + offset < counts
+            index = tl.load(ids_ptr + slot + base, mask=valid, other=0)
+            rows = index * GROUP + member
+            if LIVE:
+                h = tl.load(h_ptr + slot + base, mask=valid, other=0.0).to(tl.float32)
+            else:
+                h = tl.load(h_ptr + rows, mask=valid, other=0.0).to(tl.float32)
+            w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+            w = tl.load(w_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
+            partial += tl.sum(w.to(tl.float32) * h[:, None], 0)
+    else:
+        first = (split.to(tl.int64) * n // SPLITS).to(tl.int32)
+        last = ((split + 1).to(tl.int64) * n // SPLITS).to(tl.int32)
+        acc = tl.zeros((ROWS, STRIPE), tl.float32)
+        for start in tl.range(first, last, ROWS, num_stages=STAGES):
+            row = start + tl.arange(0, ROWS)
+            here = row < last
+            h = tl.load(h_ptr + row, mask=here, other=0.0).to(tl.float32)
+            w_ptrs = w_ptr + row.to(tl.int64)[:, None] * D + columns[None, :]
+            w = tl.load(w_ptrs, mask=here[:, None] & inside[None, :], other=0.0)
+            acc += w.to(tl.float32) * h[:, None]
+        partial = tl.sum(acc, 0)
+    if ATOMIC:
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(tickets_ptr + stripe, 0)
+            partial += tl.where(split == 0, bias, 0.0)
+        tl.atomic_add(out_ptr + columns, partial, mask=inside, sem="relaxed")
+    else:
+        tl.store(partials_ptr + split * D + columns, partial, mask=inside, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
+        arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            s = tl.arange(0, SPLITS_PAD)
+            partial_ptrs = partials_ptr + s[:, None] * D + columns[None, :]
+            parts = tl.load(partial_ptrs, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+            y = tl.sum(parts, 0)
+            if bias_ptr is not None:
+                y += bias
+            if residual_ptr is not None:
+                y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(tickets_ptr + stripe, 0)
 
 
 @triton.jit(do_not_specialize=["n", "n_blocks", "slots", "batch"])
@@ -231,13 +267,16 @@ def scatter_gemv(
     scratch: ScatterScratch | None = None,
     pdl: bool = False,
     settings: ScatterSettings | None = None,
+    deterministic: bool = True,
 ) -> None:
-    """Sum the listed rows of weight_t (n, d) into out (B, d), one kernel, bitwise deterministic.
+    """Sum the listed rows of weight_t (n, d) into out (B, d), one kernel, bitwise deterministic unless asked otherwise.
 
     h: `LiveRows` (selection None), or (B, n) fp32/fp16/bf16 with a selection of n / rows_per_id ids (rows that batch
     row b did not select count as zero for it; with B = 1 the list itself says so), or with selection None: all n rows.
     residual: (B, d) or None; out: (B, d) and may be the residual itself; both fp32/fp16/bf16. For B > 1, h is rounded
     to the dtype of the weight. scratch: shared by calls that run one after another; without it the call makes one.
+    deterministic=False (B = 1, out fp32 and the residual itself) adds to out with atomics: shorter by a round trip to
+    the L2, but the order of the additions, and so the last bits, differ from run to run.
     """
     values = h.values if isinstance(h, LiveRows) else h
     if isinstance(h, LiveRows):
@@ -257,7 +296,11 @@ def scatter_gemv(
         check_tensor("residual", residual, (batch, d), FLOAT_TYPES, values)
     ids = counts = row_bits = None
     n_blocks, sel_block, slots = 0, 1, 0
-    settings = settings or scatter_settings(d, batch)
+    if isinstance(h, LiveRows):
+        listed, capacity = h.counts.numel(), h.slots
+    else:
+        listed, capacity = (0, 0) if selection is None else (selection.counts.numel(), selection.block)
+    settings = settings or scatter_settings(d, batch, listed, rows_per_id, capacity)
     splits, blocks = settings.splits, 2
     if isinstance(h, LiveRows):
         ids, counts, slots = h.ids, h.counts, h.slots
@@ -280,12 +323,20 @@ def scatter_gemv(
     )
     require(scratch.tickets.numel() >= stripes, f"the scratch holds {scratch.tickets.numel()} tickets of {stripes}")
     use_pdl = pdl and not INTERPRET
+    if not deterministic:
+        in_place = batch == 1 and residual is not None and residual.data_ptr() == out.data_ptr()
+        require(
+            in_place and out.dtype == torch.float32, "deterministic=False needs batch 1 and a float32 residual as out"
+        )
     if batch == 1:
+        group_pad = next_power_of_two(rows_per_id)
         _scatter_kernel[(stripes, splits)](
-            values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, n, n_blocks, slots,
-            D=d, STRIPE=settings.stripe, SPLITS=splits, SPLITS_PAD=next_power_of_two(splits), ROWS=settings.rows,
-            BLOCKS=blocks, SEL_BLOCK=sel_block, GROUP=rows_per_id, LIVE=isinstance(h, LiveRows), PDL=use_pdl,
-            num_warps=settings.warps, launch_pdl=use_pdl,
+            values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, n, n_blocks,
+            slots if isinstance(h, LiveRows) else sel_block, D=d, STRIPE=settings.stripe, SPLITS=splits,
+            SPLITS_PAD=next_power_of_two(splits), ROWS=settings.rows, WINDOW=next_power_of_two(-(-n_blocks // splits)),
+            SLOTS=min(settings.slots, next_power_of_two(slots if isinstance(h, LiveRows) else sel_block)),
+            GROUP=rows_per_id, GROUP_PAD=group_pad, LIVE=isinstance(h, LiveRows), STAGES=settings.stages,
+            ATOMIC=not deterministic, PDL=use_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(weight_t.dtype, tl.float16)

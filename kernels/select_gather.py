@@ -22,7 +22,7 @@ from kernels.launch import (
     SelectGatherSettings,
     check_input,
     check_tensor,
-    dot_rows,
+    list_products,
     load_vector,
     require,
     select_gather_settings,
@@ -124,22 +124,20 @@ def _select_gather_kernel(
         tl.store(sel_counts_ptr + pid, count)
         tl.store(row_bits_ptr + neuron, bits, mask=inside)
 
-    written = 0
-    for start in range(0, count, ROWS):
-        items = start + tl.arange(0, ROWS)
-        valid = items < count
-        mine = (place[None, :] == items[:, None]) & chosen[None, :]
-        rows = tl.sum(tl.where(mine, neuron[None, :], 0), 1)
-        y = dot_rows(w_ptr, rows, valid, xs, columns, D, COLUMNS, ROWS)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + rows, mask=valid, other=0.0).to(tl.float32)
-        y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-        live = valid & (y != 0)
-        slot = pid * BLOCK + written + tl.cumsum(live.to(tl.int32), 0) - 1
-        tl.store(live_ids_ptr + slot, rows, mask=live)
-        tl.store(live_values_ptr + slot, y, mask=live)
-        written += tl.sum(live.to(tl.int32), 0)
-    tl.store(live_counts_ptr + pid, written)
+    slot = tl.arange(0, BLOCK)
+    mine = (place[None, :] == slot[:, None]) & chosen[None, :]
+    rows = tl.sum(tl.where(mine, neuron[None, :], 0), 1)  # the selected neurons at the front, in order
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, mask=slot < count, other=0.0).to(tl.float32)
+    y = list_products(w_ptr, rows, count, xs, columns, D, COLUMNS, ROWS)
+    if bias_ptr is not None:
+        y += bias
+    y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+    live = (slot < count) & (y != 0)
+    rank = tl.cumsum(live.to(tl.int32), 0) - 1
+    tl.store(live_ids_ptr + pid * BLOCK + rank, rows, mask=live)
+    tl.store(live_values_ptr + pid * BLOCK + rank, y, mask=live)
+    tl.store(live_counts_ptr + pid, tl.sum(live.to(tl.int32), 0))
 
 
 def select_gather(

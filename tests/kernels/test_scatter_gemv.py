@@ -73,6 +73,17 @@ def test_heads(batch, block, head_dim, device):
     torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 
+def test_atomics_add_in_place(device):
+    h, weight, bias, residual = make(200, 64, 1, torch.float32, device)
+    want = scatter_gemv_reference(h.double(), weight, bias, residual)
+    live = LiveRows.empty(200, 1, device, 7)
+    live.set_dense(h)
+    with pytest.raises(ValueError, match="deterministic=False needs batch 1 and a float32 residual as out"):
+        scatter_gemv(live, weight, bias, residual, None, torch.empty(1, 64, device=device), deterministic=False)
+    scatter_gemv(live, weight, bias, residual, None, residual, deterministic=False)
+    torch.testing.assert_close(residual.double(), want, atol=1e-4, rtol=1e-4)
+
+
 def test_splits_beyond_the_list(device):
     h, weight, bias, residual = make(30, 64, 1, torch.float32, device)
     out = torch.empty(1, 64, device=device)
