@@ -43,43 +43,47 @@ from dejavu_train.timing import WARM_UP, Timing, time_decoding
 logger = logging.getLogger(__name__)
 
 
+def _option(default: Any, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclasses.dataclass(frozen=True)
 class InferConfig:
     """What infer.py does. Densities are means over the layers; 1.0 is dense."""
 
-    model: str = "checkpoints/opt-mini"  # folder or hub id
-    revision: str | None = None  # commit or tag of a hub model
-    bundle: str = "checkpoints/demo/bundle"  # folder or hub id
-    output: str = "checkpoints/demo"  # results.json and curve.png go here
-    text: str = INSTALLED_DOCS  # or a .txt/.jsonl file (scored whole), or a hub dataset
-    text_config: str | None = None  # of a hub dataset
-    text_revision: str | None = None  # of a hub dataset
-    text_field: str = "text"  # of a hub dataset or a JSONL line
-    text_cache: str = "checkpoints/text"  # where installed-docs is cached
-    text_set: str = "report"  # which set of installed-docs or of a hub dataset
-    tokens: int | None = 20000  # how many to score; null: all; 0: none
-    window: int = 512  # </s> and window - 1 new tokens
-    selections: tuple[str, ...] = SELECTIONS  # rows at every density
-    densities: tuple[float, ...] = (0.1, 0.2)  # of MLPs, all heads
-    curve_selections: tuple[str, ...] = ("predicted", "oracle", "random", "static")  # more points of the picture
-    curve_densities: tuple[float, ...] = (0.05, 0.4)
-    head_densities: tuple[float, ...] = (0.85,)  # with every MLP density, predicted only
-    sparse_from: tuple[int, ...] = (0, 128)  # later starts: predicted only
-    batch_tokens: int = 4096  # positions in one forward pass
-    verify: str = "sampled"  # full: hash every byte of the weights
-    timing: bool = True
-    timing_backends: tuple[str, ...] = ("dense", "gather")
-    timing_mlp_density: float = 0.1
-    timing_head_density: float = 0.85
-    batch: int = 1  # rows while timing
-    prompt: int = 32  # tokens of the prompt while timing
-    new_tokens: int = 64  # timed, and generated
-    generate: str | None = None  # a prompt to continue
-    backend: str = "gather"  # of --generate
-    device: str = "auto"
-    device_map: str | None = None  # auto: a model over several GPUs; needs accelerate
-    dtype: str = "float32"
-    seed: int = 0
+    model: str = _option("checkpoints/opt-mini", "folder or hub id")
+    revision: str | None = _option(None, "commit or tag of a hub model")
+    bundle: str = _option("checkpoints/demo/bundle", "folder or hub id")
+    output: str = _option("checkpoints/demo", "results.json and curve.png go here")
+    text: str = _option(INSTALLED_DOCS, "or a .txt/.jsonl file (scored whole), or a hub dataset")
+    text_config: str | None = _option(None, "of a hub dataset")
+    text_revision: str | None = _option(None, "of a hub dataset")
+    text_field: str = _option("text", "of a hub dataset or a JSONL line")
+    text_cache: str = _option("checkpoints/text", "where installed-docs is cached")
+    text_set: str = _option("report", "which set of installed-docs or of a hub dataset")
+    tokens: int | None = _option(20000, "how many to score; null: all; 0: none")
+    window: int = _option(512, "</s> and window - 1 new tokens")
+    selections: tuple[str, ...] = _option(SELECTIONS, "rows at every density")
+    densities: tuple[float, ...] = _option((0.1, 0.2), "of MLPs, all heads")
+    curve_selections: tuple[str, ...] = _option(("predicted", "oracle", "random", "static"), "rows at those densities")
+    curve_densities: tuple[float, ...] = _option((0.05, 0.4), "more MLP densities for the picture")
+    head_densities: tuple[float, ...] = _option((0.85,), "with every MLP density, predicted only")
+    sparse_from: tuple[int, ...] = _option((0, 128), "later starts: predicted only")
+    batch_tokens: int = _option(4096, "positions in one forward pass")
+    verify: str = _option("sampled", "full: hash every byte of the weights")
+    timing: bool = _option(True, "time decoding")
+    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton")
+    timing_mlp_density: float = _option(0.1, "densities while timing and generating")
+    timing_head_density: float = _option(0.85, "the same for heads")
+    batch: int = _option(1, "rows while timing")
+    prompt: int = _option(32, "tokens of the prompt while timing")
+    new_tokens: int = _option(64, "timed, and generated")
+    generate: str | None = _option(None, "a prompt to continue")
+    backend: str = _option("gather", "of --generate")
+    device: str = _option("auto", "auto, cpu or cuda[:N]")
+    device_map: str | None = _option(None, "auto: a model over several GPUs; needs accelerate")
+    dtype: str = _option("float32", "float32, float16 or bfloat16")
+    seed: int = _option(0, "of the random selection and of the order of documents")
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
@@ -136,7 +140,7 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
     fields = {field.name: field for field in dataclasses.fields(InferConfig)}
     for name, field in fields.items():
         bare = {"nargs": "?", "const": "true"} if field.type is bool else {}
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"default {field.default}", **bare)  # type: ignore[arg-type]
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=_help(field), **bare)  # type: ignore[arg-type]
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
     values: dict[str, Any] = {}
@@ -155,9 +159,16 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
     types_of = typing.get_type_hints(InferConfig)
     read = {name: _typed(name, value, types_of[name]) for name, value in values.items()}
     read |= {name: _typed(name, value, types_of[name]) for name, value in flags.items()}
+    if "text" in flags and "tokens" not in flags and Path(read["text"]).is_file():
+        read["tokens"] = None  # the limit in the YAML was meant for its own text; a file is scored whole
     config = InferConfig(**read)
     config.check()
     return config
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{field.metadata['help']} (default {default})".replace("%", "%%")
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:

@@ -246,4 +246,7 @@ def test_defaults_are_those_of_the_shipped_config():
     assert read_config([]) == read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
     assert read_config(["--tokens", "null"]).tokens is None
     assert read_config(["--timing"]).timing is True
+    shipped = ["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")]
+    assert read_config([*shipped, "--text", str(REPOSITORY / "infer.py")]).tokens is None  # a file is scored whole
+    assert read_config([*shipped, "--text", str(REPOSITORY / "infer.py"), "--tokens", "5"]).tokens == 5
     assert Path(read_config([]).bundle).parts[-1] == "bundle"
