@@ -39,7 +39,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.lit_predictor import LitPredictor
 from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader, active_densities
-from dejavu_train.trainer import as_list, build_loggers, build_trainer, count_devices, quiet
+from dejavu_train.trainer import as_list, build_loggers, build_trainer, count_devices, quiet, start_device
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +114,13 @@ def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
     return min(1.0, section.density * active[layer] * len(active) / max(sum(active), 1e-12))
 
 
-def second_moment(reader: ShardReader, site: str) -> Tensor:
-    """(d, d) float64 second moment of a site's first rows."""
-    total = torch.zeros(reader.manifest.shape.d_model, reader.manifest.shape.d_model, dtype=torch.float64)
+def second_moment(reader: ShardReader, site: str, device: torch.device | str = "cpu") -> Tensor:
+    """(d, d) float64 second moment of a site's first rows, computed on ``device``."""
+    width = reader.manifest.shape.d_model
+    total = torch.zeros(width, width, dtype=torch.float64, device=device)
     seen = 0
     for start, stop in reader.blocks():
-        rows = reader.read(site, start, stop).float()
+        rows = reader.read(site, start, stop).to(device).float()
         total += (rows.T @ rows).double()
         seen += len(rows)
         if seen >= COVARIANCE_ROWS:
@@ -150,10 +151,10 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
         section.weight_decay,
         section.warmup,
     )
-    weights = LayerWeights.load(activations, layer, manifest.weight_hash)
+    weights = LayerWeights.load(activations, layer, manifest.weight_hash).to(start_device(config.trainer))
     covariance = None
     if section.start == "svd_data":
-        covariance = second_moment(ShardReader(activations, site_layer, "train"), site)
+        covariance = second_moment(ShardReader(activations, site_layer, "train"), site, weights.fc1_weight.device)
     module.start_from(section.start, weights, covariance)
 
     monitor = f"val/{section.monitor}"

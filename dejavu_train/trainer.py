@@ -33,6 +33,13 @@ def count_devices(trainer: dict[str, Any]) -> int:
     return int(text) * nodes if text.isdigit() else 0
 
 
+def start_device(trainer: dict[str, Any]) -> torch.device:
+    """Where the first values are computed: this process's GPU if the fit will be on one, else the CPU."""
+    if torch.cuda.is_available() and trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
 def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbacks: list[Any]) -> lightning.Trainer:
     """A fresh Trainer for one job: what the configuration says, and what a job needs.
 
