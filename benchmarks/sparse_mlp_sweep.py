@@ -13,15 +13,16 @@ import torch
 
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
 from benchmarks.sparse_mlp_problem import Problem
-from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings
+from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings, next_power_of_two
 
 
 def fc1_candidates(d: int) -> Iterator[GatherSettings]:
     for rows, warps in ((1, 4), (2, 4), (1, 8)):
         if rows * d > 2 * 9216:
             continue
-        for multiple in (4, 8):
-            yield GatherSettings(132 * multiple, rows, 256 * warps, warps)
+        for programs in (4 * d // 64, 8 * d // 64, 16 * d // 64, 528):  # 1, 2, 4 programs a block of 64 neurons; even
+            if programs <= 1536:
+                yield GatherSettings(programs, rows, 256 * warps, warps)
 
 
 def down_candidates(d: int) -> Iterator[GatherSettings]:
@@ -43,11 +44,13 @@ def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
 
 def fc2l_candidates(d: int) -> Iterator[tuple[int, ScatterSettings]]:
     """For the list of the gathered fc1, whose ranges are its programs."""
-    for programs, stripe, window, slots, warps in ((528, 128, 32, 4, 4), (528, 256, 16, 4, 4), (528, 256, 32, 4, 8),
-                                                   (528, 128, 16, 8, 4), (528, 256, 16, 8, 8), (1056, 128, 64, 2, 4),
-                                                   (1056, 256, 32, 2, 4), (1056, 128, 32, 4, 4),
-                                                   (1056, 256, 32, 4, 8)):  # fmt: skip
-        yield programs, ScatterSettings(stripe, -(-programs // window), 32, warps, slots)
+    for programs in sorted({settings.programs for settings in fc1_candidates(d)}):
+        # about 128 slots a program, of which one in `slots` is live at a density of 10 %
+        slots = min(8, next_power_of_two(-(-9 * d // 25 // programs)))
+        for stripe, tile, warps in ((128, 128, 4), (256, 64, 4), (256, 128, 8)):
+            window = tile // slots
+            if programs // window <= 96:
+                yield programs, ScatterSettings(stripe, -(-programs // window), 32, warps, slots)
 
 
 def select_candidates(d: int) -> Iterator[tuple[int, int]]:
@@ -114,8 +117,8 @@ def stage(problem: Problem, op: str) -> Callable[[int, bool], None]:
 
 
 def variant(op: str, settings: Any) -> str:
-    """What is compiled: the grid size of a gather is not."""
-    return f"{op} {label(settings).split(' ', 1)[1] if isinstance(settings, GatherSettings) else label(settings)}"
+    """What is compiled: the grid size of a dense product is not."""
+    return f"{op} {label(settings).split(' ', 1)[1] if op == 'down' else label(settings)}"
 
 
 def compile_share(widths: list[int], ops: list[str], share: str) -> None:

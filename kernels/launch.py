@@ -215,7 +215,8 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
         return GatherSettings(programs=min(8, n), rows=2 if d % 2 else 1, block=min(128, column_block(d)), warps=4)
     if dense:
         return GatherSettings(programs=min(264, n), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
-    return GatherSettings(programs=min(1056 if d <= 4096 else 528, n), rows=1, block=column_block(d), warps=4)
+    share = 4 if d <= 5120 else 2 if d <= 9216 else 1  # programs a block of 64 ids
+    return GatherSettings(programs=share * -(-n // 64), rows=1, block=column_block(d), warps=4)
 
 
 def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:

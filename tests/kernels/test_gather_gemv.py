@@ -50,6 +50,17 @@ def test_live_rows_of_every_kind_of_selection(n, d, batch, dtype, device):
         assert torch.equal(ids, ids.sort().values)
 
 
+@pytest.mark.parametrize("share", [1, 2, 4])
+@pytest.mark.parametrize("n", [256, 200])
+def test_programs_that_belong_to_a_block(share, n, device):
+    x, weight, bias = make(n, 48, 1, torch.float32, device)
+    for name, mask in masks(n, 1, device).items():
+        out = poisoned(n, 1, device, 4 * share)
+        gather_gemv(x, weight, bias, Selection.from_mask(mask), "relu", out)
+        want = gather_gemv_reference(x.double(), weight, bias, mask, "relu")
+        torch.testing.assert_close(out.to_dense().double(), want, atol=2e-5, rtol=1e-3, msg=name)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("n,d", [(100, 48), (257, 130)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
