@@ -395,3 +395,22 @@ def test_the_output_projection_sees_the_mean(dense, tiny_opt):
     assert 0 < keep.sum() < keep.numel()
     expected = torch.where(keep[..., None], values, replaced.tensors["layers.1.heads.mean"].float())
     torch.testing.assert_close(seen[0], expected.flatten(-2))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2, "vocab_size": 50272},  # head dim 64
+        {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 2, "ffn_dim": 320},  # head dim 128
+        {"enable_bias": False, "layer_norm_elementwise_affine": False, "num_hidden_layers": 1},
+    ],
+    ids=["head-dim-64", "head-dim-128", "no-bias"],
+)
+def test_other_sizes(tmp_path, sizes):
+    from conftest import save_tiny_opt
+
+    folder = save_tiny_opt(tmp_path / "opt", **sizes)
+    moved = make_bundle(folder, means=True).at(0.3, 0.5)
+    model, ids = load_opt(str(folder)), tokens(2, 12)
+    with torch.no_grad():
+        close(sparse(model, moved, "gather")(ids).logits, sparse(model, moved, "mask")(ids).logits)
