@@ -88,7 +88,7 @@ class GatherDecoder:
                 self._step(hidden[:, column], cache, visible[:, : past + column + 1], alive, dense_rows)[:, None]
             )
         out = torch.cat(parts, dim=1)
-        return out if self.final_norm is None else self.final_norm(out.to(self.final_norm.weight.device))
+        return out if self.final_norm is None else self.final_norm(out)
 
     def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
         """Dense columns, all at once: hidden (B, T, d), visible (B, S + T)."""
