@@ -240,7 +240,7 @@ class _Evaluation:
             if quality is not None:
                 self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
 
-        with masking(self.model, selector, sparse, observe, self.means):
+        with masking(self.model, selector, None if bool(sparse.all()) else sparse, observe, self.means):
             nats = _nats(self.model, batch)
         if quality is not None:
             np.add.at(quality.nats, batch.document, nats)
