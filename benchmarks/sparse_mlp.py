@@ -66,6 +66,7 @@ def run_shape(
     if settings and batch == 1:
         problem.use_settings(settings)
     main = predictor == "fp16" and live == 0.6
+    second = problem.second_fused if batch == 1 else problem.second
 
     def add(op, provider, step, size, conditions=""):
         if time.time() > until:
@@ -90,9 +91,9 @@ def run_shape(
         if main or live == 1.0:
             add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
             add("fc1", "sparse", lambda i: problem.first(i, False), size["fc1"], "plain edges")
-            add("fc2", "sparse", lambda i: problem.second_fused(i, False), size["fc2"], "plain edges")
+            add("fc2", "sparse", lambda i: second(i, False), size["fc2"], "plain edges")
             add("fc1", "sparse", lambda i: problem.first(i, True), size["fc1"], "PDL chain")
-            add("fc2", "sparse", lambda i: problem.second_fused(i, True), size["fc2"], "PDL chain")
+            add("fc2", "sparse", lambda i: second(i, True), size["fc2"], "PDL chain")
         if main and batch == 1:
             add("whole", "sparse", lambda i: problem.step_whole(i, False, False), size["whole"], "no PDL")
             add("mlp", "torch indexing", problem.step_indexing, size["fc1"] + size["fc2"], "list given")
