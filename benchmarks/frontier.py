@@ -33,6 +33,7 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
     shares = sections.SHARES if full else sections.QUICK_SHARES
     work: dict[str, Callable[[], object]] = {
         "winners": lambda: sections.winners(study, shares, full),
+        "cascades": lambda: sections.cascades(study, shares, full),
         "references": lambda: sections.references(study, shares),
         "training_free": lambda: sections.training_free(study, shares, full),
         "original": lambda: sections.original(study, shares),
@@ -42,6 +43,7 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
     }
     if full:
         work |= {
+            "head_look_ahead": lambda: head_sections.look_ahead(study),
             "block": lambda: head_sections.whole_block(study),
             "look_ahead": lambda: sections.look_ahead(study, (0.08, 0.11, 0.15), True),
             "tuning": lambda: sections.tuning(study),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
-from benchmarks.frontier_methods.predictors import Predictors, quantised, stored_bytes
+from benchmarks.frontier_methods.predictors import BITS, Predictors, quantised, stored_bytes
 from benchmarks.frontier_methods.select import WEIGHT_BYTES
 from benchmarks.frontier_methods.sets import Batch
 
@@ -201,14 +201,23 @@ class Cascade:
         filter_: the first scorer.
         first_thresholds: its thresholds, one per layer.
         kind: how the second test stores fc1's rows. With ``planes`` those bits are not an extra copy but the upper
-            byte of the weights themselves, so that a selected row needs its lower byte only (kind fp8).
+            bits of the weights themselves, so that a selected row needs its lower bits only.
+        second_thresholds: contributions below are not selected; with them the filter's scores decide, without them
+            (the default) the sharper test's do.
     """
 
     def __init__(
-        self, model: PlainOPT, filter_: Any, first_thresholds: Sequence[float], kind: str = "int4", planes: bool = False
+        self,
+        model: PlainOPT,
+        filter_: Any,
+        first_thresholds: Sequence[float] | None,
+        kind: str = "int4",
+        planes: bool = False,
+        second_thresholds: Sequence[float] | None = None,
     ) -> None:
         self.model, self.filter, self.kind, self.planes = model, filter_, kind, planes
-        self.first = list(first_thresholds)
+        self.first = list(first_thresholds or [0.0] * model.n_layers)
+        self.second = None if second_thresholds is None else list(second_thresholds)
         self.rows = [quantised(layer.fc1_weight, kind) for layer in model.layers]
         self.survivors = torch.empty(0)
 
@@ -217,9 +226,13 @@ class Cascade:
 
     def scores(self, layer: int, sites: Sites, values: Tensor) -> Tensor:
         weights = self.model.layers[layer]
-        passed = self.filter.scores(layer, sites, values) > self.first[layer]
-        self.survivors = passed.sum(-1, keepdim=True)
+        first = self.filter.scores(layer, sites, values)
         sharp = F.linear(sites["mlp_in", layer], self.rows[layer], weights.fc1_bias) * weights.fc2_norm
+        if self.second is not None:
+            self.filter_scores, self.passed = first, sharp > self.second[layer]
+            return torch.where(self.passed, first, -1e4)
+        passed = first > self.first[layer]
+        self.survivors = passed.sum(-1, keepdim=True)
         return torch.where(passed, sharp, -1e4)
 
     def fixed_bytes(self, layer: int) -> float:
@@ -227,8 +240,24 @@ class Cascade:
 
     def row_bytes(self, layer: int, selected: float, survivors: float) -> float:
         d = self.model.d
-        second = WEIGHT_BYTES - 1 if self.planes else WEIGHT_BYTES
+        second = WEIGHT_BYTES - BITS[self.kind] / 8 if self.planes else WEIGHT_BYTES
         return stored_bytes(1, d, self.kind) * survivors + second * d * selected
+
+
+class TwoTests(Cascade):
+    """A cascade whose second thresholds are fixed, so that a budget moves the filter's: what tuning needs.
+
+    The densities of its ``Plan`` are the filter's.
+    """
+
+    def __init__(
+        self, model: PlainOPT, filter_: Any, second_thresholds: Sequence[float], kind: str = "int4", planes: bool = True
+    ) -> None:
+        super().__init__(model, filter_, None, kind, planes, second_thresholds)
+
+    def counted(self, threshold: float) -> Tensor:
+        """(B, T, 1): neurons that the filter let through at ``threshold`` in the latest call of ``scores``."""
+        return (self.filter_scores > threshold).sum(-1, keepdim=True)
 
 
 class PreviousToken:

@@ -22,10 +22,11 @@ Loss = Callable[[Tensor, library.Batch], Tensor]
 
 @dataclass
 class Rows:
-    """Hidden states of the train set: ``attn_in``, ``mlp_in`` (L, N, d) fp16."""
+    """Hidden states of the train set: ``attn_in``, ``mlp_in`` (L, N, d) fp16; ``ids`` (N) their tokens."""
 
     attn_in: Tensor
     mlp_in: Tensor
+    ids: Tensor
 
     def site(self, sites: Sequence[tuple[str, int]], index: Tensor | slice) -> Tensor:
         """(L, S, d) fp32: for each layer the rows of the site it reads."""
@@ -45,10 +46,12 @@ def record_rows(model: PlainOPT, parts: Sequence[Batch], limit: int) -> Rows:
     """Hidden states at the scored positions of ``parts``, at most ``limit`` rows."""
     kept: dict[str, list[list[Tensor]]] = {name: [[] for _ in model.layers] for name in ("attn_in", "mlp_in")}
     rows = 0
+    tokens = []
     for part in parts:
         if rows >= limit:
             break
         part = part.to(model.device)
+        tokens.append(part.ids[part.scored])
         sites: Sites = {}
         model.blocks(model.start(part.ids), sites=sites)
         for name, layers in kept.items():
@@ -56,7 +59,7 @@ def record_rows(model: PlainOPT, parts: Sequence[Batch], limit: int) -> Rows:
                 found.append(sites[name, layer][part.scored].half())
         rows += int(part.scored.sum())
     stacked = {name: torch.stack([torch.cat(found)[:limit] for found in layers]) for name, layers in kept.items()}
-    return Rows(stacked["attn_in"], stacked["mlp_in"])
+    return Rows(stacked["attn_in"], stacked["mlp_in"], torch.cat(tokens)[:limit])
 
 
 def labels(model: PlainOPT, mlp_in: Tensor, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -109,6 +112,8 @@ class FitConfig:
     weight_decay: float = 0.0
     patience: int | None = None
     """Stop early as the original does: after this many epochs without a better recall on ``choose`` (or at 0.99)."""
+    rescale: bool = True
+    """Begin by multiplying each layer's logits with the power of two that the loss likes best."""
     distil: float = 0.0
     """Weight of the layer's output error under soft gates, beside the loss."""
     seed: int = 0
@@ -148,13 +153,15 @@ def fit(
     def layer_loss(logits: Tensor, inputs: Tensor, active: Tensor, contribution: Tensor) -> Tensor:
         return loss_of(logits, library.Batch(inputs, active, contribution))
 
+    if config.rescale:
+        match_scale(model, rows, predictors, layer_loss)
     for step in range(config.steps):
         index = torch.randint(total, (config.rows,), generator=generator).to(rows.mlp_in.device)
         mlp_in = rows.mlp_in[:, index].float()
         x = rows.site(predictors.sites, index)
         with torch.no_grad():
             active, contribution = labels(model, mlp_in, norms)
-        logits = predictors.logits(x)
+        logits = predictors.logits(x, rows.ids[index])
         loss = torch.vmap(layer_loss)(logits, x, active, contribution).sum()
         if fc2 is not None:
             missed = (contribution / norm[:, None]) * torch.sigmoid(-logits)
@@ -181,6 +188,18 @@ def fit(
     return {"seconds": time.perf_counter() - start, "steps": float(done)}
 
 
+@torch.no_grad()
+def match_scale(model: PlainOPT, rows: Rows, predictors: Predictors, layer_loss: Callable[..., Tensor]) -> None:
+    """A start in units of pre-activation is not one in log-odds: rescale each layer's logits to the lowest loss."""
+    index = slice(0, 2048)
+    x, ids = rows.site(predictors.sites, index), rows.ids[index]
+    active, contribution = labels(model, rows.mlp_in[:, index].float())
+    logits = predictors.logits(x, ids)
+    powers = [2.0**power for power in range(-1, 6)]
+    found = torch.stack([torch.vmap(layer_loss)(factor * logits, x, active, contribution) for factor in powers])
+    predictors.rescale([powers[best] for best in found.argmin(0).tolist()])
+
+
 def learning_rate_share(step: int, warmup: int, steps: int) -> float:
     """Warm-up, then half a cosine down to a twentieth."""
     if step < warmup:
@@ -195,5 +214,5 @@ def recall_at_half(model: PlainOPT, predictors: Predictors, rows: Rows) -> float
     """Recall where the predicted probability exceeds one half, over all layers: what the original stops on."""
     index = slice(0, 4096)
     active, _ = labels(model, rows.mlp_in[:, index].float())
-    found = (predictors.logits(rows.site(predictors.sites, index)) > 0) & active
+    found = (predictors.logits(rows.site(predictors.sites, index), rows.ids[index]) > 0) & active
     return float(found.sum() / active.sum().clamp_min(1))

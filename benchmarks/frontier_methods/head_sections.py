@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.frontier_methods import baselines
 from benchmarks.frontier_methods.heads import (
     CRITERIA,
     HeadCriterion,
@@ -19,6 +20,7 @@ from benchmarks.frontier_methods.sections import fitted, scaled
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tune import TuneConfig, fold_thresholds, tune
+from dejavu_train.allocate import density_for_mass, read_curve
 
 MEANS = (0.85, 0.75, 0.5)
 
@@ -53,95 +55,126 @@ def criteria(study: Study, full: bool) -> None:
                     head_row(study, f"oracle {name}, {suffix}", sharing, Gates(model, **options), mean)
 
 
-def predicted(study: Study, full: bool) -> tuple[Predictors, torch.Tensor]:
-    """Head predictors on the Fisher importance, then tuned in the model with learned replacements."""
+def importance_of(study: Study, name: str = "fisher") -> torch.Tensor:
+    criterion = HeadCriterion(study.model, name, study.statistics)
+    return importance_rows(study.model, criterion, study.sets["train"], study.sizes.rows)
+
+
+def predicted(study: Study, full: bool) -> None:
+    """Head predictors trained on the logarithm of the importance, then tuned in the model with their replacements."""
     model, statistics = study.model, study.statistics
-    importance = importance_rows(
-        model, HeadCriterion(model, "fisher", statistics), study.sets["train"], study.sizes.rows
-    )
-    made = head_predictors(study, scaled(model.d, 48), importance)
-    plan = plan_of(study, made, statistics.mean)
-    for mean in MEANS[:2]:
-        for sharing in ("measured", "global"):
-            thresholds = plan.thresholds(plan.densities(mean, sharing))
+    importance = importance_of(study)
+    rank = scaled(model.d, 48)
+    variants: list[tuple[str, dict[str, Any]]] = [(f"predicted r{rank}", {})]
+    if full:
+        variants += [
+            (f"predicted r{2 * rank}", {"rank": 2 * rank}),
+            (f"predicted r{rank}, steps x 4", {"steps": 4 * study.sizes.fit_steps}),
+            (f"predicted r{rank}, token tables", {"tables": True}),
+            (f"predicted r{2 * rank}, token tables, steps x 4", {"rank": 2 * rank, "tables": True, "steps": 2400}),
+            (f"predicted r{rank}, from_mean labels", {"labels": "from_mean"}),
+        ]
+    for name, changes in variants:
+        labels = importance if "labels" not in changes else importance_of(study, changes["labels"])
+        options = {key: value for key, value in changes.items() if key != "labels"}
+        made = head_predictors(study, importance=labels, **{"rank": rank, **options})
+        plan = plan_of(study, made, statistics.mean)
+        for mean in MEANS[:2]:
+            thresholds = plan.thresholds(plan.densities(mean, "measured"))
             gates = Gates(model, heads=made, head_thresholds=thresholds, replacement=statistics.mean)
-            head_row(study, "predicted", sharing, gates, mean)
-    for mean in MEANS[:2]:
-        rest = statistics.mean.clone()
-        better = copy.deepcopy(made)
-        fold_thresholds(better, plan.thresholds(plan.densities(mean, "measured")))
-        config = TuneConfig(
-            steps=study.sizes.tune_steps, mlp_share=None, head_density=mean, head_price=plan.price(mean)
-        )
-        history = tune(model, None, better, study.train_batches(), config, replacement=rest)
-        gates = Gates(model, heads=better, head_thresholds=[0.0] * model.n_layers, replacement=rest)
-        head_row(
-            study,
-            "predicted, tuned",
-            "as trained",
-            gates,
-            mean,
-            train_seconds=history["seconds"],
-            detail=history["history"][-1],
-        )
-        if full:
+            head_row(study, name, "measured", gates, mean)
+        if name not in (f"predicted r{rank}", f"predicted r{2 * rank}, token tables, steps x 4"):
+            continue
+        for mean in MEANS[:2]:
+            rest = statistics.mean.clone()
+            better = copy.deepcopy(made)
+            fold_thresholds(better, plan.thresholds(plan.densities(mean, "measured")))
+            rate = {"learning_rate": 5e-4}
+            price = plan.price(mean)
+            config = TuneConfig(
+                steps=study.sizes.tune_steps, mlp_share=None, head_density=mean, head_price=price, **rate
+            )
+            batches = study.train_batches()
+            history = tune(model, None, better, batches, config, replacement=rest, statistics=statistics)
+            more = {"train_seconds": history["seconds"], "detail": history["history"][-1]}
+            gates = Gates(model, heads=better, head_thresholds=[0.0] * model.n_layers, replacement=rest)
+            head_row(study, f"{name}, tuned", "as trained", gates, mean, **more)
             again = plan_of(study, better, rest)
             thresholds = again.thresholds(again.densities(mean, "measured"))
             gates = Gates(model, heads=better, head_thresholds=thresholds, replacement=rest)
-            head_row(study, "predicted, tuned", "measured", gates, mean)
-            # what the tuned replacement alone is worth: the oracle with it
-            oracle = HeadCriterion(model, "fisher", statistics)
-            oracle_plan = plan_of(study, oracle, rest)
-            thresholds = oracle_plan.thresholds(oracle_plan.densities(mean, "measured"))
-            gates = Gates(model, heads=oracle, head_thresholds=thresholds, replacement=rest)
-            head_row(study, "oracle fisher, tuned replacement", "measured", gates, mean)
-    return made, statistics.mean
+            head_row(study, f"{name}, tuned", "measured", gates, mean, **more)
 
 
-def head_predictors(study: Study, rank: int, importance: torch.Tensor, distance: int = 0) -> Predictors:
+def head_predictors(
+    study: Study, rank: int, importance: torch.Tensor, distance: int = 0, steps: int | None = None, tables: bool = False
+) -> Predictors:
     torch.manual_seed(0)
     made = Predictors(study.model, "heads", [rank] * study.model.n_layers, "int8", distance)
-    fit_heads(study.rows(), importance, made, study.sizes.fit_steps)
+    size = study.model.embed.shape[0] if tables else 0
+    fit_heads(study.rows(), importance, made, steps or study.sizes.fit_steps, vocabulary=size)
     return made
 
 
-def whole_block(study: Study, kind: str = "int4", rank: int = 64) -> None:
+def look_ahead(study: Study) -> None:
+    """Heads from earlier sites, in half-blocks."""
+    importance, statistics = importance_of(study), study.statistics
+    for distance in (0, 1, 2, 4):
+        made = head_predictors(study, scaled(study.model.d, 48), importance, distance)
+        plan = plan_of(study, made, statistics.mean)
+        for mean in MEANS[:2]:
+            thresholds = plan.thresholds(plan.densities(mean, "measured"))
+            gates = Gates(study.model, heads=made, head_thresholds=thresholds, replacement=statistics.mean)
+            head_row(study, f"look-ahead, distance {distance}", "measured", gates, mean)
+
+
+def whole_block(study: Study) -> None:
     """MLP and heads together, tuned jointly: bytes of blocks and predictors against the dense blocks'."""
     model, statistics = study.model, study.statistics
-    importance = importance_rows(
-        model, HeadCriterion(model, "fisher", statistics), study.sets["train"], study.sizes.rows
-    )
-    for distance, shared in ((0, False), (1, True)):
-        mlp, _ = fitted(study, scaled(model.d, rank), kind, distance)
-        mlp_plan: Plan = study.plan(mlp)
+    importance = importance_of(study)
+    every = tuple(range(model.n_layers))
+    floors_plan = study.plan(baselines.Oracle(), losses=False)
+    floors = [read_curve(c, density_for_mass(c, 0.99))["threshold"] for c in floors_plan.curves]
+    for name, rank, distance, cascade, tables, pairs in (
+        ("cascade and tables", 48, 0, True, every, ((0.075, 0.85), (0.09, 0.80), (0.11, 0.85))),
+        ("low rank", 64, 0, False, (), ((0.11, 0.85), (0.15, 0.85))),
+        ("one first projection", 64, 1, False, (), ((0.11, 0.85),)),
+    ):
+        mlp, _ = fitted(study, scaled(model.d, rank), "int4", distance, tables=tables)
+        tests = baselines.TwoTests(model, mlp, floors) if cascade else None
+        mlp_plan: Plan = study.plan(tests or mlp)
+        shared = name == "one first projection"
         if shared:
             torch.manual_seed(0)
             heads: Predictors = SharedDown(model, mlp)
             fit_heads(study.rows(), importance, heads, study.sizes.fit_steps)
         else:
-            heads = head_predictors(study, scaled(model.d, 48), importance)
+            heads = head_predictors(study, scaled(model.d, 48), importance, tables=cascade)
         head_plan = plan_of(study, heads, statistics.mean)
-        for share, mean in ((0.08, 0.85), (0.09, 0.75)) if not shared else ((0.08, 0.85),):
+        for share, mean in pairs:
+            mlp_start = mlp_plan.thresholds(mlp_plan.densities(share, "measured"))
+            head_start = head_plan.thresholds(head_plan.densities(mean, "measured"))
+            gates = Gates(model, tests or mlp, heads, mlp_start, head_start, replacement=statistics.mean)
+            for on, reference in (("choose", study.choose), ("report", study.report)):
+                gates.reset()
+                scored = reference.score(gates)
+                study.write("block", f"{name}, each by itself", scored, gates.report(), set=on, asked=mean)
             own_mlp, own_heads = copy.deepcopy(mlp), copy.deepcopy(heads)
             if shared:
                 own_heads.source = [own_mlp]  # type: ignore[assignment]
-            fold_thresholds(own_mlp, mlp_plan.thresholds(mlp_plan.densities(share, "measured")))
-            fold_thresholds(own_heads, head_plan.thresholds(head_plan.densities(mean, "measured")))
+            fold_thresholds(own_mlp, mlp_start)
+            fold_thresholds(own_heads, head_start)
+            own_tests = baselines.TwoTests(model, own_mlp, floors) if cascade else None
             rest = statistics.mean.clone()
             prices = {"price": mlp_plan.price(share), "head_price": head_plan.price(mean)}
-            config = TuneConfig(steps=study.sizes.tune_steps, mlp_share=share, head_density=mean, **prices)
-            history = tune(model, own_mlp, own_heads, study.train_batches(), config, replacement=rest)
-            zeros = [0.0] * model.n_layers
-            gates = Gates(model, own_mlp, own_heads, zeros, zeros, replacement=rest)
-            scored = study.report.score(gates)
-            name = f"both tuned, {'one first projection' if shared else 'own projections'}"
-            study.write(
-                "block",
-                name,
-                scored,
-                gates.report(),
-                sharing="as trained",
-                asked=mean,
-                train_seconds=history["seconds"],
-                detail=history["history"][-1],
+            config = TuneConfig(study.sizes.tune_steps, 1e-3, mlp_share=share, head_density=mean, **prices)
+            history = tune(
+                model, own_mlp, own_heads, study.train_batches(), config, rest, tests=own_tests, statistics=statistics
             )
+            zeros = [0.0] * model.n_layers
+            gates = Gates(model, own_tests or own_mlp, own_heads, zeros, zeros, replacement=rest)
+            more = {"train_seconds": history["seconds"], "detail": history["history"][-1], "asked": mean}
+            for on, reference in (("choose", study.choose), ("report", study.report)):
+                gates.reset()
+                scored = reference.score(gates)
+                label = f"{name}, tuned together"
+                study.write("block", label, scored, gates.report(), set=on, sharing="as trained", **more)

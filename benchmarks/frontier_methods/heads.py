@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.frontier_methods.fit import Rows, learning_rate_share
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
-from benchmarks.frontier_methods.predictors import Predictors
+from benchmarks.frontier_methods.predictors import Predictors, quantised
 from benchmarks.frontier_methods.score import layer_losses
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.sets import Batch
@@ -239,20 +239,37 @@ def importance_rows(model: PlainOPT, criterion: HeadCriterion, parts: Sequence[B
 
 
 def fit_heads(
-    rows: Rows, importance: Tensor, predictors: Predictors, steps: int, learning_rate: float = 2e-3, size: int = 1024
+    rows: Rows,
+    importance: Tensor,
+    predictors: Predictors,
+    steps: int,
+    learning_rate: float = 2e-3,
+    size: int = 1024,
+    vocabulary: int = 0,
 ) -> None:
-    """Train head predictors in place on the logarithm of the importance (L, N, h), so that layers compare."""
+    """Train head predictors in place on the logarithm of the importance (L, N, h), so that layers compare.
+
+    With ``vocabulary`` (its size) every token has a row of mean log-importances per layer, which the low rank corrects.
+    """
     generator = torch.Generator().manual_seed(0)
     wanted = importance.clamp_min(importance.mean() * 1e-4).log()
     wanted = wanted - wanted.mean()
     with torch.no_grad():
         predictors.bias.copy_(wanted.mean(1))
         predictors.up.mul_(0.1)
+        if vocabulary:
+            for layer in range(len(wanted)):
+                apart = wanted[layer] - wanted[layer].mean(0)
+                sums = torch.zeros(vocabulary, apart.shape[1], device=apart.device).index_add_(0, rows.ids, apart)
+                counts = torch.full((vocabulary, 1), 8.0, device=apart.device)
+                counts.index_add_(0, rows.ids, torch.ones_like(apart[:, :1]))
+                predictors.tables[layer] = quantised(sums / counts, "int4")
     optimiser = torch.optim.AdamW(predictors.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: learning_rate_share(s, steps // 20 + 1, steps))
     for _ in range(steps):
         index = torch.randint(wanted.shape[1], (size,), generator=generator).to(wanted.device)
-        loss = F.mse_loss(predictors.logits(rows.site(predictors.sites, index)), wanted[:, index])
+        logits = predictors.logits(rows.site(predictors.sites, index), rows.ids[index])
+        loss = F.mse_loss(logits, wanted[:, index])
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()

@@ -24,6 +24,7 @@ class _Counting:
     def __init__(self, model: PlainOPT, scorer: Any) -> None:
         self.model, self.scorer = model, scorer
         self.tallies = [Tally() for _ in range(model.n_layers)]
+        self.filters = [Tally() for _ in range(model.n_layers)]
         self.frequency = torch.zeros(model.n_layers, model.f, dtype=torch.float64, device=model.device)
         self.rows = 0
         self.scored = torch.empty(0)
@@ -36,7 +37,12 @@ class _Counting:
         self.frequency[layer] += (values > 0).double().sum(0)
         if self.scorer is not None:
             scores = self.scorer.scores(layer, sites, activation)[self.scored]
-            self.tallies[layer].add(scores, values > 0, values * self.model.layers[layer].fc2_norm)
+            live = values > 0
+            if hasattr(self.scorer, "counted"):  # a curve over what the filter lets through
+                passed, scores = self.scorer.passed[self.scored], self.scorer.filter_scores[self.scored]
+                self.filters[layer].add(scores, passed, passed.float())
+                live = live & passed
+            self.tallies[layer].add(scores, live, values * self.model.layers[layer].fc2_norm)
         return activation
 
     def offset(self, layer: int, target: str) -> Tensor | None:
@@ -56,9 +62,12 @@ class Plan:
     def cost(self, layer: int, density: float) -> float:
         """Bytes of a layer at a density."""
         f = self.model.f
-        recall = read_curve(self.curves[layer], density)["recall"]
-        hits = min(density, recall * self.active[layer]) * f
-        return sum(mlp_parts(self.model, self.scorer, layer, density * f, hits, self.survivors[layer]).values())
+        read = read_curve(self.curves[layer], density)
+        hits = min(density, read["recall"] * self.active[layer]) * f
+        selected, survivors = density * f, self.survivors[layer]
+        if "selected" in read:  # the density of a cascade is that of its filter
+            selected, survivors = read["selected"] * f, density * f
+        return sum(mlp_parts(self.model, self.scorer, layer, selected, hits, survivors).values())
 
     def total(self, densities: Sequence[float]) -> float:
         return sum(self.cost(layer, density) for layer, density in enumerate(densities))
@@ -159,6 +168,12 @@ def make_plan(
     counting = count(model, scorer, parts)
     curves = [tally.curve(MLP_GRID) for tally in counting.tallies]
     active = (counting.frequency.mean(1) / counting.rows).tolist()
+    if hasattr(scorer, "counted"):
+        for layer, curve in enumerate(curves):
+            filtered = counting.filters[layer]
+            share = float(filtered.active.sum() / filtered.all.sum())
+            curve["selected"] = [share * kept for kept in filtered.curve(MLP_GRID)["recall"]]
+            active[layer] = float(counting.tallies[layer].active.sum() / counting.tallies[layer].all.sum())
     plan = Plan(model, scorer, curves, active, list(survivors or [0.0] * model.n_layers))
     if losses:
         thresholds = [[read_curve(curve, density)["threshold"] for density in PROBES] for curve in curves]

@@ -74,6 +74,8 @@ class Predictors(nn.Module):
         self.target, self.kind, self.ranks, self.nonlinearity = target, kind, list(ranks), nonlinearity
         self.d, self.n = model.d, model.f if target == "mlp" else model.n_heads
         self.sites = [site_at(target, layer, distance) for layer in range(model.n_layers)]
+        self.tables: list[Tensor | None] = [None] * model.n_layers
+        self.ids = torch.empty(0)
         n_layers, rank = model.n_layers, max(ranks)
         self.down = nn.Parameter(torch.randn(n_layers, rank, self.d) * self.d**-0.5)
         self.up = nn.Parameter(torch.randn(n_layers, self.n, rank) * rank**-0.5)
@@ -89,16 +91,22 @@ class Predictors(nn.Module):
         up = quantised(self.up * used[:, None, :], self.kind)
         return down, up, quantised(self.bias, "fp32" if self.kind == "fp32" else "fp16")
 
-    def logits(self, x: Tensor) -> Tensor:
-        """(L, N, d) -> (L, N, n)."""
+    def logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """(L, N, d) -> (L, N, n); ``ids`` (N) the tokens, when there are tables."""
         down, up, bias = self.weights()
         hidden = x @ down.transpose(1, 2)
         if self.nonlinearity == "relu":
             hidden = F.relu(hidden)
-        return torch.baddbmm(bias[:, None], hidden, up.transpose(1, 2))
+        out = torch.baddbmm(bias[:, None], hidden, up.transpose(1, 2))
+        if ids is not None and any(table is not None for table in self.tables):
+            none = out.new_zeros(1, self.n)
+            out = out + torch.stack(
+                [(none if table is None else table[ids]).expand_as(out[0]) for table in self.tables]
+            )
+        return out
 
     def begin(self, part: Batch, model: PlainOPT) -> None:
-        pass
+        self.ids = part.ids
 
     def layer_logits(self, layer: int, x: Tensor, weights: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         """(..., d) -> (..., n) of one layer; ``weights`` when the caller has them already."""
@@ -106,7 +114,9 @@ class Predictors(nn.Module):
         hidden = F.linear(x, down[layer])
         if self.nonlinearity == "relu":
             hidden = F.relu(hidden)
-        return F.linear(hidden, up[layer], bias[layer])
+        out = F.linear(hidden, up[layer], bias[layer])
+        table = self.tables[layer]
+        return out if table is None else out + table[self.ids]
 
     def scores(self, layer: int, sites: Sites, values: Tensor) -> Tensor:
         site = self.sites[layer]
@@ -122,7 +132,8 @@ class Predictors(nn.Module):
 
     def fixed_bytes(self, layer: int) -> float:
         rank = self.ranks[layer]
-        return stored_bytes(rank, self.d, self.kind) + stored_bytes(self.n, rank, self.kind) + 2 * self.n
+        table = 0.0 if self.tables[layer] is None else stored_bytes(1, self.n, "int4")  # the row of one token
+        return stored_bytes(rank, self.d, self.kind) + stored_bytes(self.n, rank, self.kind) + 2 * self.n + table
 
     @torch.no_grad()
     def start_at_svd(
@@ -135,12 +146,21 @@ class Predictors(nn.Module):
         for layer, weights in enumerate(model.layers):
             one = LowRankPredictor(self.d, self.down.shape[1], self.n)
             svd_start(one, weights.fc1_weight, weights.fc1_bias, None if covariances is None else covariances[layer])
-            norm = weights.fc2_norm.to(one.up.device)
-            scale = norm / norm.mean() if weighted else torch.ones_like(norm)
+            scale = weights.fc2_norm / weights.fc2_norm.mean() if weighted else torch.ones_like(weights.fc2_norm)
             self.down[layer].copy_(one.down)
-            self.up[layer].copy_(one.up * scale[:, None])
+            self.up[layer].copy_(one.up.to(scale.device) * scale[:, None])
             self.bias[layer].copy_(weights.fc1_bias * scale)
         return self
+
+    @torch.no_grad()
+    def rescale(self, factors: Sequence[float]) -> None:
+        """Multiply every layer's logits by a factor, tables included."""
+        for layer, factor in enumerate(factors):
+            self.up[layer] *= factor
+            self.bias[layer] *= factor
+            table = self.tables[layer]
+            if table is not None:
+                self.tables[layer] = table * factor
 
     def stored_as(self, kind: str) -> "Predictors":
         """The same predictors, stored in another dtype."""

@@ -3,6 +3,7 @@
 Variants are compared on ``choose``; ``report`` rows are of methods fixed beforehand or picked on ``choose``.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from benchmarks.frontier_methods.predictors import OneForAll, Predictors
 from benchmarks.frontier_methods.score import Scored
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.study import Study
+from benchmarks.frontier_methods.tables import add_tables
 from benchmarks.frontier_methods.tune import TuneConfig, fold_thresholds, tune
 from dejavu_train.allocate import density_for_mass, read_curve
 from dejavu_train.errors import UserError
@@ -153,10 +155,12 @@ def fitted(
     study: Study, rank: int, kind: str = "int8", distance: int = 0, start: str = "data", **changes: Any
 ) -> tuple[Predictors, float]:
     """Predictors trained layer by layer, and the seconds it took."""
-    norms = changes.pop("norms", None)
+    norms, tables = changes.pop("norms", None), changes.pop("tables", ())
     nonlinearity = changes.pop("nonlinearity", "none")
     predictors = study.predictors(rank, kind, distance, start, nonlinearity)
     rows: Rows = study.rows()
+    if tables:
+        add_tables(study.model, predictors, study.tune_parts, rows, tables, study.sizes.tune_tokens)
     taken = fit(study.model, rows, predictors, config_of(study, **changes), norms=norms)
     return predictors, taken["seconds"]
 
@@ -172,6 +176,9 @@ def losses_and_starts(study: Study) -> None:
         ("squared", {"loss": "squared"}),
         ("root", {"loss": "root"}),
         ("worthwhile", {"loss": "worthwhile"}),
+        ("start not rescaled", {"rescale": False}),
+        ("token tables", {"tables": tuple(range(study.model.n_layers))}),
+        ("token table of the first layer", {"tables": (0,)}),
         ("contribution + layer output", {"distil": 10.0}),
         ("contribution, gradient weights", {"norms": study.statistics.neuron}),
         ("squared, gradient weights", {"loss": "squared", "norms": study.statistics.neuron}),
@@ -195,9 +202,9 @@ def tuned(
     config: TuneConfig | None = None,
     offsets: bool = False,
     plan: Plan | None = None,
+    curved: bool = True,
 ) -> tuple[Predictors, dict[str, Any], torch.Tensor | None]:
     """A copy of ``predictors`` trained inside the sparse model at ``share``; its biases hold the thresholds."""
-    import copy
 
     plan = plan or study.plan(predictors)
     made = copy.deepcopy(predictors)
@@ -206,29 +213,32 @@ def tuned(
     config = config or TuneConfig(steps=study.sizes.tune_steps, mlp_share=share)
     if config.price is None:
         config = dataclasses.replace(config, price=plan.price(share))
-    history = tune(study.model, made, None, study.train_batches(), config, offsets=extra)
+    known = study.statistics if curved else None
+    history = tune(study.model, made, None, study.train_batches(), config, offsets=extra, statistics=known)
     return made, history, extra
 
 
 def tuning(study: Study) -> None:
-    """Variants of tuning in the model, on ``choose``: from rank 64 int8 at 8 % of the bytes, one thing at a time."""
-    rank, share = scaled(study.model.d, 64), 0.08
+    """Variants of tuning in the model, on ``choose``: from rank 64 int8 at 10 % of the bytes, one thing at a time."""
+    rank, share = scaled(study.model.d, 64), 0.10
     steps = study.sizes.tune_steps
     base, _ = fitted(study, rank, "int8")
     narrow, _ = fitted(study, rank, "int4")
     variants: list[tuple[str, Predictors, TuneConfig, bool]] = [
         ("base", base, TuneConfig(steps=steps, mlp_share=share), False),
         ("int4", narrow, TuneConfig(steps=steps, mlp_share=share), False),
+        ("first-order gates", base, TuneConfig(steps=steps, mlp_share=share), False),
         ("from SVD", study.predictors(rank, "int8"), TuneConfig(steps=steps, mlp_share=share), False),
+        ("steps x 3", base, TuneConfig(steps=3 * steps, mlp_share=share), False),
         ("offsets", base, TuneConfig(steps=steps, mlp_share=share), True),
-        ("lr 3e-4", base, TuneConfig(steps=steps, mlp_share=share, learning_rate=3e-4), False),
-        ("lr 3e-3", base, TuneConfig(steps=steps, mlp_share=share, learning_rate=3e-3), False),
+        ("lr 7e-4", base, TuneConfig(steps=steps, mlp_share=share, learning_rate=7e-4), False),
+        ("lr 5e-3", base, TuneConfig(steps=steps, mlp_share=share, learning_rate=5e-3), False),
         ("width 0.5", base, TuneConfig(steps=steps, mlp_share=share, width=0.5), False),
         ("width 2", base, TuneConfig(steps=steps, mlp_share=share, width=2.0), False),
-        ("from a wider share", base, TuneConfig(steps=steps, mlp_share=share, share_from=0.13), False),
+        ("from a wider share", base, TuneConfig(steps=steps, mlp_share=share, share_from=0.16), False),
     ]
     for name, start, config, offsets in variants:
-        made, history, extra = tuned(study, start, share, config, offsets)
+        made, history, extra = tuned(study, start, share, config, offsets, curved=name != "first-order gates")
         gates = {"offsets": extra} if offsets else {}
         as_trained(
             study,
@@ -240,7 +250,7 @@ def tuning(study: Study) -> None:
             train_seconds=history["seconds"],
             detail=history["history"][-1],
         )
-        study.frontier("tuning", name, made, (0.07, 0.08, 0.09, 0.11), on="choose", gates=gates)
+        study.frontier("tuning", name, made, (0.08, 0.10, 0.13), on="choose", gates=gates)
 
 
 def as_trained(
@@ -256,11 +266,11 @@ def as_trained(
 
 # (rank at width 384, dtype, shares of the MLP's bytes that it is tuned at)
 CANDIDATES = (
-    (64, "int4", (0.075, 0.105)),
-    (96, "int4", (0.075, 0.105)),
     (64, "int8", (0.08,)),
-    (32, "int8", (0.065,)),
-    (128, "int4", (0.105,)),
+    (64, "int4", (0.08, 0.11)),
+    (96, "int4", (0.11, 0.15)),
+    (32, "int8", ()),
+    (128, "int4", ()),
 )
 
 
@@ -349,3 +359,46 @@ def look_ahead(study: Study, shares: Sequence[float], tune_them: bool) -> None:
             label = f"tuned at 10.5%, distance {distance}"
             as_trained(study, "look-ahead", label, made, train_seconds=history["seconds"])
             study.frontier("look-ahead", label, made, shares, train_seconds=history["seconds"])
+
+
+def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
+    """A filter trained and tuned for the cascade: low rank, then fc1's upper four bits, then the rest of the row."""
+    floors_plan = study.plan(baselines.Oracle(), losses=False)
+    every, first = tuple(range(study.model.n_layers)), (0,)
+    for rank_at_384, kind, mass, tables, targets in (
+        (48, "int4", 0.99, every, (0.08, 0.11)),
+        (48, "int4", 0.99, (), (0.08, 0.11)),
+        (64, "int4", 0.995, every, (0.08, 0.11)),
+        (32, "int4", 0.99, every, (0.08,)),
+        (48, "int4", 0.99, first, (0.08,)),
+        (48, "int4", 0.97, every, (0.08,)),
+        (64, "int4", 0.99, (), (0.08,)),
+        (96, "int4", 0.995, every, (0.11,)),
+    )[: None if full else 1]:
+        rank = scaled(study.model.d, rank_at_384)
+        floors = [read_curve(c, density_for_mass(c, mass))["threshold"] for c in floors_plan.curves]
+        predictors, seconds = fitted(study, rank, kind, tables=tables)
+        tests = baselines.TwoTests(study.model, predictors, floors)
+        plan = study.plan(tests)
+        name = f"cascade r{rank} {kind}, {mass:.1%} of the mass, {len(tables)} tables"
+        study.frontier("cascade", name, tests, shares, plan=plan, train_seconds=seconds)
+        study.frontier("cascade", name, tests, CHOOSE_SHARES, plan=plan, on="choose", train_seconds=seconds)
+        for share in targets:
+            made = copy.deepcopy(predictors)
+            try:
+                fold_thresholds(made, plan.thresholds(plan.densities(share, "measured")))
+            except UserError:
+                continue
+            own = baselines.TwoTests(study.model, made, floors)
+            config = TuneConfig(steps=study.sizes.tune_steps, mlp_share=share, price=plan.price(share))
+            history = tune(
+                study.model, made, None, study.train_batches(), config, tests=own, statistics=study.statistics
+            )
+            more = {"train_seconds": seconds + history["seconds"], "detail": history["history"][-1]}
+            label = f"{name}, tuned at {share:.1%}"
+            for on in ("choose", "report", *study.extra):
+                as_trained(study, "cascade", label, own, on=on, **more)
+            own_plan = study.plan(own)
+            near = [s for s in shares if 0.6 * share <= s <= 2.0 * share]
+            study.frontier("cascade", label, own, near, plan=own_plan)
+            study.frontier("cascade", label, own, near, plan=own_plan, on="choose")

@@ -116,7 +116,9 @@ class Gates:
         else:
             count = None if self.top_k is None else self.top_k[layer]
             keep = self._keep(self.mlp_scorer.scores(layer, sites, activation), threshold, count)
-            if (survivors := getattr(self.mlp_scorer, "survivors", None)) is not None:
+            if (counted := getattr(self.mlp_scorer, "counted", None)) is not None:
+                self._count("survivors", layer, counted(threshold))
+            elif (survivors := getattr(self.mlp_scorer, "survivors", None)) is not None:
                 self._count("survivors", layer, survivors)
         read = keep & live
         if self.fc2_floor is not None:
@@ -188,10 +190,8 @@ class Gates:
         row = 4 * WEIGHT_BYTES * model.d * (model.d // model.n_heads)
         if self.head_scorer is None or (self.head_thresholds[layer] is None and self.head_top_k is None):
             return float(row * model.n_heads)
-        spare = 0.0
-        if self.replacement is not None:  # one vector of width d per skipped head, projected in advance
-            spare = WEIGHT_BYTES * model.d * (model.n_heads - selected)
-        return row * selected + spare + self.head_scorer.fixed_bytes(layer)
+        # replacing skipped heads is free: W (out - mean) of the selected, and W mean of all in the bias
+        return row * selected + self.head_scorer.fixed_bytes(layer)
 
 
 def mlp_parts(

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.frontier_methods.baselines import TwoTests
 from benchmarks.frontier_methods.fit import learning_rate_share
+from benchmarks.frontier_methods.heads import HeadStatistics
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
-from benchmarks.frontier_methods.predictors import Predictors
+from benchmarks.frontier_methods.predictors import BITS, Predictors
 from benchmarks.frontier_methods.select import WEIGHT_BYTES
 from benchmarks.frontier_methods.sets import Batch
 
@@ -26,14 +28,18 @@ from benchmarks.frontier_methods.sets import Batch
 class _Gate(torch.autograd.Function):
     """values x (logit > 0), and the mean cost of what is selected; backward as if the step were a sigmoid.
 
-    ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) or a number is what one selected
-    unit costs; ``rest`` replaces the values of what is not selected.
+    ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) is what one selected unit costs;
+    ``rest`` replaces the values of what is not selected. ``curvature`` (..., n) is the loss's second derivative along
+    a unit's switch: near the dense model the gradient of what is selected vanishes although dropping it would cost
+    half the curvature, so f(1) - f(0) = f'(s) + (1/2 - s) f'' is what the logit is told, not f'(s).
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, logits: Tensor, cost: Tensor, rest: Tensor, width: float) -> Any:
+    def forward(
+        ctx: Any, values: Tensor, logits: Tensor, cost: Tensor, rest: Tensor, curvature: Tensor, width: float
+    ) -> Any:
         keep = logits > 0
-        ctx.save_for_backward(values, logits, cost, rest)
+        ctx.save_for_backward(values, logits, cost, rest, curvature)
         ctx.width = width
         wide = keep if values.dim() == logits.dim() else keep[..., None]
         return torch.where(wide, values, rest), (keep * cost).sum(-1).mean()
@@ -41,7 +47,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         grad, grad_cost = gradients
-        values, logits, cost, rest = ctx.saved_tensors
+        values, logits, cost, rest, curvature = ctx.saved_tensors
         keep = logits > 0
         wide = keep if values.dim() == logits.dim() else keep[..., None]
         soft = torch.sigmoid(logits / ctx.width)
@@ -50,11 +56,12 @@ class _Gate(torch.autograd.Function):
         if values.dim() > logits.dim():
             gain = gain.sum(-1)
         rows = logits.numel() // logits.shape[-1]
+        gain = gain + (0.5 - keep.to(gain.dtype)) * curvature
         grad_logits = slope * (gain + grad_cost * cost / rows)
         grad_rest = None
         if ctx.needs_input_grad[3]:
             grad_rest = (grad * ~wide).sum(tuple(range(grad.dim() - rest.dim())))
-        return grad * wide, grad_logits, None, grad_rest, None
+        return grad * wide, grad_logits, None, grad_rest, None, None
 
 
 class SoftGates:
@@ -68,11 +75,15 @@ class SoftGates:
         replacement: Tensor | None,
         offsets: Tensor | None,
         width: float,
+        tests: TwoTests | None = None,
+        statistics: HeadStatistics | None = None,
     ) -> None:
-        self.model, self.mlp_predictors, self.head_predictors = model, mlp, heads
+        self.statistics, self.tokens = statistics, 1
+        self.model, self.mlp_predictors, self.head_predictors, self.tests = model, mlp, heads, tests
         self.replacement, self.offsets, self.width = replacement, offsets, width
 
-    def begin(self) -> None:
+    def begin(self, tokens: int = 1) -> None:
+        self.tokens = tokens
         self.mlp_weights = None if self.mlp_predictors is None else self.mlp_predictors.weights()
         self.head_weights = None if self.head_predictors is None else self.head_predictors.weights()
         self.mlp_cost: list[Tensor] = []
@@ -82,8 +93,21 @@ class SoftGates:
         if self.mlp_predictors is None:
             return activation
         logits = self.mlp_predictors.layer_logits(layer, sites[self.mlp_predictors.sites[layer]], self.mlp_weights)
-        cost = (1.0 + (activation > 0).float()) / (2 * self.model.f)  # an fc1 row, and an fc2 row where it is active
-        out, spent = _Gate.apply(activation, logits, cost, activation.new_zeros(()), self.width)
+        live = (activation > 0).float()
+        cost = 1.0 + live  # an fc1 row, and an fc2 row where it is active
+        if self.tests is not None:
+            # the filter's survivors read the upper bits of their row, those that pass the second test the rest
+            weights, upper = self.model.layers[layer], BITS[self.tests.kind] / 16
+            assert self.tests.second is not None
+            sharp = F.linear(sites["mlp_in", layer].detach(), self.tests.rows[layer], weights.fc1_bias)
+            passed = (sharp * weights.fc2_norm > self.tests.second[layer]).float()
+            activation = activation * passed
+            cost = upper + passed * ((1.0 - upper if self.tests.planes else 1.0) + live)
+        cost = cost / (2 * self.model.f)
+        curvature = activation.new_zeros(())
+        if self.statistics is not None:
+            curvature = (activation.detach() * self.statistics.neuron[layer]).square() / self.tokens
+        out, spent = _Gate.apply(activation, logits, cost, activation.new_zeros(()), curvature, self.width)
         self.mlp_cost.append(spent)
         return out
 
@@ -93,7 +117,11 @@ class SoftGates:
         logits = self.head_predictors.layer_logits(layer, sites[self.head_predictors.sites[layer]], self.head_weights)
         rest = out.new_zeros(out.shape[-2:]) if self.replacement is None else self.replacement[layer]
         cost = torch.full_like(logits, 1.0 / self.model.n_heads)
-        kept, spent = _Gate.apply(out, logits, cost, rest, self.width)
+        curvature = out.new_zeros(())
+        if self.statistics is not None:
+            apart = (out - rest).detach()
+            curvature = torch.einsum("bthe,hef,bthf->bth", apart, self.statistics.fisher[layer], apart) / self.tokens
+        kept, spent = _Gate.apply(out, logits, cost, rest, curvature, self.width)
         self.head_cost.append(spent)
         return kept
 
@@ -128,8 +156,13 @@ def tune(
     config: TuneConfig,
     replacement: Tensor | None = None,
     offsets: Tensor | None = None,
+    tests: TwoTests | None = None,
+    statistics: HeadStatistics | None = None,
 ) -> dict[str, Any]:
-    """Train the predictors (and ``replacement``, ``offsets`` where given) in place."""
+    """Train the predictors (and ``replacement``, ``offsets`` where given) in place.
+
+    With ``tests`` the MLP's predictors are the filter of a cascade; with ``statistics`` the gates know the curvature.
+    """
     start = time.perf_counter()
     groups = [module for module in (mlp, heads) if module is not None]
     parameters = [p for module in groups for p in module.parameters()]
@@ -142,7 +175,7 @@ def tune(
     optimiser = torch.optim.Adam(param_groups, lr=config.learning_rate, betas=(0.9, 0.95))
     warmup = max(1, config.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: learning_rate_share(s, warmup, config.steps))
-    gates = SoftGates(model, mlp, heads, replacement, offsets, config.width)
+    gates = SoftGates(model, mlp, heads, replacement, offsets, config.width, tests, statistics)
     dense_bytes = 2 * WEIGHT_BYTES * model.d * model.f
     fixed = (
         0.0 if mlp is None else sum(mlp.fixed_bytes(i) for i in range(model.n_layers)) / model.n_layers / dense_bytes
@@ -155,7 +188,9 @@ def tune(
         with torch.no_grad():
             hidden = model.start(part.ids)
             dense = F.log_softmax(model.logits(model.blocks(hidden)[part.scored]), -1)
-        gates.begin()
+        gates.begin(int(part.scored.sum()))
+        for module in groups:
+            module.begin(part, model)
         got = F.log_softmax(model.logits(model.blocks(hidden, gates)[part.scored]), -1)
         divergence = (dense.exp() * (dense - got)).sum(-1).mean()
         loss = divergence
@@ -169,11 +204,11 @@ def tune(
                 wanted = config.share_from + late * (config.mlp_share - config.share_from)
             loss = loss + mlp_price * mlp_cost
             gap = (mlp_cost.detach() + fixed) / wanted - 1
-            mlp_price = mlp_price * torch.exp((0.5 * gap).clamp(-0.1, 0.1))
+            mlp_price = mlp_price * torch.exp((0.7 * gap).clamp(-0.2, 0.2))
         if heads is not None and config.head_density is not None:
             loss = loss + head_price * head_cost
             gap = head_cost.detach() / config.head_density - 1
-            head_price = head_price * torch.exp((1.0 * gap).clamp(-0.1, 0.1))
+            head_price = head_price * torch.exp((1.5 * gap).clamp(-0.2, 0.2))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
