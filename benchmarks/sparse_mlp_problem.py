@@ -65,12 +65,15 @@ class Problem:
 
     def use_settings(self, found: dict[str, Any]) -> None:
         """Settings of a sweep (one width of its JSON) in place of the committed table."""
-        self.fc1_settings = GatherSettings(**found["fc1"])
-        self.a_settings = GatherSettings(**found["down"])
-        self.fused_fc2_settings = ScatterSettings(**found["fc2"])
-        self.atomic_fc2_settings = ScatterSettings(**found["fc2a"])
-        self.fc2_settings = ScatterSettings(**found["fc2l"])
-        self.fused_settings = SelectGatherSettings(**found["fused"])
+        if "fc1" in found:
+            self.fc1_settings = GatherSettings(**found["fc1"])
+        if "down" in found:
+            self.a_settings = GatherSettings(**found["down"])
+        if "fused" in found:
+            self.fused_settings = SelectGatherSettings(**found["fused"])
+        for name, field in (("fc2", "fused_fc2_settings"), ("fc2a", "atomic_fc2_settings"), ("fc2l", "fc2_settings")):
+            if name in found:
+                setattr(self, field, ScatterSettings(**found[name]))
         self.block, self.select_warps = found["select"]
         self.make_lists()
 
