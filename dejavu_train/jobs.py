@@ -98,7 +98,10 @@ def run_job(config: RunConfig, job: Job, title: str) -> bool:
                 job[1],
                 title,
             ]
-            code = subprocess.run(command, close_fds=False, check=False).returncode
+            root = str(Path(__file__).resolve().parent.parent)  # wherever train.py was called from
+            paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = os.environ | {"PYTHONPATH": paths}
+            code = subprocess.run(command, close_fds=False, check=False, env=environment).returncode
             if code:
                 raise SystemExit(code)
     return True
@@ -114,18 +117,43 @@ def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
     return min(1.0, section.density * active[layer] * len(active) / max(sum(active), 1e-12))
 
 
-def second_moment(reader: ShardReader, site: str, device: torch.device | str = "cpu") -> Tensor:
-    """(d, d) float64 second moment of a site's first rows, computed on ``device``."""
-    width = reader.manifest.shape.d_model
-    total = torch.zeros(width, width, dtype=torch.float64, device=device)
+def second_moments(
+    site: ShardReader, name: str, own: ShardReader | None = None, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Of a site's first rows x: (d, d) mean of x x', and with ``own`` that of y x' for the same rows y of its mlp_in.
+
+    Returns: both float64, computed on ``device``; without ``own`` the second is the first.
+    """
+    width = site.manifest.shape.d_model
+    totals = torch.zeros(2, width, width, dtype=torch.float64, device=device)
     seen = 0
-    for start, stop in reader.blocks():
-        rows = reader.read(site, start, stop).to(device).float()
-        total += (rows.T @ rows).double()
+    for start, stop in site.blocks():
+        rows = site.read(name, start, stop).to(device).float()
+        totals[0] += (rows.T @ rows).double()
+        if own is not None:
+            totals[1] += (own.read("mlp_in", start, stop).to(device).float().T @ rows).double()
         seen += len(rows)
         if seen >= COVARIANCE_ROWS:
             break
-    return total / seen
+    return totals[0] / seen, totals[0 if own is None else 1] / seen
+
+
+def start_module(module: LitPredictor, config: RunConfig, job: Job, activations: Path, weight_hash: str) -> None:
+    """Set the first values of a job's predictor, from its layer's weights and the first rows of its site."""
+    layer, target = job
+    section = config.predictor(target)
+    site, site_layer = section.site(target, layer)
+    device = start_device(config.trainer)
+    weights = LayerWeights.load(activations, layer, weight_hash).to(device)
+    covariance = seen_through = None
+    if section.start == "svd_data":
+        ahead = None if (site, site_layer) == ("mlp_in", layer) else ShardReader(activations, layer, "train")
+        covariance, cross = second_moments(ShardReader(activations, site_layer, "train"), site, ahead, device)
+        if ahead is not None:
+            # What fc1 reads is not seen yet; the best linear guess of it from the site stands in.
+            ridge = torch.eye(len(cross), dtype=cross.dtype, device=device) * covariance.trace() / len(cross) * 1e-4
+            seen_through = torch.linalg.solve(covariance + ridge, cross, left=False)
+    module.start_from(section.start, weights, covariance, seen_through)
 
 
 def fit(config: RunConfig, job: Job, title: str) -> None:
@@ -151,11 +179,7 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
         section.weight_decay,
         section.warmup,
     )
-    weights = LayerWeights.load(activations, layer, manifest.weight_hash).to(start_device(config.trainer))
-    covariance = None
-    if section.start == "svd_data":
-        covariance = second_moment(ShardReader(activations, site_layer, "train"), site, weights.fc1_weight.device)
-    module.start_from(section.start, weights, covariance)
+    start_module(module, config, job, activations, manifest.weight_hash)
 
     monitor = f"val/{section.monitor}"
     rates = Rates(config.data.num_workers)

@@ -72,12 +72,19 @@ class LitPredictor(lightning.LightningModule):
         # Neither a buffer (DDP would send it around at every step) nor state: it belongs to the model, not to us.
         self._weights: LayerWeights | None = None
 
-    def start_from(self, start: str, weights: LayerWeights, covariance: Tensor | None = None) -> None:
+    def start_from(
+        self,
+        start: str,
+        weights: LayerWeights,
+        covariance: Tensor | None = None,
+        seen_through: Tensor | None = None,
+    ) -> None:
         """Take the layer's weights (for contributions) and set the first values of the predictor.
 
         Args:
             start: ``random``; ``small`` (logits near the bias at first); ``svd`` of fc1; ``svd_data``, weighed with the
                 inputs' second moment ``covariance`` (d_in, d_in).
+            seen_through: (d, d_in), for look-ahead the linear guess of what fc1 reads from the predictor's input.
 
         Raises:
             UserError: an SVD start for heads, which have no weight to decompose.
@@ -87,7 +94,8 @@ class LitPredictor(lightning.LightningModule):
             if self.target != "mlp":
                 raise UserError(f"start {start} is for the target mlp; use random or small for {self.target}")
             weighed = covariance if start == "svd_data" else None
-            svd_start(self.predictor, weights.fc1_weight, weights.fc1_bias, weighed)
+            weight = weights.fc1_weight if seen_through is None else weights.fc1_weight.double() @ seen_through
+            svd_start(self.predictor, weight, weights.fc1_bias, weighed)
         elif start == "small":
             with torch.no_grad():
                 self.predictor.up.mul_(0.01)

@@ -4,6 +4,7 @@ Several invocations may share one output folder, each with its own ``--layers``:
 every job has a lock, and whoever finishes the last job calibrates and bundles.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from dejavu_train.files import locked, read_json, replacing, write_json
 from dejavu_train.jobs import Job, is_finished, log_summary, run_job, summary_rows
 from dejavu_train.opt_model import read_shape
 from dejavu_train.shards import ShardReader
+from dejavu_train.trainer import build_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ def run(config: RunConfig) -> None:
     config.check(shape)
     output = Path(config.output)
     jobs = config.all_jobs(shape.n_layers)
+    check_trainer(config, jobs[0])
     claim_folder(output, config)
     if (output / "bundle" / "bundle.json").is_file():
         print(f"{output / 'bundle'} is complete; nothing to do")
@@ -77,8 +80,18 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job]) -> None:
     log_summary(config, jobs)
 
 
+def check_trainer(config: RunConfig, job: Job) -> None:
+    """Refuse trainer arguments that cannot work before anything is collected.
+
+    Raises:
+        UserError: as :func:`dejavu_train.trainer.build_trainer`.
+    """
+    trainer = {**config.trainer, "logger": False}
+    build_trainer(dataclasses.replace(config, trainer=trainer), job, Path(config.output), [])
+
+
 def claim_folder(output: Path, config: RunConfig) -> None:
-    """Note the run's identity in the folder, or refuse a folder of another run.
+    """Note the run's identity in the folder, or refuse a folder of another run. One that made nothing yet gives way.
 
     Raises:
         UserError: another identity, or a file where the folder should be.
@@ -87,15 +100,15 @@ def claim_folder(output: Path, config: RunConfig) -> None:
         raise UserError(f"the output {output} is a file; choose a folder")
     path = output / "run.json"
     with locked(output / ".run.lock"):
-        if not path.exists():
-            write_json(path, {"schema": RUN_SCHEMA, "identity": config.identity(), "config": config.identified()})
+        if path.exists() and ((output / "activations" / "manifest.json").exists() or (output / "predictors").exists()):
+            stored = read_json(path, "the description of the run")
+            if stored.get("schema") != RUN_SCHEMA or stored.get("identity") != config.identity():
+                difference = first_difference(stored.get("config"), config.identified())
+                raise UserError(
+                    f"the folder {output} holds another run{difference}; choose another --output or delete the folder"
+                )
             return
-        stored = read_json(path, "the description of the run")
-        if stored.get("schema") != RUN_SCHEMA or stored.get("identity") != config.identity():
-            difference = first_difference(stored.get("config"), config.identified())
-            raise UserError(
-                f"the folder {output} holds another run{difference}; choose another --output or delete the folder"
-            )
+        write_json(path, {"schema": RUN_SCHEMA, "identity": config.identity(), "config": config.identified()})
 
 
 def first_difference(stored: Any, asked: Any, name: str = "") -> str:

@@ -11,6 +11,7 @@ from small_runs import activations, flags
 import dejavu_train.files as files
 from dejavu_train.cli import main, parse_config
 from dejavu_train.errors import exit_on_user_error
+from dejavu_train.pipeline import claim_folder
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
@@ -158,6 +159,10 @@ def test_shards_of_another_model(run, capsys, collected, tmp_path):
 
 
 def test_an_output_of_another_run(run, capsys, collected):
-    fails(capsys, run("--mlp.loss=focal"), "focal")
-    fails(capsys, run("--trainer.accelerator=tpu", "--targets=heads"), "trainer")  # claims the folder
+    claim_folder(collected.parent, parse_config(run()))
     fails(capsys, run("--mlp.steps=81"), "another run", "mlp.steps", "80", "81")
+
+
+def test_a_run_that_made_nothing_gives_way(run, capsys, tmp_path):
+    fails(capsys, run("--text.source=/nowhere/text.txt"), "/nowhere/text.txt")
+    claim_folder(tmp_path / "run", parse_config(run()))

@@ -1,11 +1,12 @@
 import lightning
 import pytest
 import torch
-from small_runs import activations
+from small_runs import activations, flags
 
+from dejavu_train.cli import parse_config
 from dejavu_train.datamodule import DataConfig, ShardDataModule
 from dejavu_train.errors import UserError
-from dejavu_train.jobs import second_moment
+from dejavu_train.jobs import second_moments, start_module
 from dejavu_train.lit_predictor import LitPredictor, SelectionMetric
 from dejavu_train.losses import LOSSES
 from dejavu_train.metrics import top_units
@@ -48,9 +49,19 @@ def test_the_inputs_covariance_helps_the_start(folder, weights):
     masses = {}
     for start in ("svd", "svd_data", "random"):
         module = LitPredictor("mlp", 48, 12, 96, density=0.4)
-        module.start_from(start, weights, second_moment(ShardReader(folder, 1, "train"), "mlp_in"))
+        module.start_from(start, weights, second_moments(ShardReader(folder, 1, "train"), "mlp_in")[0])
         masses[start] = trained(module, data_for(folder, "mlp", "mlp_in"), 0)["val/retained_mass"]
     assert masses["random"] < masses["svd"] < masses["svd_data"]
+
+
+def test_a_start_for_look_ahead_guesses_what_fc1_reads(folder, weights, tiny_opt, text_file):
+    masses = {}
+    for start in ("svd", "svd_data"):
+        config = parse_config(flags(tiny_opt, text_file, folder.parent, "--mlp.lookahead=1", f"--mlp.start={start}"))
+        module = LitPredictor("mlp", 48, 16, 96, density=0.4)
+        start_module(module, config, (1, "mlp"), folder, ActivationManifest.load(folder).weight_hash)
+        masses[start] = trained(module, data_for(folder, "mlp", "attn_in"), 0)["val/retained_mass"]
+    assert masses["svd_data"] > masses["svd"] + 0.02
 
 
 @pytest.mark.parametrize("loss", LOSSES)
