@@ -68,10 +68,10 @@ def predicted(study: Study, full: bool) -> None:
     variants: list[tuple[str, dict[str, Any]]] = [(f"predicted r{rank}", {})]
     if full:
         variants += [
+            (f"predicted r{2 * rank}, token tables, steps x 4", {"rank": 2 * rank, "tables": True, "steps": 2400}),
             (f"predicted r{2 * rank}", {"rank": 2 * rank}),
             (f"predicted r{rank}, steps x 4", {"steps": 4 * study.sizes.fit_steps}),
             (f"predicted r{rank}, token tables", {"tables": True}),
-            (f"predicted r{2 * rank}, token tables, steps x 4", {"rank": 2 * rank, "tables": True, "steps": 2400}),
             (f"predicted r{rank}, from_mean labels", {"labels": "from_mean"}),
         ]
     for name, changes in variants:
@@ -132,13 +132,14 @@ def whole_block(study: Study) -> None:
     model, statistics = study.model, study.statistics
     importance = importance_of(study)
     every = tuple(range(model.n_layers))
-    floors_plan = study.plan(baselines.Oracle(), losses=False)
-    floors = [read_curve(c, density_for_mass(c, 0.99))["threshold"] for c in floors_plan.curves]
-    for name, rank, distance, cascade, tables, pairs in (
-        ("cascade and tables", 48, 0, True, every, ((0.075, 0.85), (0.09, 0.80), (0.11, 0.85))),
+    studied = (
+        ("cascade and tables", 48, 0, True, every, ((0.08, 0.85), (0.11, 0.85), (0.09, 0.80))),
         ("low rank", 64, 0, False, (), ((0.11, 0.85), (0.15, 0.85))),
         ("one first projection", 64, 1, False, (), ((0.11, 0.85),)),
-    ):
+    )
+    floors_plan = study.plan(baselines.Oracle(), losses=False)
+    floors = [read_curve(c, density_for_mass(c, 0.99))["threshold"] for c in floors_plan.curves]
+    for name, rank, distance, cascade, tables, pairs in studied[: 1 if study.brief else None]:
         mlp, _ = fitted(study, scaled(model.d, rank), "int4", distance, tables=tables)
         tests = baselines.TwoTests(model, mlp, floors) if cascade else None
         mlp_plan: Plan = study.plan(tests or mlp)

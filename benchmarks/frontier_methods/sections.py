@@ -276,7 +276,7 @@ CANDIDATES = (
 
 def winners(study: Study, shares: Sequence[float], full: bool) -> None:
     """Layer-by-layer and tuned predictors over ranks and dtypes; the best of each budget is picked on ``choose``."""
-    for rank_at_384, kind, targets in CANDIDATES if full else ((64, "int8", (0.08,)),):
+    for rank_at_384, kind, targets in CANDIDATES[: 2 if study.brief else None] if full else ((64, "int8", (0.08,)),):
         rank = scaled(study.model.d, rank_at_384)
         predictors, seconds = fitted(study, rank, kind)
         plan = study.plan(predictors)
@@ -370,11 +370,10 @@ def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
         (48, "int4", 0.99, (), (0.08, 0.11)),
         (64, "int4", 0.995, every, (0.08, 0.11)),
         (32, "int4", 0.99, every, (0.08,)),
-        (48, "int4", 0.99, first, (0.08,)),
         (48, "int4", 0.97, every, (0.08,)),
-        (64, "int4", 0.99, (), (0.08,)),
-        (96, "int4", 0.995, every, (0.11,)),
-    )[: None if full else 1]:
+        (48, "int4", 0.99, first, ()),
+        (96, "int4", 0.995, every, ()),
+    )[: (3 if study.brief else None) if full else 1]:
         rank = scaled(study.model.d, rank_at_384)
         floors = [read_curve(c, density_for_mass(c, mass))["threshold"] for c in floors_plan.curves]
         predictors, seconds = fitted(study, rank, kind, tables=tables)

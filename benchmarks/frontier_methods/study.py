@@ -71,6 +71,11 @@ class Study:
         self._rows: dict[str, fitting.Rows] = {}
         self._statistics: HeadStatistics | None = None
 
+    @property
+    def brief(self) -> bool:
+        """A large model gets the variants that matter only."""
+        return self.model.d >= 768
+
     def rows(self, set_name: str = "train") -> fitting.Rows:
         if set_name not in self._rows:
             limit = self.sizes.rows if set_name == "train" else 8192
