@@ -108,7 +108,7 @@ class FitConfig:
     loss: str = "contribution"
     steps: int = 1000
     rows: int = 1024
-    learning_rate: float = 2e-3
+    learning_rate: float = 6e-3
     weight_decay: float = 0.0
     patience: int | None = None
     """Stop early as the original does: after this many epochs without a better recall on ``choose`` (or at 0.99)."""

@@ -142,7 +142,7 @@ def one_for_all(study: Study, shares: Sequence[float]) -> None:
     """ShadowLLM's shape, with the contribution loss."""
     torch.manual_seed(0)
     predictors = OneForAll(study.model, scaled(study.model.d, 64), "int8")
-    taken = fit(study.model, study.rows(), predictors, config_of(study, learning_rate=1e-3))
+    taken = fit(study.model, study.rows(), predictors, config_of(study, learning_rate=2e-3))
     study.frontier("trained", "one predictor for all layers", predictors, shares, train_seconds=taken["seconds"])
 
 
@@ -185,8 +185,8 @@ def losses_and_starts(study: Study) -> None:
         ("random start", {"start": "random"}),
         ("svd start", {"start": "svd"}),
         ("relu, random start", {"start": "random", "nonlinearity": "relu"}),
-        ("lr 5e-4", {"learning_rate": 5e-4}),
-        ("lr 5e-3", {"learning_rate": 5e-3}),
+        ("lr 2e-3", {"learning_rate": 2e-3}),
+        ("lr 1.5e-2", {"learning_rate": 1.5e-2}),
         ("steps / 3", {"steps": study.sizes.fit_steps // 3}),
         ("steps x 3", {"steps": study.sizes.fit_steps * 3}),
     ]
