@@ -183,7 +183,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
             hidden, mlp, threshold = args[:3]
             put(threshold, hidden @ mlp.up.float().T + mlp.bias, mlp_density)
         elif name == "qkv_select:before":
-            mlp, hidden, threshold = args[10:13]
+            mlp, hidden, threshold = args[11:14]
             put(threshold, hidden @ mlp.up.float().T + mlp.bias, mlp_density)
         elif name in ("head_select:before", "site_predict:before") and args[2] is not None:
             x, norm, folded, bias, threshold = args[:5]
@@ -219,7 +219,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             each = float(args[3].to_mask(engine.batch).sum()) / engine.batch
             total += 3 * n * hd * d * size + each * context * hd * 2 * size
             if name == "qkv_select":
-                total += args[10].up.nbytes
+                total += args[11].up.nbytes
         elif name in ("head_select", "site_predict") and args[2] is not None:
             total += args[2].nbytes + (args[9].down.nbytes if name == "site_predict" else 0)
         elif name == "predict_select":

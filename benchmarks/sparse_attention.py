@@ -30,6 +30,14 @@ SHAPES_HERE = SHAPES | {"175b": OPTShape(12288, 49152, 96, 96, 50272, 2048)}
 ORIGINAL = {4096: {0.5: 15.6 + 8.5}, 9216: {0.5: 61.1 + 24.6}, 12288: {0.5: 106.6 + 39.2}}
 
 
+def order_of(mask: torch.Tensor) -> torch.Tensor:
+    """The selected heads in order and, at the end, their number: (h + 1) int32."""
+    ids = mask[0].nonzero().flatten()
+    order = torch.zeros(mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+    order[: len(ids)], order[-1] = ids, len(ids)
+    return order
+
+
 class Problem:
     """Sets of weights, caches and selections of one shape; steps by set."""
 
@@ -54,7 +62,7 @@ class Problem:
                 qkv=normal(h, 3, hd, d), qkv_bias=normal(h, 3, hd), out=normal(d, d), out_bias=normal(d), predictor=normal(h, d), bias=bias, selection=selection, own=own,
                 k=normal(1, h, context + 1, hd), v=normal(1, h, context + 1, hd), attn_in=normal(1, context + 1, d),
                 watermark=torch.full((1, h), context, dtype=torch.int32, device="cuda"),
-                ids=mask[0].nonzero().flatten(),
+                ids=mask[0].nonzero().flatten(), order=order_of(mask),
             )  # fmt: skip
 
         self.data = [one() for _ in range(self.sets)]
@@ -66,6 +74,7 @@ class Problem:
         self.position = torch.full((1,), context, dtype=torch.int32, device="cuda")
         self.row_state = torch.ones(1, dtype=torch.int32, device="cuda")
         self.q = torch.empty(1, h, hd, device="cuda")
+        self.order = torch.zeros(h + 1, dtype=torch.int32, device="cuda")
         self.mixed = torch.randn(1, d, device="cuda")
         self.scratch = flash_decode.AttentionScratch.empty(1, h, hd, context + 1, "cuda")
 
@@ -78,7 +87,7 @@ class Problem:
     def project(self, i: int, pdl: bool, settings: dense_gemv.RowSettings | None = None) -> None:
         s = self.data[i]
         qkv.qkv(s.attn_in, s.qkv, s.qkv_bias, s.selection, self.position, s.watermark, None, self.q, s.k, s.v,
-                "backfill", pdl, settings)  # fmt: skip
+                self.order, "backfill", pdl, settings)  # fmt: skip
 
     def attend(self, i: int, pdl: bool, dense: bool = False, positions: int = flash_decode.BLOCK) -> None:
         s = self.data[i]
@@ -90,8 +99,8 @@ class Problem:
         self, i: int, pdl: bool, dense: bool = False, settings: dense_gemv.RowSettings | None = None
     ) -> None:
         s = self.data[i]
-        out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, self.y, pdl,
-                                     settings)  # fmt: skip
+        out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, s.order,
+                                     self.y, pdl, settings)  # fmt: skip
 
     def block(self, i: int, pdl: bool) -> None:
         self.select(i, pdl)
@@ -182,9 +191,11 @@ def sweep(rows: Rows, name: str, context: int, until: float) -> None:
         time_of = measure(lambda i: problem.select(i, True), problem.sets, 12)[1]
         print(f"sweep {name} select {time_of:.2f} us", flush=True)
         found = []
-        for programs, n_rows, warps in itertools.product((2, 4, 6, 8), (1, 2, 4), (4, 8)):
+        for programs, n_rows, warps in itertools.product((2, 4, 6, 8), (1, 2, 4, 8, 16, 32), (2, 4, 8)):
             tile = n_rows * shape.d_model * 2
-            if tile > 36000 or programs * warps > 64 or tile * programs < 12000 or tile / warps > 6000:
+            if dense and (tile > 36000 or programs * warps > 64 or tile * programs < 12000 or tile / warps > 6000):
+                continue
+            if not dense and (programs > 2 or n_rows < 4):
                 continue
             if time.time() > until:
                 break

@@ -185,6 +185,7 @@ class DecodeEngine:
         # One residual buffer per half-block: a look-ahead predictor may still read an older one.
         self._x = torch.zeros(2 * shape.n_layers + 1, batch, d, device=device)
         self._q = torch.zeros(batch, h, hd, device=device)
+        self._order = torch.zeros(h + 1, dtype=torch.int32, device=device)
         self._heads_out = torch.zeros(batch, h * hd, device=device)
         self._attention = flash_decode.AttentionScratch.empty(batch, h, hd, self.context, device)
         self._scatter = scatter_gemv.ScatterScratch.empty(batch, d, device)
@@ -202,12 +203,13 @@ class DecodeEngine:
         self.selections: dict[tuple[int, str], select.Selection] = {}
         self._rank_scratch: dict[tuple[int, str], Tensor] = {}
         self._at_site: dict[tuple[int, str], list[TargetPredictor]] = {}
+        block = listed_gemv.listed_block(d) if batch == 1 else 64
         for key, predictor in self.predictors.items():
             heads = predictor.target == "heads"
             self.selections[key] = (
                 head_select.head_selection(h, device)
                 if predictor.folded is not None
-                else select.Selection.empty(h if heads else shape.d_ffn, device)
+                else select.Selection.empty(h if heads else shape.d_ffn, device, block)
             )
             self._rank_scratch[key] = torch.zeros(batch, predictor.weights.down.shape[0], device=device)
             if predictor.folded is None and not (key[1] == "mlp" and key[0] in self._fused):
@@ -266,7 +268,8 @@ class DecodeEngine:
                 state.row_state, self.attn_in[layer], selection,
             )  # fmt: skip
             rows = (
-                self.attn_in[layer], weights.qkv, weights.qkv_bias, selection, state.position, watermark, valid, *caches
+                self.attn_in[layer], weights.qkv, weights.qkv_bias, selection, state.position, watermark, valid, *caches,
+                self._order,
             )  # fmt: skip
             if layer in self._fused:
                 mlp, hidden = self.predictors[layer, "mlp"], self._rank_scratch[layer, "mlp"]
@@ -282,7 +285,9 @@ class DecodeEngine:
             *caches, selection, state.position, watermark, valid, self._heads_out, self._attention, pdl=pdl
         )
         middle = self._x[2 * layer + 1]
-        ops.project_heads(self._heads_out, weights.out, weights.out_bias, x, selection, middle, pdl=pdl)
+        ops.project_heads(
+            self._heads_out, weights.out, weights.out_bias, x, selection, self._order, middle, pdl=pdl
+        )
 
     def _mlp_half(self, layer: int) -> None:
         ops, pdl = self._ops, self._pdl

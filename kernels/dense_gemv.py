@@ -28,9 +28,7 @@ class RowSettings:
 
 def row_settings(d: int) -> RowSettings:
     """Launch settings by width, from benchmarks/sparse_attention.py --sweep."""
-    if d <= 4096:
-        return RowSettings(4, 1, 8)
-    return RowSettings(2, 1, 8)
+    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(4, 1, 8)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:

@@ -19,14 +19,19 @@ from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
 
 
+def listed_block(d: int) -> int:
+    """Block of the selections that this kernel likes best, by width."""
+    return 64 if d <= 4096 else 32
+
+
 def listed_share(d: int) -> tuple[int, int]:
     """(programs a block of the selection, warps), by width."""
-    return (4, 8) if d <= 4096 else (2, 8)
+    return (4, 8) if d <= 4096 else (1, 8)
 
 
-def listed_rows(n: int, d: int, device: torch.device | str, block: int = 64) -> LiveRows:
+def listed_rows(n: int, d: int, device: torch.device | str, block: int | None = None) -> LiveRows:
     """The output that `listed_gemv` wants for n rows of width d."""
-    share = listed_share(d)[0]
+    block, share = block or listed_block(d), listed_share(d)[0]
     blocks, slots = triton.cdiv(n, block), triton.cdiv(block, share)
     ids = torch.zeros(blocks * share * slots, dtype=torch.int32, device=device)
     values = torch.zeros(blocks * share * slots, 1, device=device)

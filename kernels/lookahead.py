@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
-from kernels.dense_gemv import RowSettings, row_settings
+from kernels.dense_gemv import RowSettings
 from kernels.head_select import head_select_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.qkv import POLICIES, _qkv_rows, qkv_reference, row_or
+from kernels.qkv import POLICIES, _qkv_rows, at_once, qkv_reference, qkv_settings, row_or, write_order
 from kernels.select import PredictorWeights, Selection, _store_selection, predict_select_reference
 
 
@@ -32,11 +32,11 @@ def site_predict_reference(
 
 
 def qkv_select_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, mlp, hidden, mlp_threshold,
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, mlp, hidden, mlp_threshold,
     row_state, mlp_selection, policy="backfill", pdl=False,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
-    qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy)
+    qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy)
     second = PredictorWeights(torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias)
     mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
 
@@ -196,6 +196,7 @@ def _qkv_select_kernel(
     q,
     k_cache,
     v_cache,
+    order,
     capacity,
     up,
     hidden,
@@ -212,7 +213,7 @@ def _qkv_select_kernel(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
-    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     POLICY: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -245,9 +246,11 @@ def _qkv_select_kernel(
         _store_selection(bits, rows, pid, ids, counts, BLOCK)
     else:
         start_dependents(PDL)
+        if pid == N_BLOCKS:
+            write_order(row_bits, order, H, H_TILE)
         _qkv_rows(
             pid - N_BLOCKS, tl.num_programs(0) - N_BLOCKS, attn_in, weight, bias, row_bits, position, watermark,
-            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
+            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, POLICY,
         )  # fmt: skip
 
 
@@ -262,6 +265,7 @@ def qkv_select(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    order: Tensor,
     mlp: PredictorWeights,
     hidden: Tensor,
     mlp_threshold: Tensor,
@@ -286,7 +290,7 @@ def qkv_select(
     chunk = min(chunk, 256) if chunk >= 64 else min(triton.next_power_of_2(rank), 128)
     n_blocks = mlp_selection.counts.numel()
     pdl = use_pdl(pdl, q.device)
-    settings = settings or row_settings(d)
+    settings = settings or qkv_settings(d)
     _qkv_select_kernel[(n_blocks + n_sms(q.device) * settings.programs,)](
         attn_in,
         weight,
@@ -298,6 +302,7 @@ def qkv_select(
         q,
         k_cache,
         v_cache,
+        order,
         k_cache.shape[2],
         mlp.up,
         hidden,
@@ -314,7 +319,7 @@ def qkv_select(
         D=d,
         D0=d0,
         D1=d1,
-        ROWS=settings.rows,
+        AT_ONCE=at_once(d),
         POLICY=POLICIES[policy],
         RANK=rank,
         CHUNK=chunk,

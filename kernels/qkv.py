@@ -33,12 +33,25 @@ from kernels.select import Selection
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 
+def qkv_settings(d: int) -> RowSettings:
+    """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep (rows is always 1)."""
+    return RowSettings(4, 1, 4) if d <= 4096 else RowSettings(2, 1, 4)
+
+
+def at_once(d: int) -> int:
+    """Positions that a back-fill computes with one reduction."""
+    return 2 if d <= 4096 else 1
+
+
 def qkv_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy="backfill", pdl=False
-) -> None:
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy="backfill",
+    pdl=False,
+) -> None:  # fmt: skip
     """Plain torch, one (row, head) at a time."""
     batch, n_heads, head_dim = q.shape
     mask = selection.to_mask(batch)
+    picked = mask.any(0).nonzero().flatten()
+    order[: len(picked)], order[-1] = picked, len(picked)
     for b in range(batch):
         t = int(position[b])
         for head in range(n_heads):
@@ -75,21 +88,41 @@ def _nth_head(rank, heads, n, H: tl.constexpr):
 
 
 @triton.jit
-def _store_values(
-    values, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
-    rows = row + tl.arange(0, ROWS)
-    slots = (pair * capacity + p).to(tl.int64) * HEAD_DIM + rows % HEAD_DIM
+def _place(item, rank, heads, H: tl.constexpr, HEAD_DIM: tl.constexpr, PER_HEAD: tl.constexpr, FIXED: tl.constexpr):
+    """(head, row of the head's 3 * HEAD_DIM) of a work item."""
+    head = _nth_head(rank, heads, (item - FIXED) // PER_HEAD, H)
+    row = (item - FIXED) % PER_HEAD
+    if FIXED > 0:
+        fixed = item - FIXED < 0
+        head = tl.where(fixed, item // (2 * HEAD_DIM), head)
+        row = tl.where(fixed, HEAD_DIM + item % (2 * HEAD_DIM), row)
+    return head, row
+
+
+@triton.jit
+def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
+    """order[:n] = the selected heads, ascending; order[H] = n. For the output projection."""
+    heads = tl.arange(0, H_TILE)
+    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
+    tl.store(order + tl.cumsum(chosen, 0) - 1, heads, mask=chosen != 0)
+    tl.store(order + H, tl.sum(chosen))
+
+
+@triton.jit
+def _store_value(
+    value, kind, row, pair, p, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, POLICY: tl.constexpr
+):
+    """value and p: a position, or as many as are done at once; positions behind the last one are left alone."""
+    slot = (pair * capacity + p).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
     if kind == 0:
-        tl.store(q + pair * HEAD_DIM + rows, values)
+        tl.store(q + pair * HEAD_DIM + row + p * 0, value, mask=p <= last)
     elif kind == 1:
-        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty))
+        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty), mask=p <= last)
     else:
-        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty))
+        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty), mask=p <= last)
         if POLICY == 2:
             if row == 2 * HEAD_DIM:
-                tl.store(valid + pair * capacity + p, 1)
+                tl.store(valid + pair * capacity + p, (p * 0 + 1).to(tl.uint8), mask=p <= last)
 
 
 @triton.jit
@@ -114,16 +147,16 @@ def _qkv_rows(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
-    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """An even, contiguous share of the selected heads' rows, ROWS at a time, the next ones ahead of the arithmetic.
+    """Every `programs`-th row of the selected heads, one row ahead of the arithmetic.
 
-    With the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones.
-    ROWS divides HEAD_DIM, so the rows of a step are all of one head and one of q, k, v.
+    Neighbouring rows belong to one head and have the same positions to fill in: striding shares them out evenly. With
+    the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones.
     """
-    PER_HEAD: tl.constexpr = (HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM) // ROWS
-    FIXED: tl.constexpr = 2 * HEAD_DIM * H // ROWS if POLICY == 1 else 0
+    PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
+    FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
     c0 = tl.arange(0, D0)
     c1 = c0
     if D1 > 0:
@@ -132,78 +165,62 @@ def _qkv_rows(
     chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
     n_items = FIXED + tl.sum(chosen) * PER_HEAD
-    begin = (pid.to(tl.int64) * n_items // programs).to(tl.int32)
-    end = ((pid + 1).to(tl.int64) * n_items // programs).to(tl.int32)
-    if begin < end:
-        if begin < FIXED:
-            head = begin // (2 * HEAD_DIM // ROWS)
-            row = HEAD_DIM + begin % (2 * HEAD_DIM // ROWS) * ROWS
-        else:
-            head = _nth_head(rank, heads, (begin - FIXED) // PER_HEAD, H)
-            row = (begin - FIXED) % PER_HEAD * ROWS
-        line = head * (3 * HEAD_DIM) + row
-        w0, w1 = load_rows(weight, line, line + ROWS, c0, c1, D, D0, D1, ROWS)
-        if B == 1:
-            # The usual case: one position, whose input stays in registers.
-            now = tl.load(position)
-            x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
-            if D1 > 0:
-                x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=c1 < D, other=0.0).to(tl.float32)
-        for item in range(begin, end):
-            ahead = item + 1
-            next_head = head
-            next_row = row + ROWS
-            if ahead < FIXED:
-                if next_row == 3 * HEAD_DIM:
-                    next_head = head + 1
-                    next_row = HEAD_DIM
-            elif (ahead - FIXED) % PER_HEAD == 0:
-                next_head = _nth_head(rank, heads, (ahead - FIXED) // PER_HEAD, H)
-                next_row = 0
-            next_line = next_head * (3 * HEAD_DIM) + next_row
-            stop_line = tl.where(ahead - end < 0, next_line + ROWS, 0)
-            next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, ROWS)
-            wide0 = w0.to(tl.float32)
-            wide1 = w1.to(tl.float32)
-            kind = row // HEAD_DIM
-            offset = tl.load(bias + head * (3 * HEAD_DIM) + row + tl.arange(0, ROWS)).to(tl.float32)
-            bits = tl.load(row_bits + head)
-            for b in range(B):
-                wanted = ((bits >> b) & 1) != 0
-                if POLICY == 1:
-                    wanted = wanted | (kind > 0)
-                if wanted:
-                    pair = b * H + head
-                    last = tl.load(position + b)
-                    first = last
-                    if POLICY == 0:
-                        if kind > 0:
-                            first = tl.load(watermark + pair)
-                    stop = last + 1
-                    if B == 1:
-                        stop = last
-                    for p in range(first, stop):
-                        at = attn_in + (b * capacity + p).to(tl.int64) * D
-                        values = tl.sum(wide0 * tl.load(at + c0).to(tl.float32)[None, :], 1)
-                        if D1 > 0:
-                            tail = tl.load(at + c1, mask=c1 < D, other=0.0).to(tl.float32)
-                            values += tl.sum(wide1 * tail[None, :], 1)
-                        _store_values(
-                            values + offset, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM, ROWS,
-                            POLICY,
-                        )  # fmt: skip
-                    if B == 1:
-                        values = tl.sum(wide0 * x0[None, :], 1)
-                        if D1 > 0:
-                            values += tl.sum(wide1 * x1[None, :], 1)
-                        _store_values(
-                            values + offset, kind, row, pair, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM,
-                            ROWS, POLICY,
-                        )  # fmt: skip
-            head = next_head
-            row = next_row
-            w0 = next0
-            w1 = next1
+    head, row = _place(pid, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
+    line = head * (3 * HEAD_DIM) + row
+    w0, w1 = load_rows(weight, line, tl.where(pid - n_items < 0, line + 1, 0), c0, c1, D, D0, D1, 1)
+    if B == 1:
+        # The usual case: one position, whose input stays in registers.
+        now = tl.load(position)
+        x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
+        if D1 > 0:
+            x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=c1 < D, other=0.0).to(tl.float32)
+    for item in range(pid, n_items, programs):
+        next_head, next_row = _place(item + programs, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
+        next_line = next_head * (3 * HEAD_DIM) + next_row
+        stop_line = tl.where(item + programs - n_items < 0, next_line + 1, 0)
+        next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, 1)
+        kind = row // HEAD_DIM
+        offset = tl.load(bias + head * (3 * HEAD_DIM) + row).to(tl.float32)
+        bits = tl.load(row_bits + head)
+        for b in range(B):
+            wanted = ((bits >> b) & 1) != 0
+            if POLICY == 1:
+                wanted = wanted | (kind > 0)
+            if wanted:
+                pair = b * H + head
+                last = tl.load(position + b)
+                first = last
+                if POLICY == 0:
+                    if kind > 0:
+                        first = tl.load(watermark + pair)
+                stop = last + 1
+                if B == 1:
+                    stop = last
+                for start in range(first, stop, AT_ONCE):
+                    p = start + tl.arange(0, AT_ONCE)
+                    width = tl.where(p < stop, D, 0)[:, None]
+                    at = attn_in + (b * capacity + p).to(tl.int64)[:, None] * D
+                    old0 = tl.load(at + c0[None, :], mask=c0[None, :] < width, other=0.0).to(tl.float32)
+                    values = tl.sum(w0.to(tl.float32) * old0, 1)
+                    if D1 > 0:
+                        old1 = tl.load(at + c1[None, :], mask=c1[None, :] < width, other=0.0).to(tl.float32)
+                        values += tl.sum(w1.to(tl.float32) * old1, 1)
+                    _store_value(
+                        values + offset, kind, row, pair, p, stop - 1, q, k_cache, v_cache, valid, capacity, HEAD_DIM,
+                        POLICY,
+                    )  # fmt: skip
+                if B == 1:
+                    value = tl.sum(w0.to(tl.float32) * x0[None, :])
+                    if D1 > 0:
+                        value += tl.sum(w1.to(tl.float32) * x1[None, :])
+                    _store_value(
+                        value + offset, kind, row, pair, last, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM,
+                        POLICY,
+                    )  # fmt: skip
+        head = next_head
+        row = next_row
+        w0 = next0
+        w1 = next1
 
 
 @triton.jit
@@ -218,6 +235,7 @@ def _qkv_kernel(
     q,
     k_cache,
     v_cache,
+    order,
     capacity,
     B: tl.constexpr,
     H: tl.constexpr,
@@ -226,14 +244,16 @@ def _qkv_kernel(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
-    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_dependents(PDL)
+    if tl.program_id(0) == 0:
+        write_order(row_bits, order, H, H_TILE)
     _qkv_rows(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
+        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, POLICY,
     )  # fmt: skip
 
 
@@ -318,21 +338,26 @@ def qkv(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    order: torch.Tensor,
     policy: str = "backfill",
     pdl: bool = False,
     settings: RowSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy."""
+    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy.
+
+    order: (h + 1) int32, receives the selected heads in ascending order and, at its end, their number.
+    """
     batch, n_heads, head_dim, d = _check(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
+    check_shape("order", order, n_heads + 1)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
     if policy == "stale" and valid is None:
         raise ValueError('the policy "stale" needs the tensor of valid positions')
     d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
-    settings = settings or row_settings(d)
+    settings = settings or qkv_settings(d)
     _qkv_kernel[(n_sms(q.device) * settings.programs,)](
         attn_in,
         weight,
@@ -344,6 +369,7 @@ def qkv(
         q,
         k_cache,
         v_cache,
+        order,
         k_cache.shape[2],
         B=batch,
         H=n_heads,
@@ -352,7 +378,7 @@ def qkv(
         D=d,
         D0=d0,
         D1=d1,
-        ROWS=settings.rows,
+        AT_ONCE=at_once(d),
         POLICY=POLICIES[policy],
         PDL=pdl,
         num_warps=settings.warps if d >= 2048 else 4,

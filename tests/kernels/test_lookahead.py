@@ -52,11 +52,12 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu):
         heads.row_bits.fill_(-1)
         neurons.counts.fill_(9)
         hidden = torch.full((1, rank), NAN, device=device)
+        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
         first(x, ln, predictor, bias, zero, position, row_state, attn_in, heads, mlp, hidden)
         q = torch.full((1, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((1, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        second(attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, mlp, hidden, zero, row_state, neurons)
-        made.append((attn_in, hidden, heads.indices(), heads.row_bits, q, k, v, neurons.indices(), neurons.row_bits))
+        second(attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, order, mlp, hidden, zero, row_state, neurons)
+        made.append((attn_in, order, hidden, heads.indices(), heads.row_bits, q, k, v, neurons.indices(), neurons.row_bits))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-4, rtol=1e-4)
 
@@ -80,14 +81,16 @@ def test_project_heads(device, n_heads, head_dim, d, density):
     width = n_heads * head_dim
     mixed, residual = torch.randn(1, width, device=device), torch.randn(1, d, device=device)
     weight, bias = torch.randn(d, width, device=device), torch.randn(d, device=device)
-    selection = None
+    selection = order = None
     if density is not None:
         mask = torch.rand(1, n_heads, device=device) < density
         mixed = torch.where(mask.repeat_interleave(head_dim, 1), mixed, 0.0)
         selection = head_selection(n_heads, device)
         selection.set_mask(mask)
+        picked = mask[0].nonzero().flatten()
+        order = torch.cat([picked, picked.new_full((n_heads + 1 - len(picked),), len(picked))]).int()
         weight[:, ~mask.repeat_interleave(head_dim, 1)[0]] = NAN  # columns of other heads are not read
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    project_heads(mixed, weight, bias, residual, selection, out, settings=RowSettings(1, 2, 4))
-    project_heads_reference(mixed, weight.nan_to_num(), bias, residual, selection, expected)
+    project_heads(mixed, weight, bias, residual, selection, order, out, settings=RowSettings(1, 2, 4))
+    project_heads_reference(mixed, weight.nan_to_num(), bias, residual, selection, order, expected)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
