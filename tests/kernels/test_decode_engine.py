@@ -1,0 +1,51 @@
+"""The whole decoding step through the kernels (interpreter on the CPU) against the masked forward pass."""
+
+import pytest
+import torch
+
+from dejavu_train.decode import DecodeEngine, Sampling
+from tests.decode_helpers import masked_nll, random_bundle, random_opt
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_opt(d_model=32, n_heads=2, d_ffn=72, n_layers=2, vocab=60, positions=80)
+
+
+def rows_of(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, 60, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("options", "engine_options"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({}, {"one_kernel": True}),
+        ({"lookahead": 1}, {}),
+        ({"lookahead": 1}, {"look_ahead": "inline"}),
+        ({"lookahead": 2, "relu": True}, {}),
+        ({"top_k": 0.4}, {}),
+        ({"dense_layers": (0,)}, {"batch": 2}),
+        (None, {"batch": 2}),
+    ],
+    ids=str,
+)
+def test_scores_equal_the_masked_forward_pass(model, device, options, engine_options):
+    bundle = None if options is None else random_bundle(model, rank=5, **options)
+    engine = DecodeEngine(model, bundle, device=device, context=16, **engine_options)
+    for tensor in [*engine.k, *engine.v, *engine.attn_in, engine._q, engine._heads_out, engine._x]:
+        tensor.fill_(float("nan"))
+    rows = rows_of(9, 6)[: engine.batch]
+    for row, nll in zip(rows, engine.score(rows, 2), strict=True):
+        torch.testing.assert_close(nll, masked_nll(model, bundle, row, 2), atol=1e-3, rtol=1e-3)
+
+
+def test_sampling_kernels(model, device):
+    engine = DecodeEngine(model, device=device, context=16)
+    prompt = rows_of(4)
+    greedy = engine.generate(prompt, 3, stop_tokens=())
+    assert engine.generate(prompt, 3, sampling=Sampling(1.0, 1e-6), stop_tokens=()) == greedy
+    warm = engine.generate(prompt, 3, sampling=Sampling(2.0, 0.9, seed=5), stop_tokens=())
+    assert warm == engine.generate(prompt, 3, sampling=Sampling(2.0, 0.9, seed=5), stop_tokens=())
