@@ -19,7 +19,7 @@ from kernels.launch import (
     gather_settings,
     select_gather_settings,
 )
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 from kernels.scatter_gemv import ScatterScratch, scatter_gemv, scatter_gemv_reference
 from kernels.select import PredictorWeights, Selection, select_rows
 from kernels.select_gather import select_gather, select_gather_rows
@@ -56,6 +56,8 @@ class Problem:
         self.block: int = block
         self.select_warps: int | None = None
         self.a_settings: GatherSettings | None = None
+        self.norm_settings: GatherSettings | None = None
+        self.separate_norm = False
         self.fc1_settings = gather_settings(d, batch, False, n)
         self.fc2_settings: ScatterSettings | None = None
         self.fused_fc2_settings: ScatterSettings | None = None
@@ -74,6 +76,9 @@ class Problem:
         for name, field in (("fc2", "fused_fc2_settings"), ("fc2a", "atomic_fc2_settings"), ("fc2l", "fc2_settings")):
             if name in found:
                 setattr(self, field, ScatterSettings(**found[name]))
+        if "norm" in found:
+            self.norm_settings = GatherSettings(**found["norm"])
+        self.separate_norm = found["separate_norm"]
         self.block, self.select_warps = found["select"]
         self.make_lists()
 
@@ -109,7 +114,17 @@ class Problem:
         torch.cuda.synchronize()
 
     # The four stages
+    def down_normed(self, i: int, pdl: bool) -> None:
+        """LayerNorm as a kernel of its own, so that every program reads d 16-bit values and not x, weight and bias."""
+        p = self.predictors[i]
+        layer_norm(self.x[i], self.ln, self.normalised[i], pdl)
+        gather_gemv(self.normalised[i], p.down, None, None, "none", self.hidden, None, p.down_scale, pdl=True,
+                    settings=self.norm_settings)  # fmt: skip
+
     def down(self, i: int, pdl: bool) -> None:
+        if self.separate_norm:
+            self.down_normed(i, pdl)
+            return
         p = self.predictors[i]
         gather_gemv(self.x[i], p.down, None, None, "none", self.hidden, self.ln, p.down_scale,
                     normalised_out=self.normalised[i], pdl=pdl, settings=self.a_settings)  # fmt: skip

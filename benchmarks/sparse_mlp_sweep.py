@@ -32,6 +32,13 @@ def down_candidates(d: int) -> Iterator[GatherSettings]:
                 yield GatherSettings(d // 16 // each, rows, min(256 * warps, 2048), warps, prefetch=prefetch)
 
 
+def norm_candidates(d: int) -> Iterator[GatherSettings]:
+    for warps, prefetch in ((4, 32768), (8, 32768)):
+        for each in (1, 2, 3):
+            if d // 16 // each >= 64:
+                yield GatherSettings(d // 16 // each, 1, 256 * warps, warps, prefetch=prefetch)
+
+
 def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
     """For the list of the fused kernel: 4 d / 32 blocks of 32 slots."""
     for stripe, window, slots, warps in ((128, 32, 4, 4), (128, 16, 8, 4), (128, 16, 4, 4), (128, 64, 2, 4),
@@ -81,6 +88,7 @@ CANDIDATES = {
     "fc2l": fc2l_candidates,
     "down": down_candidates,
     "select": select_candidates,
+    "norm": norm_candidates,
     "fused": fused_candidates,
 }
 
@@ -97,6 +105,8 @@ def apply(problem: Problem, op: str, settings: Any) -> None:
         problem.fc2_settings = settings[1]
     elif op == "down":
         problem.a_settings = settings
+    elif op == "norm":
+        problem.norm_settings = settings
     elif op == "fused":
         problem.fused_settings = settings
     else:
@@ -113,12 +123,13 @@ def stage(problem: Problem, op: str) -> Callable[[int, bool], None]:
         "down": problem.down,
         "select": problem.select,
         "fused": problem.select_first,
+        "norm": problem.down_normed,
     }[op]
 
 
 def variant(op: str, settings: Any) -> str:
     """What is compiled: the grid size of a dense product is not."""
-    return f"{op} {label(settings).split(' ', 1)[1] if op == 'down' else label(settings)}"
+    return f"{op} {label(settings).split(' ', 1)[1] if op in ('down', 'norm') else label(settings)}"
 
 
 def compile_share(widths: list[int], ops: list[str], share: str) -> None:
@@ -151,12 +162,14 @@ def write_best(path: Path, d: int, problem: Problem) -> None:
     chosen = {
         "fc1": problem.fc1_settings,
         "down": problem.a_settings,
+        "norm": problem.norm_settings,
         "fc2": problem.fused_fc2_settings,
         "fc2a": problem.atomic_fc2_settings,
         "fc2l": problem.fc2_settings,
         "fused": problem.fused_settings,
     }
     found[str(d)] = {name: asdict(settings) for name, settings in chosen.items() if settings is not None}
+    found[str(d)]["separate_norm"] = problem.separate_norm
     found[str(d)]["select"] = [problem.block, problem.select_warps]
     path.write_text(json.dumps(found, indent=1))
 
@@ -171,6 +184,7 @@ def sweep(
     for d in widths:
         sets = sets_for(int(0.1 * 4 * d * d * 2 * 0.6), 17 * d * d, 10 * 2**30)
         problem = Problem(d, d // 16, sets)
+        best_us: dict[str, float] = {}
         for op in ops:
             chosen: Any = None
             for density in densities if op in ("fc1", "fc2", "fused") else densities[:1]:
@@ -184,7 +198,7 @@ def sweep(
                     try:
                         apply(problem, op, settings)
                         problem.fill()
-                        size, step = problem.bytes()[op.rstrip("al")], stage(problem, op)
+                        size, step = problem.bytes()["down" if op == "norm" else op.rstrip("al")], stage(problem, op)
                         for pdl in (True,):
                             times = measure(lambda i, step=step, pdl=pdl: step(i, pdl), sets, repeats=9)
                             edges = "PDL chain" if pdl else "plain edges"
@@ -198,8 +212,10 @@ def sweep(
                     print(f"sweep {op} d {d} density {density} pdl {pdl}: {best}", flush=True)
                 if results[True] and density == densities[0]:
                     chosen = min(results[True], key=lambda r: r[0])[2]
+                    best_us[op] = min(results[True], key=lambda r: r[0])[0]
             if chosen is not None:
                 apply(problem, op, chosen)
+        problem.separate_norm = best_us.get("norm", 1e9) < best_us.get("down", 0.0)
         write_best(Path(path).with_suffix(".json"), d, problem)
         problem.set_density(densities[0])
         for name, step in (

@@ -64,6 +64,6 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
         D=d,
         BLOCK=next_power_of_two(d),
         PDL=use_pdl,
-        num_warps=8,
+        num_warps=16,
         launch_pdl=use_pdl,
     )
