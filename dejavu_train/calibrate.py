@@ -11,7 +11,7 @@ Letters: N rows, d model width, n units.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,7 +161,7 @@ def calibrate(
     Raises:
         UserError: a missing predictor, a budget that cannot be met, or another value that cannot be meant.
     """
-    from dejavu_train.shards import ShardReader
+    from dejavu_train.shards import LayerWeights, ShardReader
 
     say = progress or logger.info
     where = resolve_device(device)
@@ -211,12 +211,17 @@ def calibrate(
             for name, parameter in predictor.named_parameters():
                 tensors[tensor_name(layer, target, name)] = parameter.data.to(torch_dtype(config.dtype)).cpu()
             tensors[tensor_name(layer, target, "frequency")] = frequency.float().cpu()
+            if target == "heads":
+                mean = LayerWeights.load(activations_folder, layer, own.manifest.weight_hash).head_mean
+                if bool(mean.any()):  # all zeros: skipped heads are dropped
+                    tensors[tensor_name(layer, target, "mean")] = mean.half().cpu()
+                    entries[layer, target] = replace(entries[layer, target], replacement="mean")
     tokens = 0
     if windows and config.sensitivity_tokens:
         chosen = _take(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         say(f"sensitivity of every layer on {tokens} tokens")
-        measured = _sensitivities(dense, predictors, entries, chosen, config)
+        measured = _sensitivities(dense, predictors, entries, tensors, chosen)
         for key, losses in measured.items():
             entries[key].curve["loss_increase"] = losses
     facts_kept = {"text": text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
@@ -295,15 +300,16 @@ def _sensitivities(
     dense: Any,
     predictors: Mapping[Key, LowRankPredictor],
     entries: Mapping[Key, Entry],
+    tensors: Mapping[str, Tensor],
     windows: Sequence[Sequence[int]],
-    config: CalibrateConfig,
 ) -> dict[Key, list[float]]:
     """``loss_increase`` over the grid of every entry."""
     probes = {}
     wanted = {"mlp": MLP_PROBES, "heads": HEAD_PROBES}
     for key, entry in entries.items():
         thresholds = [read_curve(entry.curve, density)["threshold"] for density in wanted[entry.target]]
-        probes[key] = Probe(predictors[key], entry.site, entry.site_layer, thresholds)
+        mean = tensors[tensor_name(*key, "mean")] if entry.replacement == "mean" else None
+        probes[key] = Probe(predictors[key], entry.site, entry.site_layer, thresholds, mean)
     measured = loss_increases(dense, probes, windows)
     return {
         key: spread_loss(wanted[entries[key].target], losses, entries[key].curve["density"])

@@ -31,45 +31,43 @@ Progress = Callable[[int], object]
 class Probe:
     """What to measure of one (layer, target): its predictor, the site that it reads, and rising thresholds to try.
 
-    ``thresholds`` fall as densities rise; each is one sparse run of the layer.
+    ``thresholds`` fall as densities rise; each is one sparse run of the layer. ``mean`` (n_heads, head_dim) stands in
+    for skipped heads.
     """
 
     predictor: LowRankPredictor
     site: str
     site_layer: int
     thresholds: Sequence[float]
+    mean: Tensor | None = None
 
 
 @contextmanager
-def _multiplied(module: nn.Module, factor: Tensor) -> Iterator[None]:
-    """Multiply the input of ``module`` by ``factor``, whatever leading shape the model gives it."""
+def masked(layer: Any, target: str, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
+    """Zero the unselected units of one decoder layer, or put ``mean`` in the place of unselected heads.
+
+    Args:
+        layer: an OPT decoder layer of transformers.
+        target: ``mlp`` or ``heads``.
+        keep: (B, T, n) bool, true for selected units.
+        mean: (n_heads, head_dim) or None.
+    """
+    if target == "mlp":
+        module, wide, rest = layer.fc2, keep, keep.new_zeros((), dtype=torch.float32)
+    else:
+        module = layer.self_attn.out_proj
+        wide = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
+        rest = torch.zeros(module.in_features) if mean is None else mean.flatten().float()
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0] * factor.to(inputs[0].dtype).reshape(inputs[0].shape),)
+        values = inputs[0]  # with whatever leading shape the model gives it
+        return (torch.where(wide.reshape(values.shape), values, rest.to(values)),)
 
     handle = module.register_forward_pre_hook(hook)
     try:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def masked(layer: Any, target: str, keep: Tensor) -> Iterator[None]:
-    """Zero the unselected units of one decoder layer.
-
-    Args:
-        layer: an OPT decoder layer of transformers.
-        target: ``mlp`` or ``heads``.
-        keep: (B, T, n) bool, true for selected units.
-    """
-    if target == "mlp":
-        module, factor = layer.fc2, keep
-    else:
-        module = layer.self_attn.out_proj
-        factor = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
-    with _multiplied(module, factor):
-        yield
 
 
 @torch.no_grad()
@@ -93,7 +91,7 @@ def loss_increases(
         for key, probe in probes.items():
             logits = probe.predictor.to(device)(run.sites[probe.site, probe.site_layer].float())  # (1, T, n)
             thresholds = torch.tensor(list(probe.thresholds), device=device).reshape(-1, 1, 1)
-            divergence = _rerun(model, run, key, logits > thresholds)
+            divergence = _rerun(model, run, key, logits > thresholds, probe.mean)
             sums[key] += divergence.double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
         if progress is not None:
@@ -140,7 +138,7 @@ def _dense_pass(model: Any, ids: Tensor) -> _Run:
     return _Run(calls, sites, F.log_softmax(logits.float(), dim=-1))
 
 
-def _rerun(model: Any, run: _Run, key: Key, keep: Tensor) -> Tensor:
+def _rerun(model: Any, run: _Run, key: Key, keep: Tensor, mean: Tensor | None) -> Tensor:
     """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
     first, target = key
     layers = decoder_layers(model)
@@ -154,7 +152,7 @@ def _rerun(model: Any, run: _Run, key: Key, keep: Tensor) -> Tensor:
         else:
             kwargs = {**kwargs, "hidden_states": hidden}
         if index == first:
-            with masked(layers[index], target, keep):
+            with masked(layers[index], target, keep, mean):
                 output = layers[index](*args, **kwargs)
         else:
             output = layers[index](*args, **kwargs)

@@ -12,7 +12,7 @@ from dejavu_train.bundle import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import OPTShape, load_opt, weight_hash
 from dejavu_train.predictor import LowRankPredictor, svd_start
-from dejavu_train.shards import ActivationManifest, ShardEntry, ShardWriter, pack_bits
+from dejavu_train.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.sites import head_contribution, record
 
 ROWS = 640
@@ -47,10 +47,19 @@ def run(tiny_opt, tmp_path_factory):
                 "generated": np.zeros(ROWS, dtype=np.uint8),
             }
             writer.write(layer, 0, rows, int(active.sum()))
+            save_layer_weights(folder / "activations", manifest, block, layer, tensors["head_out"])
     for layer in range(shape.n_layers):
         for target in ("mlp", "heads"):
             write_predictor(folder / "predictors", model, layer, target)
     return str(tiny_opt), folder
+
+
+def save_layer_weights(activations, manifest, block, layer, head_out):
+    """Means of the heads for layer 0; layer 1 drops what it skips."""
+    mean = head_out.flatten(0, 1).mean(0).detach() * (layer == 0)
+    norms = torch.linalg.vector_norm(block.fc2.weight.detach(), dim=0)
+    weights = LayerWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)
+    weights.save(activations, layer, manifest.weight_hash, torch.float16)
 
 
 def write_predictor(folder, model, layer, target, rank=24):
@@ -102,6 +111,12 @@ def test_a_mean_density_is_met_by_thresholds(run, tmp_path):
     again.check_model(run[0])
     assert again.at(mlp_density=0.5).mean_density("mlp") == pytest.approx(0.5, rel=1e-6)
     assert "loss_increase" in again.entries[0, "mlp"].curve
+
+
+def test_means_stand_in_for_heads_where_collecting_took_them(run):
+    bundle = calibrated(run, mlp_density=0.3, head_density=0.75)
+    assert [bundle.entries[layer, "heads"].replacement for layer in range(2)] == ["mean", "none"]
+    assert bundle.head_means()[0].shape == (4, 12)
 
 
 def test_without_sensitivities_neurons_follow_true_density(run):

@@ -50,6 +50,22 @@ def test_equals_a_masked_forward_pass(model):
     assert measured == pytest.approx(total / tokens, rel=1e-4)
 
 
+def test_a_mean_takes_the_place_of_skipped_heads(model):
+    layer = model.model.decoder.layers[0]
+    ids = torch.tensor([WINDOWS[0]])
+    seen = []
+    handle = layer.self_attn.out_proj.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    mean = torch.arange(48.0).view(4, 12)
+    keep = torch.zeros(1, ids.shape[1], 4, dtype=torch.bool)
+    keep[..., 1] = True
+    with torch.no_grad(), masked(layer, "heads", keep, mean):
+        model(ids)
+    handle.remove()
+    got = seen[0].view(1, ids.shape[1], 4, 12)
+    assert torch.equal(got[:, :, 0], mean[0].expand_as(got[:, :, 0]))
+    assert not torch.allclose(got[:, :, 1], mean[1].expand_as(got[:, :, 1]))
+
+
 def test_masking_every_head_removes_attention_and_hooks_leave_no_trace(model):
     layer = model.model.decoder.layers[1]
     ids = torch.tensor([WINDOWS[0]])
