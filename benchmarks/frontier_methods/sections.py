@@ -24,7 +24,7 @@ from dejavu_train.allocate import density_for_mass, read_curve
 from dejavu_train.errors import UserError
 
 SHARES = (0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.10, 0.11, 0.13, 0.15, 0.20, 0.25)
-QUICK_SHARES = (0.06, 0.08, 0.11, 0.15, 0.20, 0.25)
+QUICK_SHARES = (0.08, 0.11, 0.15, 0.25)
 CHOOSE_SHARES = (0.08, 0.11, 0.15)
 
 
@@ -36,11 +36,11 @@ def references(study: Study, shares: Sequence[float]) -> None:
     plan = study.plan(oracle)
     study.frontier("reference", "oracle", oracle, oracle_shares, plan=plan, layers=True)
     study.frontier("reference", "oracle", oracle, oracle_shares, "uniform", plan=plan)
-    study.frontier("reference", "random", baselines.Random(), shares[2::3])
+    study.frontier("reference", "random", baselines.Random(), shares[::3])
     counted = count(model, None, study.sets["calibrate"])
     frequency = (counted.frequency / counted.rows).float()
-    study.frontier("reference", "static", baselines.Static(frequency), shares[2::3])
-    study.frontier("reference", "non-contextual", baselines.NonContextual(), shares[2::3])
+    study.frontier("reference", "static", baselines.Static(frequency), shares[::3])
+    study.frontier("reference", "non-contextual", baselines.NonContextual(), shares[::3])
     study.frontier("reference", "exact MaxIP", baselines.MaxIP(), [0.52, 0.53, 0.55])
     study.frontier("reference", "CATS", baselines.Activation(), [0.505, 0.51, 0.52, 0.53])
     hnsw(study)

@@ -34,7 +34,7 @@ COLUMNS = (
 class Sizes:
     """How much text and training a study takes. Two presets: a CPU in minutes, and a GPU."""
 
-    report_tokens: int = 20_000
+    report_tokens: int = 12_000
     choose_tokens: int = 8_000
     calibrate_tokens: int = 8_000
     probe_tokens: int = 2_000
