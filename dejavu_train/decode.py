@@ -203,6 +203,11 @@ class DecodeEngine:
         self.selections: dict[tuple[int, str], select.Selection] = {}
         self._rank_scratch: dict[tuple[int, str], Tensor] = {}
         self._at_site: dict[tuple[int, str], list[TargetPredictor]] = {}
+        self._out_bias = [layer.out_bias for layer in self.weights.layers]
+        for (layer, _), predictor in self.predictors.items():
+            if predictor.mean is not None:
+                folded = self.weights.layers[layer].out.float() @ predictor.mean.flatten()
+                self._out_bias[layer] = self.weights.layers[layer].out_bias.float() + folded
         block = listed_gemv.listed_block(d) if batch == 1 else 64
         for key, predictor in self.predictors.items():
             heads = predictor.target == "heads"
@@ -282,11 +287,12 @@ class DecodeEngine:
                 ops.head_select(*site, pdl=pdl)
                 ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
         ops.flash_decode(
-            *caches, selection, state.position, watermark, valid, self._heads_out, self._attention, pdl=pdl
-        )
+            *caches, selection, state.position, watermark, valid, self._heads_out, self._attention, pdl=pdl,
+            mean=None if predictor is None else predictor.mean,
+        )  # fmt: skip
         middle = self._x[2 * layer + 1]
         ops.project_heads(
-            self._heads_out, weights.out, weights.out_bias, x, selection, self._order, middle, pdl=pdl
+            self._heads_out, weights.out, self._out_bias[layer], x, selection, self._order, middle, pdl=pdl
         )
 
     def _mlp_half(self, layer: int) -> None:

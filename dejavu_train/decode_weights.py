@@ -151,7 +151,8 @@ class DecodeWeights:
 
 @dataclass(frozen=True)
 class TargetPredictor:
-    """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down, heads only."""
+    """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
+    (h, head_dim) fp32, what stands in for a skipped head, heads only."""
 
     layer: int
     target: str
@@ -163,6 +164,7 @@ class TargetPredictor:
     folded: Tensor | None
     bias: Tensor
     density: float
+    mean: Tensor | None = None
 
 
 def load_predictors(
@@ -177,6 +179,7 @@ def load_predictors(
         UserError: thresholds that were never calibrated.
     """
     predictors = {}
+    means = bundle.head_means(device)
     for (layer, target), entry in bundle.entries.items():
         if entry.threshold is None and entry.top_k is None:
             calibrated = entry.keep_dense or bool(entry.curve)
@@ -208,5 +211,6 @@ def load_predictors(
             folded,
             bias.to(device),
             entry.density,
+            means.get(layer) if target == "heads" else None,
         )
     return predictors

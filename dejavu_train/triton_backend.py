@@ -77,7 +77,7 @@ class TritonDecoder(GatherDecoder):
             middle, after = torch.empty_like(x), torch.empty_like(x)
             attention = block.self_attn
             scatter_gemv.scatter_gemv(
-                attended, attention.out_proj.weight.t(), attention.out_proj.bias, x, heads, middle, self.shape.head_dim
+                attended, attention.out_proj.weight.t(), self.out_biases[number], x, heads, middle, self.shape.head_dim
             )
             self._predict(number, "mlp_in", middle, norm2, row_state, selections)
             chosen = selections.get((number, "mlp"))
@@ -154,7 +154,11 @@ class TritonDecoder(GatherDecoder):
             seen = seen if stale is None else seen & stale
         out = torch.empty(batch, n_heads * head_dim, device=x.device)
         scratch = flash_decode.AttentionScratch.empty(batch, n_heads, head_dim, room, x.device)
-        flash_decode.flash_decode(query, layer.keys, layer.values, heads, position, watermark, seen, out, scratch)
+        mean = self.head_means[number]
+        flash_decode.flash_decode(
+            query, layer.keys, layer.values, heads, position, watermark, seen, out, scratch,
+            mean=None if mean is None else mean.float().contiguous(),
+        )  # fmt: skip
         layer.watermark.copy_(watermark)
         if self.kv_policy == "always":
             layer.watermark.fill_(layer.length)

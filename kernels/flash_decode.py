@@ -5,7 +5,8 @@
 for the heads i that row b selects; zeros for the others, whose K/V are not read. A program owns one (row, head) and one
 range of BLOCK positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of a
 head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic.
-It also sets watermark[b, i] = position[b] + 1. Position of "stale" rows that were never written are skipped through `valid`.
+It also sets watermark[b, i] = position[b] + 1. Positions that were never written ("stale") are skipped through `valid`.
+Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + (b + W mean).
 q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32; watermark (B, h) int32.
 """
 
@@ -43,7 +44,7 @@ class AttentionScratch:
 
 
 def flash_decode_reference(
-    q, k_cache, v_cache, selection, position, watermark, valid, out, scratch=None, pdl=False
+    q, k_cache, v_cache, selection, position, watermark, valid, out, scratch=None, pdl=False, mean=None
 ) -> None:
     """Plain torch over the whole capacity, masked; no host synchronisation."""
     batch, n_heads, capacity, head_dim = k_cache.shape
@@ -59,6 +60,8 @@ def flash_decode_reference(
     chosen = torch.ones(batch, n_heads, dtype=torch.bool, device=q.device)
     if selection is not None:
         chosen = selection.to_mask(batch)
+    if mean is not None:
+        result = result - mean
     out.copy_(torch.where(chosen[..., None], result, 0.0).reshape(batch, -1))
     if watermark is not None:
         watermark.copy_(torch.where(chosen, position[:, None] + 1, watermark))
@@ -73,6 +76,7 @@ def _flash_decode_kernel(
     position,
     watermark,
     valid,
+    mean,
     out,
     partial,
     largest,
@@ -89,6 +93,7 @@ def _flash_decode_kernel(
     ALL: tl.constexpr,
     HAS_WATERMARK: tl.constexpr,
     STALE: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pair = tl.program_id(0)
@@ -97,6 +102,9 @@ def _flash_decode_kernel(
     head = pair % H
     c = tl.arange(0, HEAD_TILE)
     inside = c < HEAD_DIM
+    usual = tl.zeros([HEAD_TILE], tl.float32)
+    if HAS_MEAN:
+        usual = tl.load(mean + head * HEAD_DIM + c, mask=inside, other=0.0)
     start_dependents(PDL)
     last = tl.load(position + b)
     if ALL:
@@ -131,7 +139,7 @@ def _flash_decode_kernel(
                 tl.debug_barrier()
                 arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
             if n_live == 1:
-                tl.store(out + pair * HEAD_DIM + c, mixed / mass, mask=inside)
+                tl.store(out + pair * HEAD_DIM + c, mixed / mass - usual, mask=inside)
                 if HAS_WATERMARK:
                     tl.store(watermark + pair, last + 1)
             elif arrived == n_live - 1:
@@ -148,7 +156,7 @@ def _flash_decode_kernel(
                     cache_modifier=".cg",
                 )
                 result = tl.sum(parts * factor[:, None], 0) / tl.sum(sums * factor)
-                tl.store(out + pair * HEAD_DIM + c, result, mask=inside)
+                tl.store(out + pair * HEAD_DIM + c, result - usual, mask=inside)
                 tl.store(tickets + pair, 0)
                 if HAS_WATERMARK:
                     tl.store(watermark + pair, last + 1)
@@ -168,6 +176,7 @@ def flash_decode(
     out: torch.Tensor,
     scratch: AttentionScratch,
     pdl: bool = False,
+    mean: torch.Tensor | None = None,
     positions: int = BLOCK,
 ) -> None:
     """See the module's formula; selection None = all heads; positions: of a program, 64, 128 or 256. Errors: shapes, head dims, a CPU tensor."""
@@ -180,6 +189,8 @@ def flash_decode(
     check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
     check_shape("out", out, batch, n_heads * head_dim)
     check_shape("position", position, batch)
+    if mean is not None:
+        check_shape("mean", mean, n_heads, head_dim)
     splits = triton.cdiv(capacity, positions)
     check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
     pdl = use_pdl(pdl, q.device)
@@ -191,6 +202,7 @@ def flash_decode(
         position,
         position if watermark is None else watermark,
         position if valid is None else valid,
+        out if mean is None else mean,
         out,
         scratch.partial,
         scratch.largest,
@@ -207,6 +219,7 @@ def flash_decode(
         ALL=selection is None,
         HAS_WATERMARK=watermark is not None,
         STALE=valid is not None,
+        HAS_MEAN=mean is not None,
         PDL=pdl,
         num_warps=WARPS[positions],
         launch_pdl=pdl,

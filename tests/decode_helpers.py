@@ -42,14 +42,19 @@ class RandomBundle:
     shape: OPTShape
     entries: dict = field(default_factory=dict)
     predictors: dict = field(default_factory=dict)
+    means: dict = field(default_factory=dict)
+
+    def head_means(self, device="cpu"):
+        return {layer: mean.to(device) for layer, mean in self.means.items()}
 
     def predictor(self, layer, target):
         return self.predictors[layer, target]
 
 
 def random_bundle(
-    model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"), dense_layers=()
-) -> RandomBundle:
+    model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"), dense_layers=(),
+    means=False,
+):  # fmt: skip
     """lookahead: half-blocks between a predictor's site and its target, cut off at the first site."""
     shape = OPTShape.from_config(model.config)
     bundle = RandomBundle(shape)
@@ -74,6 +79,8 @@ def random_bundle(
                 site_layer=half // 2,
                 density=0.5,
             )
+        if means and "heads" in targets:
+            bundle.means[layer] = torch.randn(shape.n_heads, shape.head_dim)
     return bundle
 
 
@@ -115,7 +122,8 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False):
             allowed = allowed | torch.eye(steps, dtype=torch.bool)  # the row itself: unselected rows are masked below
         scores = (q @ k.transpose(1, 2)) * hd**-0.5
         attended = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
-        attended = attended.transpose(0, 1) * heads[..., None]
+        instead = bundle.means.get(i, torch.zeros(h, hd)) if bundle is not None else torch.zeros(h, hd)
+        attended = torch.where(heads[..., None], attended.transpose(0, 1), instead)
         x = x + layer.self_attn.out_proj(attended.reshape(steps, -1))
         n = layer.final_layer_norm(x)
         select("mlp_in", i, n)

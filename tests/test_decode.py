@@ -40,6 +40,7 @@ def test_dense_engine_generates_what_hugging_face_does(model):
         {"lookahead": 1},
         {"lookahead": 2},
         {"targets": ("mlp",)},
+        {"means": True},
         {"targets": ("heads",)},
         {"dense_layers": (1,)},
         {"threshold": 1e9},
