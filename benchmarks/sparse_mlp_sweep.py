@@ -41,12 +41,14 @@ def norm_candidates(d: int) -> Iterator[GatherSettings]:
 
 def fc2_candidates(d: int) -> Iterator[ScatterSettings]:
     """For the list of the fused kernel: 4 d / 32 blocks of 32 slots."""
-    for stripe, window, slots, warps in ((128, 32, 4, 4), (128, 16, 8, 4), (128, 16, 4, 4), (128, 64, 2, 4),
-                                         (256, 16, 4, 4), (256, 16, 4, 8), (256, 32, 4, 8), (256, 32, 2, 4),
-                                         (512, 16, 4, 8), (512, 8, 4, 8)):  # fmt: skip
+    for stripe, window, slots, warps, rows in ((128, 32, 4, 4, 0), (128, 16, 8, 4, 0), (256, 16, 4, 4, 0),
+                                               (256, 32, 4, 8, 0), (512, 8, 4, 8, 0),
+                                               (512, 32, 4, 2, 8), (512, 16, 4, 2, 8), (1024, 32, 4, 4, 8),
+                                               (1024, 16, 4, 4, 8), (1024, 8, 4, 4, 8), (1024, 16, 4, 4, 4),
+                                               (2048, 16, 4, 8, 8), (2048, 16, 4, 4, 4)):  # fmt: skip
         splits = -(-(4 * d // 32) // window)
         if splits <= 96 and d % stripe == 0:
-            yield ScatterSettings(stripe, splits, 32, warps, slots)
+            yield ScatterSettings(stripe, splits, rows or 32, warps, slots, stream=rows > 0)
 
 
 def fc2l_candidates(d: int) -> Iterator[tuple[int, ScatterSettings]]:
@@ -54,10 +56,14 @@ def fc2l_candidates(d: int) -> Iterator[tuple[int, ScatterSettings]]:
     for programs in sorted({settings.programs for settings in fc1_candidates(d)}):
         # about 128 slots a program, of which one in `slots` is live at a density of 10 %
         slots = min(8, next_power_of_two(-(-9 * d // 25 // programs)))
-        for stripe, tile, warps in ((128, 128, 4), (256, 64, 4), (256, 128, 8)):
+        for stripe, tile, warps, rows in ((128, 128, 4, 0), (256, 128, 8, 0), (1024, 64, 4, 8), (1024, 128, 4, 8),
+                                          (512, 128, 2, 8)):  # fmt: skip
             window = tile // slots
-            if programs // window <= 96:
-                yield programs, ScatterSettings(stripe, -(-programs // window), 32, warps, slots)
+            if programs // window <= 96 and d % stripe == 0:
+                yield (
+                    programs,
+                    ScatterSettings(stripe, -(-programs // window), rows or 32, warps, slots, stream=rows > 0),
+                )
 
 
 def select_candidates(d: int) -> Iterator[tuple[int, int]]:
@@ -73,7 +79,8 @@ def label(settings: Any) -> str:
     if isinstance(settings, GatherSettings):
         return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch}"
     if isinstance(settings, ScatterSettings):
-        return f"s{settings.stripe} x{settings.splits} k{settings.slots} w{settings.warps}"
+        kind = f"stream r{settings.rows}" if settings.stream else "tile"
+        return f"s{settings.stripe} x{settings.splits} k{settings.slots} w{settings.warps} {kind}"
     if isinstance(settings, SelectGatherSettings):
         return f"b{settings.block} r{settings.rows} c{settings.columns} w{settings.warps}"
     if isinstance(settings[1], ScatterSettings):

@@ -185,6 +185,7 @@ class ScatterSettings:
     warps: int
     slots: int = 8
     stages: int = 1
+    stream: bool = False  # pack the list first, then an unbroken stream of rows
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
 def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:
     """blocks: of the list, 0 without one; capacity: slots of a block."""
     if INTERPRET:
-        return ScatterSettings(stripe=64, splits=3, rows=16, warps=4, slots=4)
+        return ScatterSettings(stripe=64, splits=3, rows=4 if d % 2 else 16, warps=4, slots=4, stream=d % 2 == 1)
     if batch > 1:
         return ScatterSettings(stripe=128, splits=8, rows=64, warps=4)
     if blocks == 0:

@@ -24,20 +24,30 @@ from kernels.launch import (
     scatter_settings,
     wait_for_predecessor,
 )
+from kernels.scatter_rows import scatter_rows_kernel
 from kernels.select import Selection
 
 
 @dataclass(frozen=True)
 class ScatterScratch:
-    """Partial sums (splits, B, d) fp32 and one ticket per column stripe (int32, zero between calls)."""
+    """Partial sums (splits, B, d) fp32, one ticket per column stripe (int32, zero between calls), and room for a packed
+    list in every stripe (ids int32, values fp32)."""
 
     partials: Tensor
     tickets: Tensor
+    list_ids: Tensor
+    list_values: Tensor
 
     @classmethod
-    def empty(cls, batch: int, d: int, device: torch.device | str, max_splits: int = 96) -> "ScatterScratch":
+    def empty(
+        cls, batch: int, d: int, device: torch.device | str, max_splits: int = 96, n: int | None = None
+    ) -> "ScatterScratch":
+        """For weights of up to n rows (4 d when not given)."""
         partials = torch.zeros(max_splits, batch, d, dtype=torch.float32, device=device)
-        return cls(partials, torch.zeros(-(-d // 64), dtype=torch.int32, device=device))
+        listed = -(-d // 512) * ((n or 4 * d) + 4096) if batch == 1 else 0
+        list_ids = torch.zeros(listed, dtype=torch.int32, device=device)
+        tickets = torch.zeros(-(-d // 64), dtype=torch.int32, device=device)
+        return cls(partials, tickets, list_ids, torch.zeros(listed, dtype=torch.float32, device=device))
 
 
 def scatter_gemv_reference(
@@ -328,7 +338,19 @@ def scatter_gemv(
         require(
             in_place and out.dtype == torch.float32, "deterministic=False needs batch 1 and a float32 residual as out"
         )
-    if batch == 1:
+    if batch == 1 and isinstance(h, LiveRows) and settings.stream:
+        window = next_power_of_two(-(-n_blocks // splits))
+        require(
+            scratch.list_ids.numel() >= stripes * n_blocks * slots,
+            f"the scratch holds {scratch.list_ids.numel()} list entries, {stripes} stripes of {n_blocks * slots} are needed",
+        )
+        scatter_rows_kernel[(stripes, splits)](
+            values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, scratch.list_ids,
+            scratch.list_values, n_blocks, slots, D=d, STRIPE=settings.stripe, SPLITS=splits, ROWS=settings.rows,
+            WINDOW=window, SLOTS=min(settings.slots, next_power_of_two(slots)), ATOMIC=not deterministic, PDL=use_pdl,
+            num_warps=settings.warps, launch_pdl=use_pdl,
+        )  # fmt: skip
+    elif batch == 1:
         group_pad = next_power_of_two(rows_per_id)
         _scatter_kernel[(stripes, splits)](
             values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, n, n_blocks,

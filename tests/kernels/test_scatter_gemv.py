@@ -84,6 +84,27 @@ def test_atomics_add_in_place(device):
     torch.testing.assert_close(residual.double(), want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("d", [64, 200])
+def test_a_stream_of_rows(d, deterministic, device):
+    for density in (0.0, 0.1, 1.0):
+        h, weight, bias, residual = make(200, d, 1, torch.float32, device, density)
+        live = LiveRows.empty(200, 1, device, 7)
+        live.values.fill_(float("nan"))
+        live.ids.fill_(-77)
+        live.set_dense(h)
+        scratch = poisoned(1, d, device)
+        scratch.list_ids.fill_(-77)
+        scratch.list_values.fill_(float("nan"))
+        want = scatter_gemv_reference(h.double(), weight, bias, residual)
+        for settings in (ScatterSettings(64, 3, 4, 4, 4, stream=True), ScatterSettings(128, 9, 8, 4, 8, stream=True)):
+            out = residual.clone()
+            scatter_gemv(live, weight, bias, out, None, out, scratch=scratch, settings=settings,
+                         deterministic=deterministic)  # fmt: skip
+            torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
+        assert not scratch.tickets.any()
+
+
 def test_splits_beyond_the_list(device):
     h, weight, bias, residual = make(30, 64, 1, torch.float32, device)
     out = torch.empty(1, 64, device=device)
@@ -158,6 +179,30 @@ def test_real_shapes(n, d, batch):
         torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
     scatter_gemv(h, weight, bias, residual, None, out, scratch=scratch, pdl=True)
     torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,d", [(8192, 2048), (16384, 4096), (36864, 9216), (49152, 12288)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_live_rows_of_real_shapes(n, d, stream):
+    g = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(n, d, generator=g, device="cuda").half() / (0.05 * n) ** 0.5
+    residual = torch.randn(1, d, generator=g, device="cuda")
+    scratch = poisoned(1, d, "cuda")
+    settings = ScatterSettings(1024, 32, 8, 4, 4, stream=True) if stream else ScatterSettings(128, 32, 32, 4, 4)
+    for density in (0.0, 0.1, 0.7):
+        h = torch.randn(1, n, generator=g, device="cuda").relu()
+        h = h * (torch.rand(n, generator=g, device="cuda") < density)
+        live = LiveRows.empty(n, 1, "cuda", n // 32)
+        live.set_dense(h.cpu().to("cuda"))
+        want = scatter_gemv_reference(h, weight, None, residual)
+        first = None
+        for pdl in (False, True, True):
+            out = residual.clone()
+            scatter_gemv(live, weight, None, out, None, out, scratch=scratch, pdl=pdl, settings=settings)
+            torch.testing.assert_close(out, want, atol=2e-2, rtol=1e-2)
+            assert first is None or torch.equal(out, first)
+            first = out.clone()
 
 
 @pytest.mark.gpu

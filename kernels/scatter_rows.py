@@ -1,0 +1,128 @@
+# mypy: disable-error-code="assignment"
+"""The weighted row sum of `scatter_gemv` for one batch row and a `LiveRows` list, as an unbroken stream of rows.
+
+    y[j] = residual[j] + bias[j] + sum_k h[k] w_t[ids[k], j] over the list
+
+A program owns a stripe of columns and a window of the list's blocks. It first packs its window into a list without gaps (in
+a scratch of its own), then reads row after row with ROWS of them always on their way and one accumulator a column:
+nothing is reduced, searched or waited for inside the loop. Partial sums of the windows meet as in `scatter_gemv`.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.launch import wait_for_predecessor
+
+
+@triton.jit
+def _pack(ids, values, valid, at, list_ids_ptr, list_values_ptr):
+    """Append the valid entries; returns the new length."""
+    place = at + tl.cumsum(valid.to(tl.int32), 0) - 1
+    tl.store(list_ids_ptr + place, ids, mask=valid)
+    tl.store(list_values_ptr + place, values, mask=valid)
+    return at + tl.sum(valid.to(tl.int32), 0)
+
+
+@triton.jit
+def _load_stripe(w_ptr, ids, first, count, columns, D: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows (ids (ROWS,), of which those numbered below count - first exist) as a tuple of tiles (STRIPE,)."""
+    pick = tl.arange(0, ROWS)
+    tiles = ()
+    for k in tl.static_range(ROWS):
+        row = tl.sum(tl.where(pick == k, ids, 0), 0).to(tl.int64)
+        limit = tl.where(first + k < count, D, 0)
+        tiles = tiles + (tl.load(w_ptr + row * D + columns, mask=columns < limit, other=0.0),)
+    return tiles
+
+
+@triton.jit(do_not_specialize=["n_blocks", "slots"])
+def scatter_rows_kernel(
+    h_ptr,
+    w_ptr,
+    bias_ptr,
+    residual_ptr,
+    ids_ptr,
+    counts_ptr,
+    out_ptr,
+    partials_ptr,
+    tickets_ptr,
+    list_ids_ptr,
+    list_values_ptr,
+    n_blocks,
+    slots,
+    D: tl.constexpr,
+    STRIPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    stripe = tl.program_id(0)
+    split = tl.program_id(1)
+    columns = stripe * STRIPE + tl.arange(0, STRIPE)
+    inside = columns < D
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+
+    # What the first slots hold is loaded beside the counts that say whether it is valid.
+    low = split * n_blocks // SPLITS
+    high = (split + 1) * n_blocks // SPLITS
+    t = tl.arange(0, WINDOW * SLOTS)
+    offset = t % SLOTS
+    block = low + t // SLOTS
+    listed = block < high
+    slot = block * slots + offset
+    counts = tl.load(counts_ptr + block, mask=listed, other=0)
+    ids = tl.load(ids_ptr + slot, mask=listed & (offset < slots), other=0)
+    values = tl.load(h_ptr + slot, mask=listed & (offset < slots), other=0.0)
+    private = stripe * n_blocks * slots + low * slots
+    list_ids_ptr += private
+    list_values_ptr += private
+    total = _pack(ids, values, offset < counts, 0, list_ids_ptr, list_values_ptr)
+    for base in range(SLOTS, tl.max(counts, 0), SLOTS):
+        valid = base + offset < counts
+        ids = tl.load(ids_ptr + slot + base, mask=valid, other=0)
+        values = tl.load(h_ptr + slot + base, mask=valid, other=0.0)
+        total = _pack(ids, values, valid, total, list_ids_ptr, list_values_ptr)
+    tl.debug_barrier()  # the packed list is read by other threads than wrote it
+
+    pick = tl.arange(0, ROWS)
+    acc = tl.zeros((STRIPE,), tl.float32)
+    h_now = tl.load(list_values_ptr + pick, mask=pick < total, other=0.0)
+    ids_next = tl.load(list_ids_ptr + ROWS + pick, mask=ROWS + pick < total, other=0)
+    tiles = _load_stripe(w_ptr, tl.load(list_ids_ptr + pick, mask=pick < total, other=0), 0, total, columns, D, ROWS)
+    for first in range(0, total, ROWS):
+        after = first + 2 * ROWS + pick
+        coming = _load_stripe(w_ptr, ids_next, first + ROWS, total, columns, D, ROWS)
+        ids_next = tl.load(list_ids_ptr + after, mask=after < total, other=0)
+        h_next = tl.load(list_values_ptr + after - ROWS, mask=after - ROWS < total, other=0.0)
+        for k in tl.static_range(ROWS):
+            acc += tiles[k].to(tl.float32) * tl.sum(tl.where(pick == k, h_now, 0.0), 0)
+        tiles = coming
+        h_now = h_next
+
+    if ATOMIC:
+        if bias_ptr is not None:
+            acc += tl.where(split == 0, bias, 0.0)
+        tl.atomic_add(out_ptr + columns, acc, mask=inside, sem="relaxed")
+    else:
+        tl.store(partials_ptr + split * D + columns, acc, mask=inside, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
+        arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            # The ticket decides who adds, never the order in which numbers are added.
+            y = tl.zeros((STRIPE,), tl.float32)
+            for s in range(0, SPLITS, 8):
+                part = s + tl.arange(0, 8)
+                part_ptrs = partials_ptr + part[:, None] * D + columns[None, :]
+                mask = (part < SPLITS)[:, None] & inside[None, :]
+                y += tl.sum(tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg"), 0)
+            if bias_ptr is not None:
+                y += bias
+            if residual_ptr is not None:
+                y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(tickets_ptr + stripe, 0)
