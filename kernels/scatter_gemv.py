@@ -342,7 +342,7 @@ def scatter_gemv(
         window = next_power_of_two(-(-n_blocks // splits))
         require(
             scratch.list_ids.numel() >= stripes * n_blocks * slots,
-            f"the scratch holds {scratch.list_ids.numel()} list entries, {stripes} stripes of {n_blocks * slots} are needed",
+            f"the scratch holds {scratch.list_ids.numel()} list entries of {stripes} x {n_blocks * slots}",
         )
         scatter_rows_kernel[(stripes, splits)](
             values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, scratch.list_ids,

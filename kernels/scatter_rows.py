@@ -3,8 +3,8 @@
 
     y[j] = residual[j] + bias[j] + sum_k h[k] w_t[ids[k], j] over the list
 
-A program owns a stripe of columns and a window of the list's blocks. It first packs its window into a list without gaps (in
-a scratch of its own), then reads row after row with ROWS of them always on their way and one accumulator a column:
+A program owns a stripe of columns and a window of the list's blocks. It first packs its window into a list without gaps
+(in a scratch of its own), then reads row after row with ROWS of them always on their way and one accumulator a column:
 nothing is reduced, searched or waited for inside the loop. Partial sums of the windows meet as in `scatter_gemv`.
 """
 
