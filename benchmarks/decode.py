@@ -253,7 +253,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                 live[1] += n
         elif name in ("dense_rows", "dense_hidden"):
             total += args[2].nbytes
-        elif name == "dense_add":
+        elif name in ("dense_add", "dense_wide"):
             total += args[1].nbytes
 
     with Watched(engine, watch):
@@ -279,6 +279,8 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
                 label = "fc2"
             elif name == "listed_gemv":
                 label = "fc1"
+            elif name == "dense_wide":
+                label = "fc2"
             elif name == "project_heads":
                 label = "out_projection"
             elif name == "gather_gemv":

@@ -21,7 +21,7 @@ import torch
 from benchmarks.decode import SHAPES
 from benchmarks.harness import BenchRow, Rows, measure, read_rows, sets_for
 from dejavu_train.opt_model import OPTShape
-from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv
+from kernels import dense_gemv, dense_wide, flash_decode, head_select, out_projection, qkv
 from kernels.layer_norm import LayerNormWeights
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -206,6 +206,19 @@ def sweep(rows: Rows, name: str, context: int, until: float) -> None:
         best = "  ".join(f"{t:.2f} [{what}]" for t, what in found[:6])
         print(f"sweep {name} out {label} ({size['out'] / 1e6:.1f} MB): {best}", flush=True)
         torch.cuda.empty_cache()
+    # fc2 dense: few long rows.
+    d = shape.d_model
+    mats = [torch.empty(d, shape.d_ffn, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(4)]
+    y, base, to = torch.randn(1, shape.d_ffn, device="cuda"), torch.zeros(1, d, device="cuda"), torch.empty(1, d).cuda()
+    found = []
+    for choice in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)):
+        if choice[0] * choice[1] / choice[2] > 4096 or choice[0] * choice[1] / choice[2] < 512 or time.time() > until:
+            continue
+        step = lambda i, c=choice: dense_wide.dense_wide(y, mats[i], mats[i][0, :d], base, to, True, c)  # noqa: E731
+        found.append((measure(step, 4, 8)[1], choice))
+    found.sort()
+    best = "  ".join(f"{t:.1f} {what} {mats[0].nbytes / t / 1e6:.2f} TB/s" for t, what in found[:5])
+    print(f"sweep {name} fc2 dense: {best}", flush=True)
     # The LM head: one long matrix.
     d = shape.d_model
     weights = [torch.empty(50272, d, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(3)]

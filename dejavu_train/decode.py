@@ -22,6 +22,7 @@ from dejavu_train.prefill import prefill
 from kernels import (
     batched,
     dense_gemv,
+    dense_wide,
     flash_decode,
     gather_gemv,
     head_select,
@@ -69,7 +70,7 @@ class DecodeEngine:
     """Decodes up to `batch` rows of up to `context` tokens.
 
     Args:
-        model: a Hugging Face OPTForCausalLM, or `DecodeWeights`.
+        model: a Hugging Face OPTForCausalLM, or `DecodeWeights`, whose fc2 is then laid out for this engine.
         bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
         batch: rows, at most 32. Fewer prompts may be given; the graph always runs all rows.
         context: tokens a row can hold, prompt included; None = the model's limit.
@@ -131,6 +132,8 @@ class DecodeEngine:
             )
         self.batch, self.context, self.kv_policy, self.device = batch, context or limit, kv_policy, device
         self.predictors = self._predictors(bundle)
+        for layer, weights in enumerate(self.weights.layers):
+            self.weights.layers[layer] = weights.with_fc2(transposed=(layer, "mlp") in self.predictors)
         self._ops = _operations(ops)
         self._pdl = pdl
         self._one_kernel = one_kernel and ops == "triton" and self._can_select_and_gather()
@@ -306,10 +309,12 @@ class DecodeEngine:
             hidden: Any = self._hidden_dense
             if self.batch > 1 and ops.dense_hidden is not None:
                 hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
-                ops.dense_add(hidden, weights.fc2_t, weights.fc2_bias, x, out, transposed=True, pdl=pdl)
+                ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
                 return
             ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
-        elif self._one_kernel:
+            ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            return
+        if self._one_kernel:
             hidden, low = self._live, self._rank_scratch[layer, "mlp"]
             ops.gather_gemv(
                 x, predictor.weights.down, None, None, "relu" if predictor.weights.relu else "none", low,
@@ -333,7 +338,7 @@ class DecodeEngine:
                 )  # fmt: skip
             else:
                 ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
-        ops.scatter_gemv(hidden, weights.fc2_t, weights.fc2_bias, x, None, out, scratch=self._scatter, pdl=pdl)
+        ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self._scatter, pdl=pdl)
 
     def _tail(self, mode: str, score: bool) -> None:
         head = self.weights.lm_head
@@ -557,6 +562,7 @@ def _operations(kind: str) -> SimpleNamespace:
             dense_rows=dense_gemv.dense_rows,
             dense_hidden=batched.dense_hidden,
             dense_add=batched.dense_add,
+            dense_wide=dense_wide.dense_wide,
             advance=sampling.advance,
         )
     return SimpleNamespace(
@@ -569,6 +575,7 @@ def _operations(kind: str) -> SimpleNamespace:
         flash_decode=flash_decode.flash_decode_reference,
         dense_rows=dense_gemv.dense_rows_reference,
         dense_hidden=None,
+        dense_wide=dense_wide.dense_wide_reference,
         advance=sampling.advance_reference,
         predict_select=decode_reference.predict_select,
         gather_gemv=decode_reference.gather_gemv,

@@ -1,10 +1,12 @@
 """Reads an OPT model and a bundle, writes the tensors as the decode engine wants them: one layout for dense and sparse.
 
-fc1 as stored (ffn, d); fc2 transposed to (ffn, d), so that a neuron is a row of both; q, k, v grouped by head
+fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
+stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
 (h, 3, head_dim, d), so that a head is one contiguous range; the out-projection as stored (d, h * head_dim): a head's
 columns of a row are contiguous, and every output row has one owner.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +34,15 @@ class LayerWeights:
     norm2: LayerNormWeights
     fc1: Tensor
     fc1_bias: Tensor
-    fc2_t: Tensor
+    fc2: Tensor
     fc2_bias: Tensor
+    fc2_transposed: bool = False
+
+    def with_fc2(self, transposed: bool) -> "LayerWeights":
+        """The same layer with fc2 the other way round, if it is not that already; the old layout is left to its owner."""
+        if transposed == self.fc2_transposed:
+            return self
+        return dataclasses.replace(self, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class DecodeWeights:
                     norm2=norm(layer.final_layer_norm),
                     fc1=own(layer.fc1.weight),
                     fc1_bias=bias(layer.fc1),
-                    fc2_t=own(layer.fc2.weight.T),
+                    fc2=own(layer.fc2.weight),
                     fc2_bias=bias(layer.fc2),
                 )
             )
@@ -133,7 +142,7 @@ class DecodeWeights:
                 norm2=norm(),
                 fc1=normal(ffn, d),
                 fc1_bias=zeros(ffn),
-                fc2_t=normal(ffn, d),
+                fc2=normal(d, ffn),
                 fc2_bias=zeros(d),
             )
             for _ in range(shape.n_layers)
@@ -145,7 +154,7 @@ class DecodeWeights:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.fc1, layer.fc2_t)
+            yield from (layer.qkv, layer.out, layer.fc1, layer.fc2)
         yield self.lm_head
 
 

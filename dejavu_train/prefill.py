@@ -59,5 +59,6 @@ def _run(
         x = x + F.linear(attended, layer.out).float() + layer.out_bias.float()
         n = layer_norm_reference(x, layer.norm2, dtype)
         hidden = F.linear(n, layer.fc1, layer.fc1_bias).relu()
-        x = x + (hidden @ layer.fc2_t).float() + layer.fc2_bias.float()
+        product = hidden @ layer.fc2 if layer.fc2_transposed else F.linear(hidden, layer.fc2)
+        x = x + product.float() + layer.fc2_bias.float()
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]

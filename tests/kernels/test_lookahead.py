@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.dense_gemv import RowSettings, dense_rows, dense_rows_reference
+from kernels.dense_wide import dense_wide, dense_wide_reference
 from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
 from kernels.listed_gemv import listed_gemv, listed_gemv_reference, listed_rows
@@ -94,3 +95,13 @@ def test_project_heads(device, n_heads, head_dim, d, density):
     project_heads(mixed, weight, bias, residual, selection, order, out, settings=RowSettings(1, 2, 4))
     project_heads_reference(mixed, weight.nan_to_num(), bias, residual, selection, order, expected)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("d", "n"), [(5, 40), (17, 2100)])
+def test_dense_wide(device, d, n):
+    y, residual = torch.randn(1, n, device=device), torch.randn(1, d, device=device)
+    weight, bias = torch.randn(d, n, device=device), torch.randn(d, device=device)
+    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
+    dense_wide(y, weight, bias, residual, out)
+    dense_wide_reference(y, weight, bias, residual, expected)
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
