@@ -234,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with tqdm(total=total, unit="tok", unit_scale=True, desc="scoring", disable=hidden) as bar:
             scored = evaluate(dense, bundle, held, rows, config.batch_tokens, config.seed, bar.update)
     timings = _time(config, dense, bundle, tokenizer, held) if config.timing else []
-    found = report.results(config.model, config.bundle, config.text, config.window, held, scored, timings)
+    shown = config.densities[0] if config.densities else None
+    found = report.results(config.model, config.bundle, config.text, config.window, held, scored, timings, shown)
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from dejavu_train.evaluate import Held, Quality, increase
+from dejavu_train.evaluate import Held, Quality, Row, increase
 from dejavu_train.files import replacing, write_json
 from dejavu_train.metrics import SelectionSums
 from dejavu_train.timing import Timing
@@ -34,8 +34,9 @@ def results(
     held: Held,
     scored: Sequence[Quality],
     timings: Sequence[Timing],
+    layers_at: float | None = None,
 ) -> dict[str, Any]:
-    """Everything that was measured, as results.json (schema 1) holds it."""
+    """Everything that was measured, as results.json (schema 1) holds it; its table per layer at ``layers_at``."""
     dense = next((quality for quality in scored if quality.row.selection == "dense"), None)
     versions = {
         "python": platform.python_version(),
@@ -49,7 +50,7 @@ def results(
         "versions": versions,
         "text": {"name": text_name, "tokens": held.tokens, "bytes": held.bytes, "window": window},
         "quality": [_quality_row(quality, dense, held) for quality in scored],
-        "layers": layer_rows(scored),
+        "layers": layer_rows(scored, layers_at),
         "timing": [dataclasses.asdict(timing) for timing in timings],
     }
 
@@ -77,11 +78,11 @@ def _quality_row(quality: Quality, dense: Quality | None, held: Held) -> dict[st
     }
 
 
-def layer_rows(scored: Sequence[Quality]) -> list[dict[str, Any]]:
-    """Density, recall, precision and mass per layer, of the first predicted row that is sparse in the target."""
+def layer_rows(scored: Sequence[Quality], mlp_density: float | None = None) -> list[dict[str, Any]]:
+    """Density, recall, precision and mass per layer, of each target's first predicted row (at ``mlp_density``)."""
     rows: list[dict[str, Any]] = []
     for target in ("mlp", "heads"):
-        chosen = next((q for q in scored if q.row.selection == "predicted" and _is_sparse(q, target)), None)
+        chosen = next((q for q in scored if q.row.selection == "predicted" and _told(q.row, target, mlp_density)), None)
         if chosen is None:
             continue
         for (layer, name), sums in chosen.sums.items():
@@ -96,8 +97,10 @@ def layer_rows(scored: Sequence[Quality]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["target"] != "mlp", row["layer"]))
 
 
-def _is_sparse(quality: Quality, target: str) -> bool:
-    return (quality.row.mlp_density if target == "mlp" else quality.row.head_density) < 1
+def _told(row: Row, target: str, mlp_density: float | None) -> bool:
+    """Whether the table per layer is about this row: sparse in the target, and at the density that is asked for."""
+    density = row.mlp_density if target == "mlp" else row.head_density
+    return density < 1 and (mlp_density is None or row.mlp_density == mlp_density)
 
 
 def _of_target(quality: Quality, target: str) -> SelectionSums:
@@ -183,7 +186,7 @@ def _number(value: float | None, digits: int) -> str:
 def _percent(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{100 * value:.2f}%" if abs(value) < 10 else f"{100 * value:.3g}%"
+    return f"{100 * value:z.2f}%" if abs(value) < 10 else f"{100 * value:.3g}%"
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:
@@ -217,7 +220,7 @@ def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
     dense = next((row["perplexity"] for row in rows if row["selection"] == "dense"), None)
     if dense is not None:
         whole.axhline(dense, color="0.4", linestyle="--", linewidth=1, label=f"dense ({dense:.4g})")
-    shown = sorted({float(f"{row['mlp_density']:.2g}") for row in rows if row["selection"] == "predicted"})
+    shown = sorted({round(row["mlp_density"], 2) for row in rows if row["selection"] == "predicted"})
     for axes in (whole, near):
         axes.set_xscale("log")
         axes.set_xticks(shown, [f"{x:g}" for x in shown])
