@@ -69,7 +69,7 @@ class InferConfig:
     curve_densities: tuple[float, ...] = _option((0.05, 0.4), "more MLP densities for the picture")
     head_densities: tuple[float, ...] = _option((0.85,), "with every MLP density, predicted only")
     sparse_from: tuple[int, ...] = _option((0, 128), "later starts: predicted only")
-    batch_tokens: int = _option(4096, "positions in one forward pass")
+    batch_tokens: int = _option(4096, "positions in one forward pass; fewer for large models")
     verify: str = _option("sampled", "full: hash every byte of the weights")
     timing: bool = _option(True, "time decoding")
     timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton")

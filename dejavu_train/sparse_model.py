@@ -132,6 +132,13 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         else:
             self._decoder = _triton_decoder(self, bundle, self.kv_policy)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What ``to``, ``cuda``, ``half`` and the like do: predictors and folded weights follow the model."""
+        moved = super()._apply(fn, recurse)
+        if getattr(self, "_bundle", None) is not None:
+            self.set_bundle(self.bundle)
+        return moved
+
     def new_cache(self) -> SparseCache | None:
         """An empty cache for this backend; None where transformers makes its own."""
         return None if self.backend == "mask" else SparseCache(self.config.num_hidden_layers)

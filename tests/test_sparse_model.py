@@ -414,3 +414,14 @@ def test_other_sizes(tmp_path, sizes):
     model, ids = load_opt(str(folder)), tokens(2, 12)
     with torch.no_grad():
         close(sparse(model, moved, "gather")(ids).logits, sparse(model, moved, "mask")(ids).logits)
+
+
+def test_everything_follows_the_model_to_another_dtype(tiny_opt):
+    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    ids, got = tokens(2, 12), {}
+    for backend in ("mask", "gather"):
+        model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), replaced, backend).to(torch.float64)
+        with torch.no_grad():
+            got[backend] = model(ids).logits
+    assert got["gather"].dtype == torch.float64
+    close(got["gather"], got["mask"])
