@@ -115,7 +115,13 @@ def run(argv: Sequence[str] | None = None) -> None:
     shutil.rmtree(asked.folder / "predictors", ignore_errors=True)
     mlp = PredictorConfig(rank=rank, start="svd_data", steps=asked.mlp_steps, learning_rate=4e-3, patience=0)
     heads = PredictorConfig(
-        rank=64, start="small", loss="share", density=0.85, share_density=False, steps=asked.head_steps, patience=0
+        rank=64,
+        start="small",
+        loss="log_contribution",
+        density=0.85,
+        share_density=False,
+        steps=asked.head_steps,
+        patience=0,
     )
     trainer = {"accelerator": device.type, "devices": 1, "precision": asked.precision}
     data = DataConfig(asked.batch_size, asked.memory_gb, asked.num_workers)

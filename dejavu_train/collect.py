@@ -272,7 +272,7 @@ def _forward(
         kept = real.to(tensors["mlp_in"].device)
         active = tensors["activation"][kept] > 0
         out_proj = decoder_layers(model)[layer].self_attn.out_proj.weight
-        heads = head_contribution(tensors["head_out"][kept].float() - means[layer], out_proj, grams[layer])
+        heads = head_contribution(tensors["head_out"][kept], out_proj, grams[layer], means[layer])
         rows = {
             **facts,
             "attn_in": hidden(tensors["attn_in"], kept, layer, "attn_in"),

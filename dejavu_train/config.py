@@ -38,21 +38,21 @@ class PredictorConfig:
     """Between the two matrices."""
     bias: bool = True
     """One offset per unit."""
-    start: Literal["random", "small", "svd", "svd_data"] = "svd"
+    start: Literal["random", "small", "svd", "svd_data"] = "svd_data"
     """First values: random, small, the SVD of fc1, or that SVD weighed with the inputs' second moment (mlp only)."""
     lookahead: int = 0
     """How many half-blocks before its target the predictor reads (design.md)."""
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     loss: str = "contribution"
-    """paper, pos_weight, contribution, share or regression."""
+    """paper, pos_weight, contribution, share, regression or log_contribution."""
     density: float = 0.1
     """Mean density at which the predictors will be deployed; figures and early stopping are taken there."""
     share_density: bool = True
     """Share that density over the layers in proportion to their true density (mlp only)."""
-    steps: int = 1500
+    steps: int = 1000
     """Optimiser steps at most."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 4e-3
     """Highest rate of AdamW, after the warm-up."""
     weight_decay: float = 0.0
     """Of AdamW."""
@@ -132,7 +132,9 @@ class RunConfig:
     mlp: PredictorConfig = dataclasses.field(default_factory=PredictorConfig)
     """Predictors of the neurons."""
     heads: PredictorConfig = dataclasses.field(
-        default_factory=lambda: PredictorConfig(start="small", loss="share", density=0.85, share_density=False)
+        default_factory=lambda: PredictorConfig(
+            start="small", loss="log_contribution", density=0.85, share_density=False, learning_rate=3e-3
+        )
     )
     """Predictors of the attention heads."""
     calibrate: CalibrateConfig = dataclasses.field(default_factory=CalibrateConfig)

@@ -79,14 +79,25 @@ def regression(logits: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(logits, wanted / wanted.mean().clamp_min(1e-12))
 
 
+def log_contribution(logits: Tensor, batch: Batch) -> Tensor:
+    """Squared error of the logits against the logarithm of the contribution, cut off at 1e-4 of the batch's mean.
+
+    For heads, which all contribute something: what is learnt is by what factor one matters more than another.
+    """
+    assert batch.contribution is not None, "the log_contribution loss needs contributions"
+    wanted = batch.contribution.to(logits.dtype)
+    return F.mse_loss(logits, wanted.clamp_min(float(wanted.mean()) * 1e-4 + 1e-12).log())
+
+
 LOSSES: dict[str, Loss] = {
     "paper": paper,
     "pos_weight": pos_weight,
     "contribution": contribution,
     "share": share,
     "regression": regression,
+    "log_contribution": log_contribution,
 }
-NEEDS_CONTRIBUTION = frozenset({"contribution", "share", "regression"})
+NEEDS_CONTRIBUTION = frozenset({"contribution", "share", "regression", "log_contribution"})
 
 
 def get_loss(name: str) -> Loss:

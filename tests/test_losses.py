@@ -46,6 +46,14 @@ def test_regression_is_least_at_relative_contributions():
     assert LOSSES["regression"](BATCH.contribution / BATCH.contribution.mean(), BATCH).item() == 0
 
 
+def test_log_contribution_is_least_at_the_logarithm():
+    contribution = torch.tensor([[0.5, 1.0, 0.0]])
+    batch = Batch(torch.zeros(1, 1), contribution > 0, contribution)
+    wanted = torch.tensor([[0.5, 1.0, 0.5e-4]]).log()
+    assert LOSSES["log_contribution"](wanted, batch).item() == pytest.approx(0, abs=1e-9)
+    assert LOSSES["log_contribution"](wanted + 2, batch).item() == pytest.approx(4, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_active_and_gradients(name):
     logits = torch.randn(3, 5, requires_grad=True)
