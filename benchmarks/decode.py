@@ -91,13 +91,16 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
 def best_bandwidth() -> float:
     """TB/s of the best row kernel at density 1 on 49152 x 12288: the denominator of every byte floor."""
     weight = torch.empty(49152, 12288, dtype=torch.float16, device="cuda").normal_(0, STD)
-    x, out = torch.randn(1, 12288, device="cuda"), torch.empty(1, 49152, device="cuda")
-    ln = LayerNormWeights(torch.ones_like(weight[0]), torch.zeros_like(weight[0]))
+    x12, norm = torch.randn(1, 12288, device="cuda"), torch.ones(2, 12288, dtype=torch.float16, device="cuda")
+    # The same memory as rows of 12288, 4096 and 8192: whatever reads fastest.
     times = []
-    for settings in (RowSettings(1, 1, 16), RowSettings(2, 1, 8), RowSettings(3, 1, 8), RowSettings(4, 1, 8)):
-        times.append(
-            measure(lambda i, s=settings: dense_rows(x, ln, weight, None, "none", out, False, s), 3, 10)[1]  # type: ignore[misc]
+    for width, settings in ((12288, (4, 1, 8)), (12288, (2, 1, 16)), (4096, (8, 2, 8)), (8192, (4, 1, 8))):
+        view, x, ln = weight.view(-1, width), x12[:, :width].contiguous(), LayerNormWeights(*norm[:, :width].contiguous())
+        out = torch.empty(1, len(view), device="cuda")
+        step = lambda i, v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
+            x, ln, v, None, "none", out, False, RowSettings(*s)
         )
+        times.append(measure(step, 3, 10)[1])
     return weight.nbytes / min(times) / 1e6
 
 
@@ -224,6 +227,10 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             total += args[2].nbytes + (args[9].down.nbytes if name == "site_predict" else 0)
         elif name == "predict_select":
             total += args[1].down.nbytes + args[1].up.nbytes
+        elif name == "packed_rows":
+            n = int(args[0].count)
+            live[0] += n
+            total += n * d * size
         elif name == "project_heads":
             selection = args[4] if engine.batch == 1 else None
             total += (d if selection is None else int(selection.counts.sum()) * hd) * d * size
@@ -279,7 +286,7 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
                 label = "fc2"
             elif name == "listed_gemv":
                 label = "fc1"
-            elif name == "dense_wide":
+            elif name in ("dense_wide", "packed_rows"):
                 label = "fc2"
             elif name == "project_heads":
                 label = "out_projection"
@@ -371,7 +378,7 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
         predictors = random_predictors(shape, rank, args.mlp_density < 1, args.head_density < 1, args.lookahead)
     engine = DecodeEngine(
         weights, predictors, batch=batch, context=min(2048, prompt + args.steps + 32), kv_policy=args.kv_policy,
-        pdl=not args.no_pdl, look_ahead=args.look_ahead, one_kernel=args.one_kernel,
+        pdl=not args.no_pdl, look_ahead=args.look_ahead, one_kernel=args.one_kernel, pack_rows=not args.stripes,
     )  # fmt: skip
     with torch.no_grad():
         start(engine, prompt, args.steps + 30)
@@ -402,6 +409,7 @@ def main() -> int:
     parser.add_argument("--lookahead", type=int, default=0, help="half-blocks between the MLP predictor's site and fc1")
     parser.add_argument("--look-ahead", default="fused", choices=["fused", "inline", "stream"])
     parser.add_argument("--one-kernel", action="store_true", help="select and fc1 in one kernel")
+    parser.add_argument("--stripes", action="store_true", help="fc2 by stripes with a ticket, not from a packed list")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--breakdown", action="store_true", help="time each operation in a graph of its own")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
@@ -417,6 +425,7 @@ def main() -> int:
     options = " ".join(
         ([] if not args.no_pdl else ["no-pdl"])
         + ([f"lookahead={args.lookahead}-{args.look_ahead}"] if args.lookahead else [])
+        + (["stripes"] if args.stripes else [])
         + (["one-kernel"] if args.one_kernel else [])
         + ([f"kv={args.kv_policy}"] if args.kv_policy != "backfill" else [])
     )

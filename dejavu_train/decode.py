@@ -30,6 +30,7 @@ from kernels import (
     listed_gemv,
     lookahead,
     out_projection,
+    packed_rows,
     qkv,
     sampling,
     scatter_gemv,
@@ -83,6 +84,7 @@ class DecodeEngine:
             (one batch row, MLP predictors that read attn_in of their layer; the others inline), "inline" = as kernels of
             their own, "stream" = on a second stream inside the graph.
         one_kernel: select and fc1 in one kernel (one batch row, predictors that read mlp_in of their layer).
+        pack_rows: fc2 of one batch row from a packed list, every column with one owner; else stripes that share columns.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
@@ -103,6 +105,7 @@ class DecodeEngine:
         pdl: bool = True,
         look_ahead: str = "fused",
         one_kernel: bool = False,
+        pack_rows: bool = True,
         release: bool = False,
     ) -> None:
         given = isinstance(model, DecodeWeights)
@@ -136,6 +139,7 @@ class DecodeEngine:
             self.weights.layers[layer] = weights.with_fc2(transposed=(layer, "mlp") in self.predictors)
         self._ops = _operations(ops)
         self._pdl = pdl
+        self._pack_rows = pack_rows
         self._one_kernel = one_kernel and ops == "triton" and self._can_select_and_gather()
         self._fused = {layer for layer in range(self.shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
         self._lookahead = torch.cuda.Stream(device) if look_ahead == "stream" and device.type == "cuda" else None
@@ -196,6 +200,8 @@ class DecodeEngine:
         self._hidden_dense = torch.zeros(batch, shape.d_ffn, device=device)
         # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
         self._live: Any = self._hidden_dense
+        packed = triton_ops and batch == 1 and self._pack_rows
+        self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
         if triton_ops and self._one_kernel:
             self._live = select_gather.select_gather_rows(shape.d_ffn, d, device)
         elif triton_ops and batch == 1:
@@ -338,7 +344,11 @@ class DecodeEngine:
                 )  # fmt: skip
             else:
                 ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
-        ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self._scatter, pdl=pdl)
+        if self._packed is None:
+            ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self._scatter, pdl=pdl)
+            return
+        ops.pack(hidden, self._packed, pdl=pdl)
+        ops.packed_rows(self._packed, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
 
     def _tail(self, mode: str, score: bool) -> None:
         head = self.weights.lm_head
@@ -559,6 +569,8 @@ def _operations(kind: str) -> SimpleNamespace:
             project_heads=out_projection.project_heads,
             select_gather=select_gather.select_gather,
             scatter_gemv=scatter_gemv.scatter_gemv,
+            pack=packed_rows.pack,
+            packed_rows=packed_rows.packed_rows,
             dense_rows=dense_gemv.dense_rows,
             dense_hidden=batched.dense_hidden,
             dense_add=batched.dense_add,

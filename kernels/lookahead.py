@@ -214,6 +214,7 @@ def _qkv_select_kernel(
     D0: tl.constexpr,
     D1: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    RUN: tl.constexpr,
     POLICY: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -250,7 +251,7 @@ def _qkv_select_kernel(
             write_order(row_bits, order, H, H_TILE)
         _qkv_rows(
             pid - N_BLOCKS, tl.num_programs(0) - N_BLOCKS, attn_in, weight, bias, row_bits, position, watermark,
-            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, POLICY,
+            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, RUN, POLICY,
         )  # fmt: skip
 
 
@@ -320,6 +321,7 @@ def qkv_select(
         D0=d0,
         D1=d1,
         AT_ONCE=at_once(d),
+        RUN=settings.rows,
         POLICY=POLICIES[policy],
         RANK=rank,
         CHUNK=chunk,

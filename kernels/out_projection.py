@@ -173,7 +173,7 @@ def project_heads(
     if order is None:
         raise ValueError("a selection of heads needs their order, as qkv writes it")
     check_shape("order", order, selection.n + 1)
-    settings = settings or RowSettings(0, 16, 4)
+    settings = settings or RowSettings(0, 8, 8)
     head_dim = width // selection.n
     line = 128 // weight.element_size()
     columns = min(width, int(2 * PREFETCH_BYTES / (d * weight.element_size()))) if pdl else 0

@@ -34,8 +34,8 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 
 def qkv_settings(d: int) -> RowSettings:
-    """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep (rows is always 1)."""
-    return RowSettings(4, 1, 4) if d <= 4096 else RowSettings(2, 1, 4)
+    """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep; rows is RUN."""
+    return RowSettings(4, 4, 4) if d <= 4096 else RowSettings(2, 4, 4)
 
 
 def at_once(d: int) -> int:
@@ -148,12 +148,14 @@ def _qkv_rows(
     D0: tl.constexpr,
     D1: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    RUN: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Every `programs`-th row of the selected heads, one row ahead of the arithmetic.
+    """Every `programs`-th run of RUN rows of the selected heads, one row ahead of the arithmetic.
 
-    Neighbouring rows belong to one head and have the same positions to fill in: striding shares them out evenly. With
-    the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones.
+    Neighbouring rows belong to one head and have the same positions to fill in: short runs share them out evenly, and
+    the head is looked up once a run. With the policy "always" the k and v rows of all heads come first, then the q rows
+    of the selected ones. RUN divides HEAD_DIM, so a run is of one head and one of q, k, v.
     """
     PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
     FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
@@ -164,20 +166,26 @@ def _qkv_rows(
     heads = tl.arange(0, H_TILE)
     chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
-    n_items = FIXED + tl.sum(chosen) * PER_HEAD
-    head, row = _place(pid, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
+    n_runs = (FIXED + tl.sum(chosen) * PER_HEAD) // RUN
+    head, row = _place(pid * RUN, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
     line = head * (3 * HEAD_DIM) + row
-    w0, w1 = load_rows(weight, line, tl.where(pid - n_items < 0, line + 1, 0), c0, c1, D, D0, D1, 1)
+    w0, w1 = load_rows(weight, line, tl.where(pid - n_runs < 0, line + 1, 0), c0, c1, D, D0, D1, 1)
     if B == 1:
         # The usual case: one position, whose input stays in registers.
         now = tl.load(position)
         x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
         if D1 > 0:
             x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=c1 < D, other=0.0).to(tl.float32)
-    for item in range(pid, n_items, programs):
-        next_head, next_row = _place(item + programs, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
+    mine = tl.maximum(n_runs - pid + programs - 1, 0) // programs * RUN
+    run = pid
+    for item in range(0, mine):
+        next_head = head
+        next_row = row + 1
+        if (item + 1) % RUN == 0:
+            run += programs
+            next_head, next_row = _place(run * RUN, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
         next_line = next_head * (3 * HEAD_DIM) + next_row
-        stop_line = tl.where(item + programs - n_items < 0, next_line + 1, 0)
+        stop_line = tl.where(item + 1 - mine < 0, next_line + 1, 0)
         next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, 1)
         kind = row // HEAD_DIM
         offset = tl.load(bias + head * (3 * HEAD_DIM) + row).to(tl.float32)
@@ -245,6 +253,7 @@ def _qkv_kernel(
     D0: tl.constexpr,
     D1: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    RUN: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -253,7 +262,7 @@ def _qkv_kernel(
         write_order(row_bits, order, H, H_TILE)
     _qkv_rows(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, POLICY,
+        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, RUN, POLICY,
     )  # fmt: skip
 
 
@@ -379,6 +388,7 @@ def qkv(
         D0=d0,
         D1=d1,
         AT_ONCE=at_once(d),
+        RUN=settings.rows,
         POLICY=POLICIES[policy],
         PDL=pdl,
         num_warps=settings.warps if d >= 2048 else 4,
