@@ -260,6 +260,18 @@ class TwoTests(Cascade):
         return (self.filter_scores > threshold).sum(-1, keepdim=True)
 
 
+class SharpTest(_NoBytes):
+    """The second test of a cascade by itself: what each neuron would add, by fc1's rows in few bits."""
+
+    def __init__(self, model: PlainOPT, kind: str = "int4") -> None:
+        self.model = model
+        self.rows = [quantised(layer.fc1_weight, kind) for layer in model.layers]
+
+    def scores(self, layer: int, sites: Sites, values: Tensor) -> Tensor:
+        weights = self.model.layers[layer]
+        return F.linear(sites["mlp_in", layer], self.rows[layer], weights.fc1_bias) * weights.fc2_norm
+
+
 class PreviousToken:
     """Adds a constant to the scores of neurons that the previous token selected and found active: a hint for free.
 

@@ -16,11 +16,10 @@ from benchmarks.frontier_methods.heads import (
 )
 from benchmarks.frontier_methods.plan import Plan
 from benchmarks.frontier_methods.predictors import Predictors, SharedDown
-from benchmarks.frontier_methods.sections import fitted, scaled
+from benchmarks.frontier_methods.sections import fitted, scaled, second_thresholds
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tune import TuneConfig, fold_thresholds, tune
-from dejavu_train.allocate import density_for_mass, read_curve
 
 MEANS = (0.85, 0.75, 0.5)
 
@@ -100,9 +99,10 @@ def predicted(study: Study, full: bool) -> None:
             gates = Gates(model, heads=better, head_thresholds=[0.0] * model.n_layers, replacement=rest)
             head_row(study, f"{name}, tuned", "as trained", gates, mean, **more)
             again = plan_of(study, better, rest)
-            thresholds = again.thresholds(again.densities(mean, "measured"))
-            gates = Gates(model, heads=better, head_thresholds=thresholds, replacement=rest)
-            head_row(study, f"{name}, tuned", "measured", gates, mean, **more)
+            for sharing in ("measured", "global"):
+                thresholds = again.thresholds(again.densities(mean, sharing))
+                gates = Gates(model, heads=better, head_thresholds=thresholds, replacement=rest)
+                head_row(study, f"{name}, tuned", sharing, gates, mean, **more)
 
 
 def head_predictors(
@@ -133,12 +133,11 @@ def whole_block(study: Study) -> None:
     importance = importance_of(study)
     every = tuple(range(model.n_layers))
     studied = (
-        ("cascade and tables", 48, 0, True, every, ((0.08, 0.85), (0.11, 0.85), (0.09, 0.80))),
+        ("cascade and tables", 64, 0, True, every, ((0.08, 0.85), (0.09, 0.80))),
         ("low rank", 64, 0, False, (), ((0.11, 0.85), (0.15, 0.85))),
         ("one first projection", 64, 1, False, (), ((0.11, 0.85),)),
     )
-    floors_plan = study.plan(baselines.Oracle(), losses=False)
-    floors = [read_curve(c, density_for_mass(c, 0.99))["threshold"] for c in floors_plan.curves]
+    floors = second_thresholds(study, 0.999)
     for name, rank, distance, cascade, tables, pairs in studied[: 1 if study.brief else None]:
         mlp, _ = fitted(study, scaled(model.d, rank), "int4", distance, tables=tables)
         tests = baselines.TwoTests(model, mlp, floors) if cascade else None

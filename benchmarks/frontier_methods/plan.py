@@ -140,8 +140,10 @@ class Plan:
         return max((here - there) / (0.15 * share), 1e-3)
 
     def thresholds(self, densities: Sequence[float]) -> list[float | None]:
+        # at density 1 a layer is dense; a cascade's filter lets everything through, its second test does not
+        everything = -1e9 if hasattr(self.scorer, "counted") else None
         return [
-            None if density >= 1.0 else read_curve(curve, density)["threshold"]
+            everything if density >= 1.0 else read_curve(curve, density)["threshold"]
             for curve, density in zip(self.curves, densities, strict=True)
         ]
 
@@ -176,11 +178,13 @@ def make_plan(
             active[layer] = float(counting.tallies[layer].active.sum() / counting.tallies[layer].all.sum())
     plan = Plan(model, scorer, curves, active, list(survivors or [0.0] * model.n_layers))
     if losses:
-        thresholds = [[read_curve(curve, density)["threshold"] for density in PROBES] for curve in curves]
+        # a cascade loses something even when its filter lets everything through
+        probes = (*PROBES, 0.999) if hasattr(scorer, "counted") else PROBES
+        thresholds = [[read_curve(curve, density)["threshold"] for density in probes] for curve in curves]
         gates = gates or Gates(model, mlp=scorer)
         measured = layer_losses(model, probe_parts, gates, "mlp", thresholds)
         for curve, row in zip(curves, measured, strict=True):
-            curve["loss_increase"] = spread_loss(PROBES, row, curve["density"])
+            curve["loss_increase"] = spread_loss(probes, row, curve["density"])
     return plan
 
 
