@@ -17,12 +17,10 @@ from kernels.launch import GatherSettings, ScatterSettings, SelectGatherSettings
 
 
 def fc1_candidates(d: int) -> Iterator[GatherSettings]:
-    for rows, warps in ((1, 4), (2, 4), (1, 8)):
-        if rows * d > 2 * 9216:
-            continue
-        for programs in (4 * d // 64, 8 * d // 64, 16 * d // 64, 528):  # 1, 2, 4 programs a block of 64 neurons; even
+    for rows, warps, held in ((1, 4, True), (1, 4, False), (2, 4, False), (1, 8, False)):
+        for programs in (4 * d // 64, 8 * d // 64, 16 * d // 64):  # 1, 2, 4 programs a block of 64 neurons
             if programs <= 1536:
-                yield GatherSettings(programs, rows, 256 * warps, warps)
+                yield GatherSettings(programs, rows, 256 * warps, warps, held=held)
 
 
 def down_candidates(d: int) -> Iterator[GatherSettings]:
@@ -71,18 +69,19 @@ def select_candidates(d: int) -> Iterator[tuple[int, int]]:
 
 
 def fused_candidates(d: int) -> Iterator[SelectGatherSettings]:
-    for rows, warps in ((1, 4), (2, 4), (1, 8)):
-        yield SelectGatherSettings(32, rows, 256 * warps, warps)
+    for rows, warps, held in ((1, 4, True), (1, 4, False), (2, 4, False), (2, 4, True), (1, 8, False)):
+        if rows * d <= 2 * 9216:
+            yield SelectGatherSettings(32, rows, 256 * warps, warps, held)
 
 
 def label(settings: Any) -> str:
     if isinstance(settings, GatherSettings):
-        return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch}"
+        return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch} h{settings.held:d}"
     if isinstance(settings, ScatterSettings):
         kind = f"stream r{settings.rows}" if settings.stream else "tile"
         return f"s{settings.stripe} x{settings.splits} k{settings.slots} w{settings.warps} {kind}"
     if isinstance(settings, SelectGatherSettings):
-        return f"b{settings.block} r{settings.rows} c{settings.columns} w{settings.warps}"
+        return f"b{settings.block} r{settings.rows} c{settings.columns} w{settings.warps} h{settings.held:d}"
     if isinstance(settings[1], ScatterSettings):
         return f"p{settings[0]} {label(settings[1])}"
     return "b{} w{}".format(*settings)

@@ -125,6 +125,7 @@ def _gather_kernel(
     GROUP: tl.constexpr,
     SHARE: tl.constexpr,
     RELU: tl.constexpr,
+    HELD: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -154,7 +155,9 @@ def _gather_kernel(
                 betas = betas + (tl.load(ln_bias_ptr + c),)
     wait_for_predecessor(PDL)
 
-    xs = load_vector(x_ptr, columns, D, BLOCK)
+    xs = ()
+    if HELD:
+        xs = load_vector(x_ptr, columns, D, BLOCK)
     if SHARE > 0:
         # Program (block, part) owns every SHARE-th id of one block: count and ids arrive together, nothing is searched.
         block = pid // SHARE
@@ -210,7 +213,7 @@ def _gather_kernel(
             rows = tl.load(ids_ptr + slots_of, mask=valid, other=0) * GROUP + items % GROUP
         else:
             rows = items
-        y = list_products(w_ptr, rows, tl.minimum(last - start, CAP), xs, columns, D, BLOCK, ROWS)
+        y = list_products(w_ptr, rows, tl.minimum(last - start, CAP), x_ptr, xs, columns, D, BLOCK, ROWS, HELD)
         if scale_ptr is not None:
             y = y * tl.load(scale_ptr + rows, mask=valid, other=0.0)
         if bias_ptr is not None:
@@ -416,6 +419,7 @@ def gather_gemv(
             GROUP=rows_per_id,
             SHARE=share,
             RELU=activation == "relu",
+            HELD=settings.held or ln is not None,
             PREFETCH=prefetch,
             PDL=use_pdl,
             num_warps=settings.warps,

@@ -141,10 +141,13 @@ def load_rows(w_ptr, rows, first, count, columns, D: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def list_products(w_ptr, rows, count, xs, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def list_products(
+    w_ptr, rows, count, x_ptr, xs, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr
+):
     """Products of the first `count` of the listed rows (CAP,) with x: (CAP,) fp32, zero from `count` on.
 
-    The next ROWS rows are on their way before the present ones are summed.
+    The next ROWS rows are on their way before the present ones are summed. x is held in registers (`xs`, needed where it
+    was normalised here), or read again for each row from the L1, which leaves registers for more programs.
     """
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     pick = tl.arange(0, rows.shape[0])
@@ -152,10 +155,13 @@ def list_products(w_ptr, rows, count, xs, columns, D: tl.constexpr, BLOCK: tl.co
     tiles = load_rows(w_ptr, rows, 0, count, columns, D, BLOCK, ROWS)
     for first in range(0, count, ROWS):
         coming = load_rows(w_ptr, rows, first + ROWS, count, columns, D, BLOCK, ROWS)
+        vector = xs
+        if not HELD:
+            vector = load_vector(x_ptr + tl.minimum(first, 0) * BLOCK, columns, D, BLOCK)  # + 0: not to be hoisted
         for k in tl.static_range(ROWS):
-            acc = tiles[k * STEPS].to(tl.float32) * xs[0].to(tl.float32)
+            acc = tiles[k * STEPS].to(tl.float32) * vector[0].to(tl.float32)
             for j in tl.static_range(1, STEPS):
-                acc += tiles[k * STEPS + j].to(tl.float32) * xs[j].to(tl.float32)
+                acc += tiles[k * STEPS + j].to(tl.float32) * vector[j].to(tl.float32)
             y = tl.where(pick == first + k, tl.sum(acc, 0), y)
         tiles = coming
     return y
@@ -172,6 +178,7 @@ class GatherSettings:
     warps: int
     stages: int = 1
     prefetch: int = 0  # bytes a program asks of the L2 before it waits (dense lists only)
+    held: bool = True  # x in registers; always so where it is normalised on the way in
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,7 @@ class SelectGatherSettings:
     rows: int
     columns: int
     warps: int
+    held: bool = True
 
 
 def select_gather_settings(d: int) -> SelectGatherSettings:
@@ -213,7 +221,11 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
     if batch > 1:
         return GatherSettings(programs=264, rows=64, block=min(128, max(16, next_power_of_two(d))), warps=4, stages=4)
     if INTERPRET:
-        return GatherSettings(programs=min(8, n), rows=2 if d % 2 else 1, block=min(128, column_block(d)), warps=4)
+        return GatherSettings(
+            programs=min(8, n), rows=2 if d % 2 else 1, held=d % 3 == 0, block=min(128, column_block(d)), warps=4
+        )
+    if dense and n <= 1024:  # a predictor's first product: few programs, each of which normalises x
+        return GatherSettings(-(-n // -(-n // 192)), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
     if dense:
         return GatherSettings(programs=min(264, n), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
     share = 4 if d <= 5120 else 2 if d <= 9216 else 1  # programs a block of 64 ids

@@ -74,6 +74,7 @@ def _select_gather_kernel(
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -102,7 +103,9 @@ def _select_gather_kernel(
             z = tl.load(hidden_ptr + j * CHUNK + r)
         acc += tiles[j].to(tl.float32) * z[None, :]
     columns = tl.arange(0, COLUMNS)
-    xs = load_vector(x_ptr, columns, D, COLUMNS)
+    xs = ()
+    if HELD:
+        xs = load_vector(x_ptr, columns, D, COLUMNS)
     logits = tl.sum(acc, 1)
     if up_scale_ptr is not None:
         logits = logits * up_scale
@@ -129,7 +132,7 @@ def _select_gather_kernel(
     rows = tl.sum(tl.where(mine, neuron[None, :], 0), 1)  # the selected neurons at the front, in order
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, mask=slot < count, other=0.0).to(tl.float32)
-    y = list_products(w_ptr, rows, count, xs, columns, D, COLUMNS, ROWS)
+    y = list_products(w_ptr, rows, count, x_ptr, xs, columns, D, COLUMNS, ROWS, HELD)
     if bias_ptr is not None:
         y += bias
     y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
@@ -212,6 +215,7 @@ def select_gather(
         D=d,
         COLUMNS=settings.columns,
         ROWS=settings.rows,
+        HELD=settings.held,
         PDL=use_pdl,
         num_warps=settings.warps,
         launch_pdl=use_pdl,
