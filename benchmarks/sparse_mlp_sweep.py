@@ -76,7 +76,8 @@ def fused_candidates(d: int) -> Iterator[SelectGatherSettings]:
 
 def label(settings: Any) -> str:
     if isinstance(settings, GatherSettings):
-        return f"p{settings.programs} r{settings.rows} b{settings.block} w{settings.warps} f{settings.prefetch} h{settings.held:d}"
+        tile = f"r{settings.rows} b{settings.block} w{settings.warps}"
+        return f"p{settings.programs} {tile} f{settings.prefetch} h{settings.held:d}"
     if isinstance(settings, ScatterSettings):
         kind = f"stream r{settings.rows}" if settings.stream else "tile"
         return f"s{settings.stripe} x{settings.splits} k{settings.slots} w{settings.warps} {kind}"

@@ -157,7 +157,8 @@ def list_products(
         coming = load_rows(w_ptr, rows, first + ROWS, count, columns, D, BLOCK, ROWS)
         vector = xs
         if not HELD:
-            vector = load_vector(x_ptr + tl.minimum(first, 0) * BLOCK, columns, D, BLOCK)  # + 0: not to be hoisted
+            zero = tl.minimum(first, 0) * BLOCK  # looks as if it varied, so that the loads stay in the loop
+            vector = load_vector(x_ptr + zero, columns, D, BLOCK)
         for k in tl.static_range(ROWS):
             acc = tiles[k * STEPS].to(tl.float32) * vector[0].to(tl.float32)
             for j in tl.static_range(1, STEPS):
@@ -221,9 +222,8 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
     if batch > 1:
         return GatherSettings(programs=264, rows=64, block=min(128, max(16, next_power_of_two(d))), warps=4, stages=4)
     if INTERPRET:
-        return GatherSettings(
-            programs=min(8, n), rows=2 if d % 2 else 1, held=d % 3 == 0, block=min(128, column_block(d)), warps=4
-        )
+        rows, held = (2, True) if d % 2 else (1, d % 3 == 0)  # every branch is interpreted by some width
+        return GatherSettings(min(8, n), rows, min(128, column_block(d)), warps=4, held=held)
     if dense and n <= 1024:  # a predictor's first product: few programs, each of which normalises x
         return GatherSettings(-(-n // -(-n // 192)), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
     if dense:
