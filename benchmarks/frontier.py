@@ -30,7 +30,9 @@ from dejavu_train.opt_model import resolve_device
 
 def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
     """Sections in order of what is wanted first."""
-    shares = sections.SHARES if full else sections.QUICK_SHARES
+    shares: tuple[float, ...] = sections.SHARES if full else sections.QUICK_SHARES
+    if study.brief and full:
+        shares = sections.BRIEF_SHARES
     work: dict[str, Callable[[], object]] = {
         "winners": lambda: sections.winners(study, shares, full),
         "cascades": lambda: sections.cascades(study, shares, full),

@@ -39,6 +39,7 @@ def plan_of(study: Study, scorer: Any, replacement: torch.Tensor | None) -> Head
 def criteria(study: Study, full: bool) -> None:
     """True importances by each criterion, skipped heads dropped or replaced by their mean, three ways to share out."""
     model, statistics = study.model, study.statistics
+    full = full and not study.brief
     for name in CRITERIA if full else ("norm_after", "fisher"):
         for replacement in (None, statistics.mean) if full else (statistics.mean,):
             scorer = HeadCriterion(model, name, statistics)
@@ -65,7 +66,7 @@ def predicted(study: Study, full: bool) -> None:
     importance = importance_of(study)
     rank = scaled(model.d, 48)
     variants: list[tuple[str, dict[str, Any]]] = [(f"predicted r{rank}", {})]
-    if full:
+    if full and not study.brief:
         variants += [
             (f"predicted r{2 * rank}, token tables, steps x 4", {"rank": 2 * rank, "tables": True, "steps": 2400}),
             (f"predicted r{2 * rank}", {"rank": 2 * rank}),

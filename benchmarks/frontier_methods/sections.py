@@ -24,6 +24,7 @@ from dejavu_train.allocate import density_for_mass, read_curve
 from dejavu_train.errors import UserError
 
 SHARES = (0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.10, 0.11, 0.13, 0.15, 0.20, 0.25)
+BRIEF_SHARES = (0.06, 0.07, 0.08, 0.10, 0.11, 0.13, 0.15, 0.20, 0.25)
 QUICK_SHARES = (0.08, 0.11, 0.15, 0.25)
 CHOOSE_SHARES = (0.08, 0.11, 0.15)
 
@@ -32,6 +33,9 @@ def references(study: Study, shares: Sequence[float]) -> None:
     """Oracle, random, static, non-contextual, searches, and systems without training."""
     model = study.model
     oracle = baselines.Oracle()
+    if study.brief:
+        study.frontier("reference", "oracle", oracle, (0.01, 0.015, 0.02, 0.03, 0.04, 0.05), layers=True)
+        return
     oracle_shares = [0.01, 0.015, 0.02, 0.03, *shares][:9]
     plan = study.plan(oracle)
     study.frontier("reference", "oracle", oracle, oracle_shares, plan=plan, layers=True)
@@ -91,9 +95,10 @@ def griffin(study: Study) -> None:
 def training_free(study: Study, shares: Sequence[float], full: bool) -> None:
     """Truncated SVD of fc1 (SVDP's predictor), data-aware SVD, sketches."""
     d = study.model.d
-    ranks = [scaled(d, r) for r in ((32, 64, 128) if full else (64,))]
+    ranks = [scaled(d, r) for r in ((32, 64, 128) if full and not study.brief else (64,))]
+    full = full and not study.brief
     for rank in ranks:
-        for kind in ("fp16", "int8") if full else ("fp16",):
+        for kind in ("fp16", "int8") if full or study.brief else ("fp16",):
             plain = study.predictors(rank, kind, start="svd", weighted=False)
             study.frontier("svd", f"SVD r{rank} {kind}", plain, shares)
     for rank in ranks:
@@ -103,6 +108,9 @@ def training_free(study: Study, shares: Sequence[float], full: bool) -> None:
         middle = study.predictors(ranks[1], "int8")
         for sharing in ("proportional", "uniform", "global"):
             study.frontier("svd", f"data-aware SVD r{ranks[1]} int8", middle, shares[::2], sharing)
+    if study.brief:
+        study.frontier("svd", f"data-aware SVD r{ranks[0]} int4", study.predictors(ranks[0], "int4"), shares)
+        return
     for bits in (1, 2, 4) if full else (1,):
         study.frontier("sketch", f"fc1 in {bits} bit", baselines.Sketch(study.model, bits), shares)
     if full:
@@ -266,8 +274,8 @@ def as_trained(
 
 # (rank at width 384, dtype, shares of the MLP's bytes that it is tuned at)
 CANDIDATES = (
-    (64, "int8", (0.08,)),
     (64, "int4", (0.08, 0.11)),
+    (64, "int8", (0.08,)),
     (96, "int4", (0.11, 0.15)),
     (32, "int8", ()),
     (128, "int4", ()),
@@ -276,7 +284,7 @@ CANDIDATES = (
 
 def winners(study: Study, shares: Sequence[float], full: bool) -> None:
     """Layer-by-layer and tuned predictors over ranks and dtypes; the best of each budget is picked on ``choose``."""
-    for rank_at_384, kind, targets in CANDIDATES[: 2 if study.brief else None] if full else ((64, "int8", (0.08,)),):
+    for rank_at_384, kind, targets in CANDIDATES[: 1 if study.brief else None] if full else ((64, "int8", (0.08,)),):
         rank = scaled(study.model.d, rank_at_384)
         predictors, seconds = fitted(study, rank, kind)
         plan = study.plan(predictors)
@@ -294,9 +302,10 @@ def winners(study: Study, shares: Sequence[float], full: bool) -> None:
             as_trained(study, "trained", label, made, **more)
             near = [s for s in shares if 0.55 * share <= s <= 2.0 * share or not full]
             own = study.plan(made)
-            study.frontier("trained", label, made, near, plan=own, on="choose", train_seconds=seconds_in_all)
             study.frontier("trained", label, made, near, plan=own, train_seconds=seconds_in_all, layers=True)
-            study.frontier("trained", label, made, near, "global", plan=own, train_seconds=seconds_in_all)
+            study.frontier("trained", label, made, near, plan=own, on="choose", train_seconds=seconds_in_all)
+            if not study.brief:
+                study.frontier("trained", label, made, near, "global", plan=own, train_seconds=seconds_in_all)
             for name_of_text in study.extra:
                 as_trained(study, "trained", label, made, on=name_of_text, **more)
 
@@ -380,7 +389,7 @@ def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
         (32, "int4", 0.998, every, (0.08,)),
         (64, "int4", 0.9997, every, (0.11,)),
         (48, "int4", 0.999, (0,), ()),
-    )[: (2 if study.brief else None) if full else 1]:
+    )[: (1 if study.brief else None) if full else 1]:
         rank = scaled(study.model.d, rank_at_384)
         floors = second_thresholds(study, mass)
         predictors, seconds = fitted(study, rank, kind, tables=tables)

@@ -49,6 +49,8 @@ class Sizes:
 
 
 GPU_SIZES = Sizes(110_000, 40_000, 30_000, 8_000, 200_000, 2_000_000, 600, 1024, 300, 32, 512, 32)
+BRIEF_WIDTH = 768
+BRIEF_SIZES = Sizes(110_000, 16_000, 16_000, 4_000, 120_000, 1_000_000, 500, 1024, 250, 16, 512, 16)
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Study:
     @property
     def brief(self) -> bool:
         """A large model gets the variants that matter only."""
-        return self.model.d >= 768
+        return self.model.d >= BRIEF_WIDTH
 
     def rows(self, set_name: str = "train") -> fitting.Rows:
         if set_name not in self._rows:
@@ -197,6 +199,10 @@ def open_study(
         UserError: a model or text that cannot be read.
     """
     hf = load_opt(model_name)
+    tokenizer = load_tokenizer(model_name)
+    model = PlainOPT(hf, device)
+    if model.d >= BRIEF_WIDTH and sizes == GPU_SIZES:
+        sizes = BRIEF_SIZES
     tokenizer = load_tokenizer(model_name)
     model = PlainOPT(hf, device)
     if model.d >= 768 and sizes.tune_batch > 16:
