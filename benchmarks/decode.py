@@ -1,7 +1,7 @@
-"""Times one decoding step of OPT shapes with random weights: Hugging Face eager and compiled, our dense and sparse engine.
+"""Times one decoding step of OPT shapes with random weights: Hugging Face eager and compiled, our dense and sparse one.
 
-Writes rows to benchmarks/decode.csv as they come, so a run that is cut short loses nothing. Weights are random, of the true
-shapes, no layer shares any; tokens are random and forced. The predictors really run; their thresholds are set on the
+Writes rows to benchmarks/decode.csv as they come, so a run that is cut short loses nothing. Weights are random, of the
+true shapes, no layer shares any; tokens are random and forced. The predictors really run; their thresholds are set on the
 model's own activations to the stated densities, and fc1's bias is shifted so that the stated share of neurons is
 live. Rank, densities and live share in a row are measured, not asked.
 
@@ -12,6 +12,7 @@ import argparse
 import csv
 import datetime
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -39,6 +40,12 @@ SHAPES = {
     "66b": OPTShape(9216, 36864, 64, 72, 50272, 2048),
 }
 RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576}  # 4 % of the dense MLP's bytes
+# Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity's table).
+UNION = {
+    "6.7b": {2: 0.153, 4: 0.206, 8: 0.29, 16: 0.398, 32: 0.517},
+    "30b": {2: 0.098, 4: 0.141, 8: 0.209, 16: 0.304, 32: 0.419},
+    "66b": {2: 0.08, 4: 0.116, 8: 0.175, 16: 0.263, 32: 0.374},
+}
 COLUMNS = (
     "date gpu torch triton commit model engine batch prompt positions mlp_density head_density live_share rank options "
     "steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms share45 note"
@@ -321,61 +328,81 @@ def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
 # ---------------------------------------------------------------- Hugging Face
 
 
-def hugging_face(shape: OPTShape, compiled: bool, prompt: int, batch: int, steps: int) -> list[float]:
-    """Milliseconds a token of transformers' OPT with a growing cache, or a static one and torch.compile."""
-    from transformers import DynamicCache, OPTConfig, OPTForCausalLM, StaticCache
+def hugging_face(shape: OPTShape, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
+    """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles.
+
+    The second call is timed, so that compiling and recording graphs are over; its first tokens are left out.
+    """
+    from transformers import OPTConfig, OPTForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
 
     config = OPTConfig(
         vocab_size=shape.vocab_size, hidden_size=shape.d_model, word_embed_proj_dim=shape.d_model,
         ffn_dim=shape.d_ffn, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
-        max_position_embeddings=shape.max_positions, do_layer_norm_before=True,
+        max_position_embeddings=shape.max_positions, do_layer_norm_before=True, dtype="float16",
     )  # fmt: skip
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.float16)
-        model = OPTForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("cuda"):
+            model = OPTForCausalLM(config).eval()
+    finally:
         torch.set_default_dtype(torch.float32)
     ids = torch.randint(3, shape.vocab_size, (batch, prompt), device="cuda")
-    total = prompt + steps + 8
-    with torch.no_grad():
-        if not compiled:
-            cache: Any = DynamicCache(config=config)
-            token = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-
-            def eager_step() -> None:
-                nonlocal token
-                token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-
-            return step_times(eager_step, steps)
-        cache = StaticCache(config=config, max_cache_len=total)
-        positions = torch.arange(prompt, device="cuda")
-        token = model(ids, past_key_values=cache, cache_position=positions, use_cache=True).logits[:, -1:].argmax(-1)
-        at = torch.tensor([prompt], device="cuda")
-
-        def forward(token: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-            out = model(
-                token, past_key_values=cache, cache_position=at, position_ids=at[None].expand(batch, 1), use_cache=True
-            )
-            return out.logits[:, -1:].argmax(-1)
-
-        quick = torch.compile(forward, mode="reduce-overhead", fullgraph=False)
-
-        def static_step() -> None:
-            nonlocal token
-            token = quick(token, at).clone()
-            at.add_(1)
-
-        return step_times(static_step, steps, warm=6)
+    options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+    for _ in range(2):
+        clock = Clock()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 10, min_new_tokens=steps + 10,
+            do_sample=False, pad_token_id=1, streamer=clock if batch == 1 else None, **options,
+        )  # fmt: skip
+    times = [1e3 * (b - a) for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    return times[10:]
 
 
 # ---------------------------------------------------------------- cells
+
+
+def override(variant: str) -> None:
+    """Launch settings for one cell, as "listed=1,4 qkv=4,4,4 packed=32,256,8 wide=8,1024,8 out=8,8": for tuning."""
+    from kernels import dense_wide, listed_gemv, out_projection, packed_rows, qkv
+
+    for part in variant.split():
+        name, numbers = part.split("=")
+        v = tuple(int(number) for number in numbers.split(","))
+        if name == "listed":
+            listed_gemv.listed_share = lambda d: v[:2]  # noqa: B023
+            listed_gemv.listed_block = lambda d: v[2]  # noqa: B023
+        elif name == "qkv":
+            qkv.qkv_settings = lambda d: RowSettings(*v)  # noqa: B023
+        elif name == "packed":
+            packed_rows.packed_settings = lambda d: v  # noqa: B023
+        elif name == "wide":
+            dense_wide.ROWS, dense_wide.CHUNK, dense_wide.WARPS = v
+        elif name == "out":
+            out_projection.selected_settings = lambda d: RowSettings(0, *v)  # noqa: B023
+        else:
+            raise SystemExit(f"error: unknown setting {name}")
 
 
 def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind: str, batch: int, prompt: int) -> dict:
     """One cell of our engine: row values."""
     shape, rank = weights.shape, args.rank or RANKS[name]
     predictors = None
+    density, head_density = args.mlp_density, args.head_density
+    if args.union and batch > 1:  # the share that one row selects, so that independent rows make up the union
+        density, head_density = 1 - (1 - UNION[name][batch]) ** (1 / batch), 1.0
     if kind == "sparse":
-        predictors = random_predictors(shape, rank, args.mlp_density < 1, args.head_density < 1, args.lookahead)
+        predictors = random_predictors(shape, rank, density < 1, head_density < 1, args.lookahead)
     engine = DecodeEngine(
         weights, predictors, batch=batch, context=min(2048, prompt + args.steps + 32), kv_policy=args.kv_policy,
         pdl=not args.no_pdl, look_ahead=args.look_ahead, one_kernel=args.one_kernel, pack_rows=not args.stripes,
@@ -383,7 +410,7 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
     with torch.no_grad():
         start(engine, prompt, args.steps + 30)
         if predictors:
-            set_thresholds(engine, args.mlp_density, args.head_density)
+            set_thresholds(engine, density, head_density)
         row = measured(engine)
         times = step_times(engine.step, args.steps)
         row |= summary(times, batch)
@@ -397,11 +424,13 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["6.7b"], choices=list(SHAPES))
-    parser.add_argument("--engines", nargs="+", default=["dense", "sparse"], choices=["dense", "sparse", "hf", "hf-compile"])
+    kinds = ["dense", "sparse", "hf", "hf-compile"]
+    parser.add_argument("--engines", nargs="+", default=["dense", "sparse"], choices=kinds)
     parser.add_argument("--prompts", nargs="+", type=int, default=[128])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--mlp-density", type=float, default=0.1)
+    parser.add_argument("--union", action="store_true", help="batches: attention dense, the MLP at the union densities of UNION")
     parser.add_argument("--head-density", type=float, default=0.5)
     parser.add_argument("--live-share", type=float, default=0.6)
     parser.add_argument("--rank", type=int, default=None, help="default: 4 %% of the dense MLP's bytes")
@@ -412,6 +441,7 @@ def main() -> int:
     parser.add_argument("--stripes", action="store_true", help="fc2 by stripes with a ticket, not from a packed list")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--breakdown", action="store_true", help="time each operation in a graph of its own")
+    parser.add_argument("--variants", nargs="+", default=[""], help="launch settings to try, see `override`")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/decode.csv"))
     args = parser.parse_args()
@@ -435,14 +465,16 @@ def main() -> int:
         weights = None
         for kind in [kind for kind in args.engines if kind.startswith("hf")] + ours:
             for batch in args.batches:
-                for prompt in args.prompts:
+                for prompt, variant in itertools.product(args.prompts, args.variants if kind in ours else [""]):
                     if time.monotonic() - began > args.time_limit:
                         print("time limit: cells left out from here", name, kind, batch, prompt, flush=True)
                         return 0
                     row: dict[str, Any] = facts | {
-                        "model": name, "engine": kind, "batch": batch, "prompt": prompt, "options": options,
+                        "model": name, "engine": kind, "batch": batch, "prompt": prompt,
+                        "options": f"{options} {variant}".strip(),
                     }  # fmt: skip
                     try:
+                        override(variant)
                         if kind.startswith("hf"):
                             times = hugging_face(shape, kind == "hf-compile", prompt, batch, args.steps)
                             row |= summary(times, batch)

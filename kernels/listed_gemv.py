@@ -26,7 +26,7 @@ def listed_block(d: int) -> int:
 
 def listed_share(d: int) -> tuple[int, int]:
     """(programs a block of the selection, warps), by width."""
-    return (4, 8) if d <= 4096 else (1, 8)
+    return (4, 8) if d <= 4096 else (1, 4)
 
 
 def listed_rows(n: int, d: int, device: torch.device | str, block: int | None = None) -> LiveRows:

@@ -28,6 +28,11 @@ def project_settings(d: int) -> RowSettings:
     return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(6, 1, 4)
 
 
+def selected_settings(d: int) -> RowSettings:
+    """Launch settings by width with a selection: rows of a program and warps."""
+    return RowSettings(0, 8, 8)
+
+
 def project_heads_reference(mixed, weight, bias, residual, selection, order, out, pdl=False) -> None:
     """Plain torch."""
     out.copy_(torch.nn.functional.linear(mixed.to(weight.dtype), weight).float() + bias.float() + residual)
@@ -173,7 +178,7 @@ def project_heads(
     if order is None:
         raise ValueError("a selection of heads needs their order, as qkv writes it")
     check_shape("order", order, selection.n + 1)
-    settings = settings or RowSettings(0, 8, 8)
+    settings = settings or selected_settings(d)
     head_dim = width // selection.n
     line = 128 // weight.element_size()
     columns = min(width, int(2 * PREFETCH_BYTES / (d * weight.element_size()))) if pdl else 0
