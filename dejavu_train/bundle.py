@@ -30,6 +30,7 @@ FACTS = "bundle.json"
 TENSORS = "predictors.safetensors"
 TARGETS = ("mlp", "heads")
 SITES = ("attn_in", "mlp_in")
+PREDICTOR_DTYPES = (*DTYPES, "int8")
 CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
 Key = tuple[int, str]
@@ -110,6 +111,7 @@ class Bundle:
         tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the entry's
             dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
             replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
+            An int8 entry has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32, see ``quantise_rows``.
         facts: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
     """
 
@@ -132,6 +134,8 @@ class Bundle:
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 parameter.copy_(self.tensors[tensor_name(layer, target, name)])
+                if entry.dtype == "int8" and name != "bias":
+                    parameter.mul_(self.tensors[tensor_name(layer, target, name + "_scale")][:, None])
         return made.requires_grad_(False).eval()
 
     def frequency(self, layer: int, target: str) -> Tensor:
@@ -280,8 +284,20 @@ class Bundle:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
 
 
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (n, d) -> (n, d) int8 and scales (n,) fp32, so that weight is about quantised * scale[:, None].
+
+    >>> quantise_rows(torch.tensor([[1.0, -0.5], [0.0, 0.0]]))
+    (tensor([[127, -64],
+            [  0,   0]], dtype=torch.int8), tensor([0.0079, 1.0000]))
+    """
+    largest = weight.float().abs().amax(dim=1)
+    scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+    return (weight.float() / scale[:, None]).round().to(torch.int8), scale
+
+
 def tensor_name(layer: int, target: str, part: str) -> str:
-    """Name of a tensor in ``predictors.safetensors``; ``part`` is down, up, bias, frequency or mean."""
+    """Name of a tensor in ``predictors.safetensors``; ``part`` as in ``Bundle``."""
     return f"layers.{layer}.{target}.{part}"
 
 
@@ -321,7 +337,7 @@ def _check_parts(bundle: Bundle, where: str) -> None:
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             got = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise UserError(f"{where}: the tensor {name} must be {shape} {dtype}, got {got}")
-        if not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise UserError(f"{where}: the tensor {name} holds a value that is not finite; train that layer again")
     surplus = sorted(set(bundle.tensors) - set(expected))
     if surplus:
@@ -335,7 +351,7 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
         raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
     if entry.kind != "low_rank":
         raise UserError(f"{part} is of kind {entry.kind}; this version knows low_rank")
-    if entry.dtype not in DTYPES or entry.nonlinearity not in ("none", "relu"):
+    if entry.dtype not in PREDICTOR_DTYPES or entry.nonlinearity not in ("none", "relu"):
         raise UserError(f"{part} has an unknown dtype {entry.dtype} or nonlinearity {entry.nonlinearity}")
     earlier = (entry.site_layer, SITES.index(entry.site)) if entry.site in SITES else None
     own = (entry.layer, 1 if entry.target == "mlp" else 0)
@@ -357,14 +373,16 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
         grid = entry.curve.get("density", [])
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
-    dtype = DTYPES[entry.dtype]
+    dtype = DTYPES.get(entry.dtype, torch.int8)
     needed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "down": ((entry.rank, entry.d_in), dtype),
         "up": ((entry.n_out, entry.rank), dtype),
         "frequency": ((entry.n_out,), torch.float32),
     }
+    if dtype == torch.int8:
+        needed |= {"down_scale": ((entry.rank,), torch.float32), "up_scale": ((entry.n_out,), torch.float32)}
     if entry.bias:
-        needed["bias"] = ((entry.n_out,), dtype)
+        needed["bias"] = ((entry.n_out,), torch.float16 if dtype == torch.int8 else dtype)
     if entry.replacement == "mean":
         needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
     return {tensor_name(entry.layer, entry.target, part): value for part, value in needed.items()}

@@ -10,7 +10,7 @@ import torch
 from bundles import make_bundle
 from safetensors.torch import load_file, save_file
 
-from dejavu_train.bundle import FACTS, TENSORS, Bundle, _digest
+from dejavu_train.bundle import FACTS, TENSORS, Bundle, _digest, quantise_rows
 from dejavu_train.errors import UserError
 from dejavu_train.files import sha256_file
 
@@ -64,6 +64,38 @@ def test_means_travel_with_the_bundle(tiny_opt, tmp_path):
     again = Bundle.from_pretrained(tmp_path / "bundle").head_means()
     assert sorted(again) == [0, 1] and again[0].shape == (4, 12) and again[0].dtype == torch.float32
     torch.testing.assert_close(again[1], made.tensors["layers.1.heads.mean"].float())
+
+
+def in_int8(bundle):
+    """The same bundle with its predictors quantised."""
+    tensors = {name: tensor for name, tensor in bundle.tensors.items() if name.split(".")[-1] not in ("down", "up")}
+    for name in bundle.tensors.keys() - tensors.keys():
+        tensors[name], tensors[name + "_scale"] = quantise_rows(bundle.tensors[name])
+    entries = {key: dataclasses.replace(entry, dtype="int8") for key, entry in bundle.entries.items()}
+    return dataclasses.replace(bundle, entries=entries, tensors=tensors)
+
+
+def test_int8_predictors(bundle, tmp_path):
+    in_int8(bundle).save_pretrained(tmp_path / "bundle")
+    again = Bundle.from_pretrained(tmp_path / "bundle")
+    assert again.tensors["layers.1.mlp.up"].dtype == torch.int8
+    for key in bundle.entries:
+        exact, quantised = bundle.predictor(*key), again.predictor(*key)
+        for name, parameter in quantised.named_parameters():
+            limit = 0 if name == "bias" else dict(exact.named_parameters())[name].abs().amax(1, keepdim=True) / 254
+            assert ((parameter - dict(exact.named_parameters())[name]).abs() <= limit + 1e-6).all()
+    rewrite(tmp_path / "bundle", change_tensors=lambda tensors: tensors.pop("layers.0.mlp.up_scale"))
+    with pytest.raises(UserError, match="layers.0.mlp.up_scale is missing"):
+        Bundle.from_pretrained(tmp_path / "bundle")
+
+
+def test_int8_rows_are_those_of_the_kernels():
+    from kernels.select import quantize_rows
+
+    weight = torch.randn(7, 5)
+    weight[3] = 0
+    for mine, theirs in zip(quantise_rows(weight), quantize_rows(weight, torch.int8), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
 def test_predictor_has_the_deployed_weights_in_fp32(bundle):
