@@ -128,5 +128,11 @@ def test_held_out_pieces_cover_the_file(tmp_path):
     assert "".join(piece for _, piece in read_heldout(str(path))) == text
 
 
-def test_the_envelope_keeps_what_no_cheaper_point_beats():
-    assert plot.envelope([(0.3, 1.0), (0.1, 2.0), (0.2, 3.0)]) == [(0.1, 2.0), (0.3, 1.0)]
+def test_a_family_is_drawn_by_the_variant_that_was_best_on_choose():
+    def row(method, share, value, column):
+        return {"method": method, "mlp_share": str(share), "asked": str(share), column: str(value)}
+
+    report = [row("a", 0.1, 3.0, "increase"), row("b", 0.1, 1.0, "increase"), row("c", 0.1, 0.5, "increase")]
+    choose = [row("a", 0.1, 0.01, "kl"), row("b", 0.1, 0.02, "kl")]
+    assert plot.picked(report, choose) == [(0.1, 3.0)]  # not the best on report
+    assert plot.picked(report[:1], []) == [(0.1, 3.0)]
