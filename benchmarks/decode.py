@@ -380,16 +380,16 @@ def override(variant: str) -> None:
         name, numbers = part.split("=")
         v = tuple(int(number) for number in numbers.split(","))
         if name == "listed":
-            listed_gemv.listed_share = lambda d: v[:2]  # noqa: B023
-            listed_gemv.listed_block = lambda d: v[2]  # noqa: B023
+            listed_gemv.listed_share = lambda d, v=v: v[:2]
+            listed_gemv.listed_block = lambda d, v=v: v[2]
         elif name == "qkv":
-            qkv.qkv_settings = lambda d: RowSettings(*v)  # noqa: B023
+            qkv.qkv_settings = lambda d, v=v: RowSettings(*v)
         elif name == "packed":
-            packed_rows.packed_settings = lambda d: v  # noqa: B023
+            packed_rows.packed_settings = lambda d, v=v: v
         elif name == "wide":
             dense_wide.ROWS, dense_wide.CHUNK, dense_wide.WARPS = v
         elif name == "out":
-            out_projection.selected_settings = lambda d: RowSettings(0, *v)  # noqa: B023
+            out_projection.selected_settings = lambda d, v=v: RowSettings(0, *v)
         else:
             raise SystemExit(f"error: unknown setting {name}")
 
