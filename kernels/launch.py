@@ -237,7 +237,7 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
     if INTERPRET:
         return ScatterSettings(stripe=64, splits=3, rows=4 if d % 2 else 16, warps=4, slots=4, stream=d % 2 == 1)
     if batch > 1:
-        return ScatterSettings(stripe=128, splits=8, rows=64, warps=4)
+        return ScatterSettings(stripe=128, splits=16 if d <= 5120 else 8, rows=64, warps=4, stages=3)
     if blocks == 0:
         return ScatterSettings(stripe=128, splits=32, rows=32, warps=4, stages=3)
     if rows_per_id > 1:  # a head a split: its rows are one contiguous range

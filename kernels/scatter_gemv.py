@@ -24,7 +24,7 @@ from kernels.launch import (
     scatter_settings,
     wait_for_predecessor,
 )
-from kernels.scatter_rows import scatter_rows_kernel
+from kernels.scatter_rows import pack_list_kernel, scatter_rows_kernel
 from kernels.select import Selection
 
 
@@ -44,10 +44,18 @@ class ScatterScratch:
     ) -> "ScatterScratch":
         """For weights of up to n rows (4 d when not given)."""
         partials = torch.zeros(max_splits, batch, d, dtype=torch.float32, device=device)
-        listed = -(-d // 512) * ((n or 4 * d) + 4096) if batch == 1 else 0
+        listed = -(-d // 512) * ((n or 4 * d) + 4096) if batch == 1 else 2 * (n or 4 * d) + 16
         list_ids = torch.zeros(listed, dtype=torch.int32, device=device)
         tickets = torch.zeros(-(-d // 64), dtype=torch.int32, device=device)
         return cls(partials, tickets, list_ids, torch.zeros(listed, dtype=torch.float32, device=device))
+
+    def packed(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(length (1,), ids (n,), slots (n,)) of a batch's packed list."""
+        if self.list_ids.numel() < 2 * n + 16:
+            raise ValueError(
+                f"the scratch holds {self.list_ids.numel()} list entries, a batch of {n} rows needs {2 * n + 16}"
+            )
+        return self.list_ids[:1], self.list_ids[16 : 16 + n], self.list_ids[16 + n : 16 + 2 * n]
 
 
 def scatter_gemv_reference(
@@ -61,29 +69,6 @@ def scatter_gemv_reference(
     if bias is not None:
         y = y + bias.to(wide)
     return y if residual is None else y + residual.to(wide)
-
-
-@triton.jit
-def _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, splits, GROUP: tl.constexpr, LIVE: tl.constexpr,
-              BLOCKS: tl.constexpr):  # fmt: skip
-    """(running counts, first block, first item, last item) of a split. A live list is cut between its ranges, which
-    are even already; a selection is cut between items; without a list all n rows are the items."""
-    index = tl.arange(0, BLOCKS)
-    if LIVE:
-        low = split * n_blocks // splits
-        high = (split + 1) * n_blocks // splits
-        counts = tl.load(counts_ptr + low + index, mask=low + index < high, other=0)
-        return tl.cumsum(counts, 0), low, 0, tl.sum(counts, 0)
-    elif ids_ptr is not None:
-        counts = tl.load(counts_ptr + index, mask=index < n_blocks, other=0)
-        total = tl.sum(counts, 0) * GROUP
-        first = (split.to(tl.int64) * total // splits).to(tl.int32)
-        last = ((split + 1).to(tl.int64) * total // splits).to(tl.int32)
-        return tl.cumsum(counts, 0), 0, first, last
-    else:
-        first = (split.to(tl.int64) * n // splits).to(tl.int32)
-        last = ((split + 1).to(tl.int64) * n // splits).to(tl.int32)
-        return index, 0, first, last
 
 
 @triton.jit(do_not_specialize=["n", "n_blocks", "slots"])
@@ -190,7 +175,7 @@ def _scatter_kernel(
             tl.store(tickets_ptr + stripe, 0)
 
 
-@triton.jit(do_not_specialize=["n", "n_blocks", "slots", "batch"])
+@triton.jit(do_not_specialize=["n", "n_blocks", "batch"])
 def _scatter_dot_kernel(
     h_ptr,
     w_ptr,
@@ -199,12 +184,12 @@ def _scatter_dot_kernel(
     ids_ptr,
     counts_ptr,
     row_bits_ptr,
+    slots_ptr,
     out_ptr,
     partials_ptr,
     tickets_ptr,
     n,
     n_blocks,
-    slots,
     batch,
     D: tl.constexpr,
     BATCH: tl.constexpr,
@@ -215,6 +200,7 @@ def _scatter_dot_kernel(
     SEL_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LIVE: tl.constexpr,
+    STAGES: tl.constexpr,
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -226,22 +212,32 @@ def _scatter_dot_kernel(
     b = tl.arange(0, BATCH)
     in_batch = b < batch
     wait_for_predecessor(PDL)
-    running, low, first, last = _my_share(ids_ptr, counts_ptr, n, n_blocks, slots, split, SPLITS, GROUP, LIVE, BLOCKS)
+    if LIVE:  # a packed list and its length
+        total = tl.load(counts_ptr)
+    elif ids_ptr is not None:
+        index = tl.arange(0, BLOCKS)
+        counts = tl.load(counts_ptr + index, mask=index < n_blocks, other=0)
+        running = tl.cumsum(counts, 0)
+        total = tl.sum(counts, 0) * GROUP
+    else:
+        total = n
+    first = (split.to(tl.int64) * total // SPLITS).to(tl.int32)
+    last = ((split + 1).to(tl.int64) * total // SPLITS).to(tl.int32)
     acc = tl.zeros((STRIPE, BATCH), tl.float32)
-    for start in range(first, last, ROWS):
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
         items = start + tl.arange(0, ROWS)
         valid = items < last
         use = valid[:, None] & in_batch[None, :]
         if LIVE:
-            slot = low * slots + list_slots_wide(items, running, slots, BLOCKS)
-            rows = tl.load(ids_ptr + slot, mask=valid, other=0)
+            slot = tl.load(slots_ptr + items, mask=valid, other=0)
+            rows = tl.load(ids_ptr + items, mask=valid, other=0)
             h = tl.load(h_ptr + slot[:, None] * batch + b[None, :], mask=use, other=0.0)
         else:
             if ids_ptr is not None:
                 slot = list_slots_wide(items // GROUP, running, SEL_BLOCK, BLOCKS)
-                index = tl.load(ids_ptr + slot, mask=valid, other=0)
-                rows = index * GROUP + items % GROUP
-                bits = tl.load(row_bits_ptr + index, mask=valid, other=0)
+                chosen = tl.load(ids_ptr + slot, mask=valid, other=0)
+                rows = chosen * GROUP + items % GROUP
+                bits = tl.load(row_bits_ptr + chosen, mask=valid, other=0)
                 use = use & (((bits[:, None] >> b[None, :]) & 1) != 0)
             else:
                 rows = items
@@ -315,7 +311,6 @@ def scatter_gemv(
     if isinstance(h, LiveRows):
         ids, counts, slots = h.ids, h.counts, h.slots
         n_blocks = counts.numel()
-        blocks = next_power_of_two(max(2, -(-n_blocks // splits)))
     elif selection is not None:
         require(
             selection.n * rows_per_id == n,
@@ -326,7 +321,7 @@ def scatter_gemv(
         blocks = next_power_of_two(max(2, n_blocks))
     stripes = -(-d // settings.stripe)
     if scratch is None:
-        scratch = ScatterScratch.empty(batch, d, values.device, splits)
+        scratch = ScatterScratch.empty(batch, d, values.device, splits, n)
     require(
         scratch.partials.numel() >= splits * batch * d,
         f"the scratch holds {scratch.partials.numel()} partial sums, {splits} splits of {batch} x {d} are needed",
@@ -362,9 +357,18 @@ def scatter_gemv(
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(weight_t.dtype, tl.float16)
+        list_slots = None
+        if isinstance(h, LiveRows):
+            total, ids, list_slots = scratch.packed(n)
+            pack_list_kernel[(-(-n_blocks // 32),)](
+                h.ids, h.counts, total, ids, list_slots, n_blocks, slots, BLOCKS=next_power_of_two(n_blocks),
+                WINDOW=32, SLOTS=8, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
+            )  # fmt: skip
+            counts, blocks = total, 2
         _scatter_dot_kernel[(stripes, splits)](
-            values, weight_t, bias, residual, ids, counts, row_bits, out, scratch.partials, scratch.tickets, n,
-            n_blocks, slots, batch, D=d, BATCH=max(16, next_power_of_two(batch)), STRIPE=settings.stripe,
+            values, weight_t, bias, residual, ids, counts, row_bits, list_slots, out, scratch.partials,
+            scratch.tickets, n, n_blocks, batch, D=d, BATCH=max(16, next_power_of_two(batch)), STRIPE=settings.stripe,
             SPLITS=splits, ROWS=settings.rows, BLOCKS=blocks, SEL_BLOCK=sel_block, GROUP=rows_per_id,
-            LIVE=isinstance(h, LiveRows), DOT=dot, PDL=use_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
+            LIVE=isinstance(h, LiveRows), STAGES=settings.stages, DOT=dot, PDL=use_pdl, num_warps=settings.warps,
+            launch_pdl=use_pdl,
         )  # fmt: skip

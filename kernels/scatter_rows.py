@@ -126,3 +126,41 @@ def scatter_rows_kernel(
                 y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
             tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
             tl.store(tickets_ptr + stripe, 0)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "slots"])
+def pack_list_kernel(
+    ids_ptr,
+    counts_ptr,
+    total_ptr,
+    list_ids_ptr,
+    list_slots_ptr,
+    n_blocks,
+    slots,
+    BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The list without gaps: ids, the slots they stand in, and their number. Program p packs WINDOW blocks."""
+    wait_for_predecessor(PDL)
+    low = tl.program_id(0) * WINDOW
+    every = tl.arange(0, BLOCKS)
+    all_counts = tl.load(counts_ptr + every, mask=every < n_blocks, other=0)
+    at = tl.sum(tl.where(every < low, all_counts, 0), 0)
+    if low == 0:
+        tl.store(total_ptr, tl.sum(all_counts, 0))
+    t = tl.arange(0, WINDOW * SLOTS)
+    offset = t % SLOTS
+    block = low + t // SLOTS
+    counts = tl.load(counts_ptr + block, mask=block < n_blocks, other=0)
+    most = tl.max(counts, 0)
+    # Packed in the order (first slots of all blocks, next slots, ...): the order of a sum, the same in every run.
+    for base in range(0, most, SLOTS):
+        valid = base + offset < counts
+        slot = block * slots + base + offset
+        ids = tl.load(ids_ptr + slot, mask=valid, other=0)
+        place = at + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(list_ids_ptr + place, ids, mask=valid)
+        tl.store(list_slots_ptr + place, slot, mask=valid)
+        at += tl.sum(valid.to(tl.int32), 0)

@@ -24,7 +24,7 @@ from kernels.launch import (
     require,
     wait_for_predecessor,
 )
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 
 
 @dataclass(frozen=True)
@@ -320,6 +320,15 @@ def predict_select(
         hidden = torch.empty(batch, rank, dtype=torch.float32, device=x.device)
     check_tensor("hidden", hidden, (batch, rank), (torch.float32,), x)
     activation = "relu" if predictor.relu else "none"
+    if batch > 1 and ln is not None and predictor.down.dtype in (torch.float16, torch.bfloat16) and not INTERPRET:
+        # A few hundred rows against a batch: a job for a library's split products, not for gathered tiles.
+        if normalised_out is None:
+            normalised_out = torch.empty(x.shape, dtype=predictor.down.dtype, device=x.device)
+        layer_norm(x, ln, normalised_out, pdl)
+        product = torch.mm(normalised_out.to(predictor.down.dtype), predictor.down.T)
+        hidden.copy_(product.relu_() if predictor.relu else product)
+        select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, False)
+        return
     gather_gemv(
         x, predictor.down, None, None, activation, hidden, ln, predictor.down_scale,
         normalised_out=normalised_out, pdl=pdl,

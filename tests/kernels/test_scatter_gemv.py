@@ -22,8 +22,8 @@ def make(n, d, batch, dtype, device, density=0.2, seed=0):
     return tuple(t.to(device) for t in (h, weight, bias, residual))
 
 
-def poisoned(batch, d, device):
-    scratch = ScatterScratch.empty(batch, d, device)
+def poisoned(batch, d, device, n=None):
+    scratch = ScatterScratch.empty(batch, d, device, n=n)
     scratch.partials.fill_(float("nan"))
     return scratch
 
@@ -38,7 +38,7 @@ def test_live_rows(n, d, batch, dtype, device):
         live.values.fill_(float("nan"))
         live.ids.fill_(-77)
         live.set_dense(h)
-        scratch, out = poisoned(batch, d, device), torch.full((batch, d), float("nan"), device=device)
+        scratch, out = poisoned(batch, d, device, n), torch.full((batch, d), float("nan"), device=device)
         scatter_gemv(live, weight, bias, residual, None, out, scratch=scratch)
         want = scatter_gemv_reference(h.double(), weight, bias, residual)
         torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=1e-3)
@@ -144,7 +144,7 @@ def mlp_case(n, d, rank, batch, dtype, device):
     predictor = PredictorWeights(down.to(device), (up / rank**0.5).to(device), torch.zeros(n, device=device))
     ln = LayerNormWeights(torch.ones(d, dtype=dtype, device=device), torch.zeros(d, dtype=dtype, device=device))
     buffers = (Selection.empty(n, device), LiveRows.empty(n, batch, device, 33),
-               torch.empty(batch, d, dtype=dtype, device=device), ScatterScratch.empty(batch, d, device),
+               torch.empty(batch, d, dtype=dtype, device=device), ScatterScratch.empty(batch, d, device, n=n),
                torch.empty(batch, d, device=device))  # fmt: skip
     return x.to(device), ln, predictor, [t.to(device) for t in (fc1, b1, fc2, b2)], buffers
 
