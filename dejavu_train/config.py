@@ -133,7 +133,7 @@ class RunConfig:
     """Predictors of the neurons."""
     heads: PredictorConfig = dataclasses.field(
         default_factory=lambda: PredictorConfig(
-            start="small", loss="log_contribution", density=0.85, share_density=False, learning_rate=3e-3
+            rank=12, start="small", loss="log_contribution", density=0.85, share_density=False, learning_rate=3e-3
         )
     )
     """Predictors of the attention heads."""
