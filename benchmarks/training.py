@@ -115,7 +115,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     shutil.rmtree(asked.folder / "predictors", ignore_errors=True)
     mlp = PredictorConfig(rank=rank, start="svd_data", steps=asked.mlp_steps, learning_rate=4e-3, patience=0)
     heads = PredictorConfig(
-        rank=64,
+        rank=n_heads,
         start="small",
         loss="log_contribution",
         density=0.85,
