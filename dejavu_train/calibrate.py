@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,7 +31,7 @@ from dejavu_train.allocate import (
     read_curve,
     spend,
 )
-from dejavu_train.bundle import Bundle, Entry, tensor_name
+from dejavu_train.bundle import PREDICTOR_DTYPES, Bundle, Entry, tensor_name
 from dejavu_train.curves import (
     HEAD_GRID,
     HEAD_PROBES,
@@ -45,10 +44,10 @@ from dejavu_train.curves import (
     union_densities,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json
-from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, torch_dtype, weight_hash
+from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, weight_hash
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.sensitivity import Probe, loss_increases
+from dejavu_train.stored_predictor import as_stored, predictor_bytes, read_predictor, stored_tensors
 
 logger = logging.getLogger(__name__)
 Target = Literal["mlp", "heads"]
@@ -74,7 +73,7 @@ class CalibrateConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, their heads too."""
     dtype: str = "float16"
-    """Predictor weights as deployed."""
+    """Predictor weights as deployed: float16, bfloat16, float32, or int8 with a scale per row."""
     rows: int = 20_000
     """Rows of the calibrate set that set the thresholds."""
     sensitivity_tokens: int = 2048
@@ -97,45 +96,8 @@ class CalibrateConfig:
             raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
         if self.budget is not None:
             parse_budget(self.budget)
-        torch_dtype(self.dtype)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A finished predictor as training left it."""
-
-    facts: Mapping[str, Any]
-    predictor: LowRankPredictor
-
-
-def read_predictor(folder: str | Path) -> Stored:
-    """Read ``predictor.json`` and ``predictor.safetensors``.
-
-    Raises:
-        UserError: missing, damaged, or tensors that do not fit the facts.
-    """
-    folder = Path(folder)
-    facts = read_json(folder / "predictor.json", "a finished predictor")
-    try:
-        tensors = load_file(folder / "predictor.safetensors")
-        predictor = LowRankPredictor(
-            facts["d_in"], facts["rank"], facts["n_out"], facts["nonlinearity"], bias=facts["bias"]
-        )
-        predictor.load_state_dict(tensors)
-    except Exception as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"the predictor in {folder} is damaged ({str(error).splitlines()[0]}); train it again"
-        ) from None
-    return Stored(facts, predictor.requires_grad_(False))
-
-
-def rounded(predictor: LowRankPredictor, dtype: str) -> LowRankPredictor:
-    """The predictor with every weight rounded to the deployed dtype, held in fp32."""
-    for parameter in predictor.parameters():
-        parameter.data = parameter.data.to(torch_dtype(dtype)).float()
-    return predictor
+        if self.dtype not in PREDICTOR_DTYPES:
+            raise UserError(f"calibrate.dtype must be one of {', '.join(PREDICTOR_DTYPES)}, got {self.dtype}")
 
 
 def calibrate(
@@ -182,9 +144,9 @@ def calibrate(
     for layer in range(shape.n_layers):
         say(f"thresholds of layer {layer}")
         for target in targets:
-            stored = read_predictor(folder / f"layer_{layer:02d}" / target)
-            predictor = rounded(stored.predictor, config.dtype).to(where)
-            facts = stored.facts
+            facts, trained = read_predictor(folder / f"layer_{layer:02d}" / target)
+            stored = stored_tensors(trained, config.dtype)
+            predictor = as_stored(trained, stored).to(where)
             site = ShardReader(activations_folder, facts["site_layer"], "calibrate")
             own = ShardReader(activations_folder, layer, "calibrate")
             text = own.manifest.text
@@ -208,8 +170,8 @@ def calibrate(
                 active_density=active_density,
                 curve=curve,
             )
-            for name, parameter in predictor.named_parameters():
-                tensors[tensor_name(layer, target, name)] = parameter.data.to(torch_dtype(config.dtype)).cpu()
+            for name, tensor in stored.items():
+                tensors[tensor_name(layer, target, name)] = tensor
             tensors[tensor_name(layer, target, "frequency")] = frequency.float().cpu()
             if target == "heads":
                 mean = LayerWeights.load(activations_folder, layer, own.manifest.weight_hash).head_mean
@@ -343,12 +305,6 @@ def choose_densities(
             shares = allocate(layers, mean)
         densities |= {(layer, target): share for layer, share in shares.items()}
     return densities
-
-
-def predictor_bytes(entry: Entry) -> float:
-    """Bytes of one predictor in its deployed dtype."""
-    size = torch.empty(0, dtype=torch_dtype(entry.dtype)).element_size()
-    return float(size * (entry.rank * (entry.d_in + entry.n_out) + (entry.n_out if entry.bias else 0)))
 
 
 def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key, Sequence[float]]) -> dict[Key, float]:

@@ -170,7 +170,7 @@ def test_a_budget_knows_that_a_batch_reads_a_union(run):
         ({"budget": "1%", "sensitivity_tokens": 0}, "needs sensitivities"),
         ({"mlp_density": 0.0}, "calibrate.mlp_density must lie above 0"),
         ({"dense_layers": (7,)}, "the model has layers 0 to 1, got 7"),
-        ({"dtype": "int3"}, "dtype must be"),
+        ({"dtype": "int3"}, "calibrate.dtype must be one of"),
         ({"dense_layers": (0, 1), "mlp_density": 0.5}, "cannot be met: the dense layers"),
     ],
 )
@@ -179,13 +179,13 @@ def test_wrong_wishes_are_one_line(run, changes, message):
         calibrated(run, **changes)
 
 
-def test_a_damaged_predictor_is_named(tmp_path):
-    path = tmp_path / "layer_00" / "mlp"
-    path.mkdir(parents=True)
-    with pytest.raises(UserError, match="a finished predictor is missing"):
-        cal.read_predictor(path)
-    facts = {"d_in": 4, "rank": 2, "n_out": 8, "nonlinearity": "none", "bias": False}
-    (path / "predictor.json").write_text(json.dumps(facts))
-    (path / "predictor.safetensors").write_bytes(b"half a file")
-    with pytest.raises(UserError, match="is damaged .*train it again"):
-        cal.read_predictor(path)
+def test_int8_predictors_select_almost_the_same_and_read_half_the_bytes(run):
+    half, eighth = (calibrated(run, mlp_density=0.3, dtype=dtype) for dtype in ("float16", "int8"))
+    x = torch.randn(200, 48)
+    for layer in range(2):
+        with torch.no_grad():
+            kept = [b.predictor(layer, "mlp")(x) > b.entries[layer, "mlp"].threshold for b in (half, eighth)]
+        assert float((kept[0] == kept[1]).float().mean()) > 0.99
+    entry = eighth.entries[0, "mlp"]
+    assert cal.predictor_bytes(entry) == 24 * (48 + 96) + 4 * (24 + 96) + 2 * 96
+    assert eighth.tensors["layers.0.mlp.down"].dtype == torch.int8

@@ -1,0 +1,83 @@
+"""Reads a predictor as training left it, and gives its tensors as a bundle stores them.
+
+Calibration scores the predictor through exactly these stored weights, so that a threshold means the same when deployed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dejavu_train.bundle import Entry, quantise_rows
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json
+from dejavu_train.opt_model import torch_dtype
+from dejavu_train.predictor import LowRankPredictor
+
+
+class Stored(NamedTuple):
+    """A finished predictor: the facts of ``predictor.json``, and the predictor in fp32."""
+
+    facts: dict[str, Any]
+    predictor: LowRankPredictor
+
+
+def read_predictor(folder: str | Path) -> Stored:
+    """Read ``predictor.json`` and ``predictor.safetensors``.
+
+    Raises:
+        UserError: missing, damaged, or tensors that do not fit the facts.
+    """
+    folder = Path(folder)
+    facts = read_json(folder / "predictor.json", "a finished predictor")
+    try:
+        tensors = load_file(folder / "predictor.safetensors")
+        predictor = LowRankPredictor(
+            facts["d_in"], facts["rank"], facts["n_out"], facts["nonlinearity"], bias=facts["bias"]
+        )
+        predictor.load_state_dict(tensors)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"the predictor in {folder} is damaged ({str(error).splitlines()[0]}); train it again"
+        ) from None
+    return Stored(facts, predictor.requires_grad_(False))
+
+
+def stored_tensors(predictor: LowRankPredictor, dtype: str) -> dict[str, Tensor]:
+    """The tensors of a bundle entry on the CPU: ``down`` (rank, d_in), ``up`` (n_out, rank), ``bias`` (n_out).
+
+    With ``int8`` the two matrices come with ``down_scale`` (rank) and ``up_scale`` (n_out) in fp32, the bias in fp16.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in predictor.named_parameters():
+        weight = parameter.data.cpu()
+        if dtype != "int8":
+            tensors[name] = weight.to(torch_dtype(dtype))
+        elif name == "bias":
+            tensors[name] = weight.half()
+        else:
+            tensors[name], tensors[f"{name}_scale"] = quantise_rows(weight)
+    return tensors
+
+
+def as_stored(predictor: LowRankPredictor, tensors: Mapping[str, Tensor]) -> LowRankPredictor:
+    """Set ``predictor`` to what ``tensors`` read back as, in fp32; returns it."""
+    for name, parameter in predictor.named_parameters():
+        weight = tensors[name].float()
+        scale = tensors.get(f"{name}_scale")
+        parameter.data = weight if scale is None else weight * scale[:, None]
+    return predictor
+
+
+def predictor_bytes(entry: Entry) -> float:
+    """Bytes of one predictor in its deployed dtype, scales included."""
+    weights = entry.rank * (entry.d_in + entry.n_out)
+    if entry.dtype == "int8":
+        return float(weights + 4 * (entry.rank + entry.n_out) + (2 * entry.n_out if entry.bias else 0))
+    size = torch.empty(0, dtype=torch_dtype(entry.dtype)).element_size()
+    return float(size * (weights + (entry.n_out if entry.bias else 0)))
