@@ -80,7 +80,7 @@ class Rates(Callback):
         if pl_module.device.type == "cuda" and trainer.global_step % 50 == 0:
             torch.cuda.synchronize()  # without it only the launches would be counted
         self.step_seconds += time.perf_counter() - self._began
-        self.loader_seconds += float(batch["seconds"])
+        self.loader_seconds += batch["seconds"]
         self.rows += len(batch["inputs"])
 
     @property

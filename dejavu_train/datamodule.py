@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from dejavu_train.errors import UserError
 from dejavu_train.shards import ShardReader
 
-RawBatch = dict[str, Tensor]
+RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
                 began = time.perf_counter()
                 part = slice(number * self.batch_size, (number + 1) * self.batch_size)
                 batch = {name: tensor[part] for name, tensor in pool.items()}
-                batch["seconds"] = torch.tensor(spent / count + time.perf_counter() - began)
+                batch["seconds"] = spent / count + time.perf_counter() - began
                 made += 1
                 yield batch
             left = {name: tensor[count * self.batch_size :] for name, tensor in pool.items()}
@@ -173,7 +174,7 @@ class Resident:
             self._read_seconds = 0.0
             chosen = order[number * size : (number + 1) * size]
             batch = {name: tensor[chosen] for name, tensor in self.rows.items()}
-            batch["seconds"] = torch.tensor(time.perf_counter() - began)
+            batch["seconds"] = time.perf_counter() - began
             yield batch
 
 
