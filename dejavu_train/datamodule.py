@@ -119,7 +119,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
                     return
                 began = time.perf_counter()
                 part = slice(number * self.batch_size, (number + 1) * self.batch_size)
-                batch = {name: tensor[part] for name, tensor in pool.items()}
+                batch: RawBatch = {name: tensor[part] for name, tensor in pool.items()}
                 batch["seconds"] = spent / count + time.perf_counter() - began
                 made += 1
                 yield batch
@@ -173,7 +173,7 @@ class Resident:
             began = time.perf_counter() - self._read_seconds
             self._read_seconds = 0.0
             chosen = order[number * size : (number + 1) * size]
-            batch = {name: tensor[chosen] for name, tensor in self.rows.items()}
+            batch: RawBatch = {name: tensor[chosen] for name, tensor in self.rows.items()}
             batch["seconds"] = time.perf_counter() - began
             yield batch
 
