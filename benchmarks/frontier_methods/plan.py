@@ -141,7 +141,7 @@ class Plan:
 
     def thresholds(self, densities: Sequence[float]) -> list[float | None]:
         # at density 1 a layer is dense; a cascade's filter lets everything through, its second test does not
-        everything = -1e9 if hasattr(self.scorer, "counted") else None
+        everything = -1e3 if hasattr(self.scorer, "counted") else None
         return [
             everything if density >= 1.0 else read_curve(curve, density)["threshold"]
             for curve, density in zip(self.curves, densities, strict=True)

@@ -358,16 +358,20 @@ def cascade(study: Study, filter_: Predictors, plan: Plan) -> None:
 
 
 def look_ahead(study: Study, shares: Sequence[float], tune_them: bool) -> None:
-    """Quality against the distance of the site, in half-blocks."""
+    """Quality against the distance of the site, in half-blocks; tuned predictors for the distances that goals name."""
     rank = scaled(study.model.d, 64)
+    trained = {}
     for distance in (0, 1, 2, 4):
-        predictors, seconds = fitted(study, rank, "int8", distance)
-        study.frontier("look-ahead", f"layer by layer, distance {distance}", predictors, shares, train_seconds=seconds)
-        if tune_them:
-            made, history, _ = tuned(study, predictors, 0.105)
-            label = f"tuned at 10.5%, distance {distance}"
-            as_trained(study, "look-ahead", label, made, train_seconds=history["seconds"])
-            study.frontier("look-ahead", label, made, shares, train_seconds=history["seconds"])
+        predictors, seconds = fitted(study, rank, "int4", distance)
+        plan = study.plan(predictors)
+        label = f"layer by layer, distance {distance}"
+        study.frontier("look-ahead", label, predictors, shares, plan=plan, train_seconds=seconds)
+        trained[distance] = predictors, plan
+    for distance in (0, 1, 2) if tune_them else ():
+        made, history, _ = tuned(study, trained[distance][0], 0.105, plan=trained[distance][1])
+        label, more = f"tuned at 10.5%, distance {distance}", {"train_seconds": history["seconds"]}
+        as_trained(study, "look-ahead", label, made, **more)
+        study.frontier("look-ahead", label, made, shares, **more)
 
 
 def second_thresholds(study: Study, mass: float) -> list[float]:
@@ -383,7 +387,7 @@ def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
     """A filter trained and tuned for the cascade: low rank, then fc1's upper four bits, then the rest of the row."""
     every = tuple(range(study.model.n_layers))
     for rank_at_384, kind, mass, tables, targets in (
-        (64, "int4", 0.999, every, (0.08, 0.11)),
+        (64, "int4", 0.999, every, (0.077, 0.105)),
         (48, "int4", 0.998, every, (0.08,)),
         (48, "int4", 0.999, (), (0.08,)),
         (32, "int4", 0.998, every, (0.08,)),
