@@ -246,7 +246,7 @@ def learning_rate_factor(progress: float, step: int, warmup_steps: int) -> float
 
 
 @torch.no_grad()
-def bits_per_byte(model: OPTForCausalLM, tokenizer: Any, texts: Sequence[str], window: int) -> dict[str, float]:
+def bits_per_byte(model: OPTForCausalLM, tokenizer: Any, texts: Sequence[str], window: int) -> dict[str, Any]:
     """Score whole texts with the model as it is (fp32 sums): bits per byte, perplexity, tokens, density per layer."""
     device = next(model.parameters()).device
     nats, tokens, n_bytes = 0.0, 0, 0
