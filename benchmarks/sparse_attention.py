@@ -89,7 +89,7 @@ class Problem:
         qkv.qkv(s.attn_in, s.qkv, s.qkv_bias, s.selection, self.position, s.watermark, None, self.q, s.k, s.v,
                 self.order, "backfill", pdl, settings)  # fmt: skip
 
-    def attend(self, i: int, pdl: bool, dense: bool = False, positions: int = flash_decode.BLOCK) -> None:
+    def attend(self, i: int, pdl: bool, dense: bool = False, positions: int | None = None) -> None:
         s = self.data[i]
         flash_decode.flash_decode(self.q, s.k, s.v, None if dense else s.selection, self.position,
                                   None if dense else s.watermark, None, self.mixed, self.scratch, pdl,

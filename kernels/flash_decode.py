@@ -177,9 +177,9 @@ def flash_decode(
     scratch: AttentionScratch,
     pdl: bool = False,
     mean: torch.Tensor | None = None,
-    positions: int = BLOCK,
+    positions: int | None = None,
 ) -> None:
-    """See the module's formula; selection None = all heads; positions: of a program, 64, 128 or 256. Errors: shapes, head dims, a CPU tensor."""
+    """See the module's formula; selection None = all heads; positions: of a program, 64, 128, 256. Errors: shapes, head dims, a CPU tensor."""
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)
@@ -191,6 +191,8 @@ def flash_decode(
     check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
+    # Few heads leave room for larger programs, many do not: measured at d = 4096 and 9216.
+    positions = positions or (2 * BLOCK if selection is None and n_heads * head_dim <= 4096 else BLOCK)
     splits = triton.cdiv(capacity, positions)
     check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
     pdl = use_pdl(pdl, q.device)

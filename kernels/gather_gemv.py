@@ -25,6 +25,7 @@ from kernels.launch import (
     load_vector,
     next_power_of_two,
     prefetch_l2,
+    programmatic,
     require,
     wait_for_predecessor,
 )
@@ -383,7 +384,7 @@ def gather_gemv(
     if selection is not None:
         ids, counts, row_bits = selection.ids, selection.counts, selection.row_bits
         n_blocks, sel_block = counts.numel(), selection.block
-    use_pdl = pdl and not INTERPRET
+    has_pdl, use_pdl = programmatic(x, pdl)
     sel_blocks = next_power_of_two(max(n_blocks, 2))
     if batch == 1:
         share, cap = 0, 32
@@ -392,7 +393,7 @@ def gather_gemv(
             cap = next_power_of_two(-(-sel_block // share))
             if slots < -(-sel_block // share):
                 share, cap = 0, 32
-        prefetch = 0 if INTERPRET or selection is not None or not pdl else settings.prefetch
+        prefetch = 0 if INTERPRET or selection is not None or not has_pdl else settings.prefetch
         _gather_kernel[(programs,)](
             x,
             None if ln is None else ln.weight,
@@ -421,7 +422,7 @@ def gather_gemv(
             RELU=activation == "relu",
             HELD=settings.held or ln is not None,
             PREFETCH=prefetch,
-            PDL=use_pdl,
+            PDL=has_pdl,
             num_warps=settings.warps,
             launch_pdl=use_pdl,
         )
@@ -456,7 +457,7 @@ def gather_gemv(
         RELU=activation == "relu",
         STAGES=settings.stages,
         DOT=DOT_TYPES.get(weight.dtype, tl.float16),
-        PDL=use_pdl,
+        PDL=has_pdl,
         num_warps=settings.warps,
         launch_pdl=use_pdl,
     )

@@ -9,6 +9,7 @@ trigger (`gdc_launch_dependents`) comes right after the wait: at most one depend
 the running one.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,20 @@ def check_input(name: str, x: Tensor) -> tuple[int, int]:
     if not 1 <= batch <= MAX_BATCH:
         raise ValueError(f"{name} has a batch of {batch}, the kernels take 1 to {MAX_BATCH}")
     return batch, width
+
+
+@functools.cache
+def _knows_pdl(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
+    """(the kernel waits and triggers, it is launched as a dependent) for kernels on x's device.
+
+    A kernel launched plainly still triggers: its successor may be a dependent that starts early.
+    """
+    knows = not INTERPRET and x.is_cuda and _knows_pdl(x.device.index or 0)
+    return knows, pdl and knows
 
 
 @triton.jit
@@ -146,8 +161,8 @@ def list_products(
 ):
     """Products of the first `count` of the listed rows (CAP,) with x: (CAP,) fp32, zero from `count` on.
 
-    The next ROWS rows are on their way before the present ones are summed. x is held in registers (`xs`, needed where it
-    was normalised here), or read again for each row from the L1, which leaves registers for more programs.
+    The next ROWS rows are on their way before the present ones are summed. x is held in registers (`xs`; needed where
+    it was normalised here), or read again for each row from the L1, which leaves registers for more programs.
     """
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     pick = tl.arange(0, rows.shape[0])
@@ -210,7 +225,8 @@ class SelectGatherSettings:
 def select_gather_settings(d: int) -> SelectGatherSettings:
     if INTERPRET:
         return SelectGatherSettings(block=32, rows=2, columns=min(128, column_block(d)), warps=4)
-    return SelectGatherSettings(block=32, rows=2 if d <= 9216 else 1, columns=column_block(d), warps=4)
+    warps = 8 if d >= 12288 else 4
+    return SelectGatherSettings(32, rows=2 if d <= 5120 else 1, columns=column_block(d, warps), warps=warps)
 
 
 def column_block(d: int, warps: int = 4) -> int:
@@ -228,8 +244,9 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
         return GatherSettings(-(-n // -(-n // 192)), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
     if dense:
         return GatherSettings(programs=min(264, n), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
-    share = 4 if d <= 5120 else 2 if d <= 9216 else 1  # programs a block of 64 ids
-    return GatherSettings(programs=share * -(-n // 64), rows=1, block=column_block(d), warps=4)
+    share = 4 if d <= 5120 else 2  # programs a block of 64 ids
+    warps = 8 if d >= 12288 else 4
+    return GatherSettings(share * -(-n // 64), rows=1, block=column_block(d, warps), warps=warps, held=4096 < d < 12288)
 
 
 def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:
@@ -243,4 +260,6 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
     if rows_per_id > 1:  # a head a split: its rows are one contiguous range
         return ScatterSettings(stripe=128, splits=min(blocks, 64), rows=32, warps=4, slots=1)
     slots = min(8, max(2, next_power_of_two(capacity // 8)))
-    return ScatterSettings(stripe=128, splits=min(64, -(-blocks * slots // 128)), rows=32, warps=4, slots=slots)
+    splits, rows = (64, 8) if d <= 5120 else (72 if d <= 9216 else 96, 4)
+    stripe = 1024 if d % 1024 == 0 and d > 2048 else 512
+    return ScatterSettings(stripe, min(splits, blocks), rows, stripe // 256, slots, stream=True)

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import FLOAT_TYPES, INTERPRET, check_input, check_tensor, next_power_of_two, wait_for_predecessor
+from kernels.launch import (
+    FLOAT_TYPES,
+    check_input,
+    check_tensor,
+    next_power_of_two,
+    programmatic,
+    wait_for_predecessor,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
     """x (B, d) -> out (B, d), one program a row; for batches, where normalising in each consumer costs more."""
     batch, d = check_input("x", x)
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
-    use_pdl = pdl and not INTERPRET
+    has_pdl, use_pdl = programmatic(x, pdl)
     _layer_norm_kernel[(batch,)](
         x,
         ln.weight,
@@ -63,7 +70,7 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
         ln.eps,
         D=d,
         BLOCK=next_power_of_two(d),
-        PDL=use_pdl,
+        PDL=has_pdl,
         num_warps=16,
         launch_pdl=use_pdl,
     )

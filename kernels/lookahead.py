@@ -18,7 +18,7 @@ from kernels.attention_common import check_device, check_shape, n_sms, start_dep
 from kernels.dense_gemv import RowSettings
 from kernels.head_select import head_select_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.qkv import POLICIES, _qkv_rows, at_once, qkv_reference, qkv_settings, row_or, write_order
+from kernels.qkv import POLICIES, _qkv_rows, qkv_reference, qkv_settings, row_or, write_order
 from kernels.select import PredictorWeights, Selection, _store_selection, predict_select_reference
 
 
@@ -213,8 +213,7 @@ def _qkv_select_kernel(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
     POLICY: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -251,7 +250,7 @@ def _qkv_select_kernel(
             write_order(row_bits, order, H, H_TILE)
         _qkv_rows(
             pid - N_BLOCKS, tl.num_programs(0) - N_BLOCKS, attn_in, weight, bias, row_bits, position, watermark,
-            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, RUN, POLICY,
+            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
         )  # fmt: skip
 
 
@@ -320,8 +319,7 @@ def qkv_select(
         D=d,
         D0=d0,
         D1=d1,
-        AT_ONCE=at_once(d),
-        RUN=settings.rows,
+        ROWS=settings.rows,
         POLICY=POLICIES[policy],
         RANK=rank,
         CHUNK=chunk,

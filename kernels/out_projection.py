@@ -25,7 +25,7 @@ GROUP = 8  # heads in flight
 
 def project_settings(d: int) -> RowSettings:
     """Launch settings by width with all heads, from benchmarks/sparse_attention.py --sweep."""
-    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(6, 1, 4)
+    return RowSettings(6, 4, 8) if d <= 4096 else RowSettings(6, 1, 4)
 
 
 def selected_settings(d: int) -> RowSettings:

@@ -34,13 +34,8 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 
 def qkv_settings(d: int) -> RowSettings:
-    """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep; rows is RUN."""
-    return RowSettings(4, 4, 4) if d <= 4096 else RowSettings(2, 4, 4)
-
-
-def at_once(d: int) -> int:
-    """Positions that a back-fill computes with one reduction."""
-    return 2 if d <= 4096 else 1
+    """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep."""
+    return RowSettings(2, 2, 8) if d <= 4096 else RowSettings(1, 2, 16)
 
 
 def qkv_reference(
@@ -109,20 +104,22 @@ def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_value(
-    value, kind, row, pair, p, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, POLICY: tl.constexpr
-):
-    """value and p: a position, or as many as are done at once; positions behind the last one are left alone."""
-    slot = (pair * capacity + p).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+def _store_values(
+    values, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """The values of ROWS neighbouring rows at position p."""
+    rows = row + tl.arange(0, ROWS)
+    slots = (pair * capacity + p).to(tl.int64) * HEAD_DIM + rows % HEAD_DIM
     if kind == 0:
-        tl.store(q + pair * HEAD_DIM + row + p * 0, value, mask=p <= last)
+        tl.store(q + pair * HEAD_DIM + rows, values)
     elif kind == 1:
-        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty), mask=p <= last)
+        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty))
     else:
-        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty), mask=p <= last)
+        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty))
         if POLICY == 2:
             if row == 2 * HEAD_DIM:
-                tl.store(valid + pair * capacity + p, (p * 0 + 1).to(tl.uint8), mask=p <= last)
+                tl.store(valid + pair * capacity + p, 1)
 
 
 @triton.jit
@@ -147,15 +144,15 @@ def _qkv_rows(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Every `programs`-th run of RUN rows of the selected heads, one row ahead of the arithmetic.
+    """Every `programs`-th tile of ROWS rows of the selected heads, the next tile ahead of the arithmetic.
 
-    Neighbouring rows belong to one head and have the same positions to fill in: short runs share them out evenly, and
-    the head is looked up once a run. With the policy "always" the k and v rows of all heads come first, then the q rows
-    of the selected ones. RUN divides HEAD_DIM, so a run is of one head and one of q, k, v.
+    A tile stays in registers for all positions that its head lacks: one reduction gives a position's values of all its
+    rows. Neighbouring tiles belong to one head and have the same positions to fill in: striding shares them out evenly.
+    With the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones. ROWS
+    divides HEAD_DIM, so a tile is of one head and one of q, k, v.
     """
     PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
     FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
@@ -166,29 +163,23 @@ def _qkv_rows(
     heads = tl.arange(0, H_TILE)
     chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
-    n_runs = (FIXED + tl.sum(chosen) * PER_HEAD) // RUN
-    head, row = _place(pid * RUN, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
+    n_tiles = (FIXED + tl.sum(chosen) * PER_HEAD) // ROWS
+    head, row = _place(pid * ROWS, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
     line = head * (3 * HEAD_DIM) + row
-    w0, w1 = load_rows(weight, line, tl.where(pid - n_runs < 0, line + 1, 0), c0, c1, D, D0, D1, 1)
+    w0, w1 = load_rows(weight, line, tl.where(pid - n_tiles < 0, line + ROWS, 0), c0, c1, D, D0, D1, ROWS)
     if B == 1:
         # The usual case: one position, whose input stays in registers.
         now = tl.load(position)
         x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
         if D1 > 0:
             x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=c1 < D, other=0.0).to(tl.float32)
-    mine = tl.maximum(n_runs - pid + programs - 1, 0) // programs * RUN
-    run = pid
-    for item in range(0, mine):
-        next_head = head
-        next_row = row + 1
-        if (item + 1) % RUN == 0:
-            run += programs
-            next_head, next_row = _place(run * RUN, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
+    for tile in range(pid, n_tiles, programs):
+        next_head, next_row = _place((tile + programs) * ROWS, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
         next_line = next_head * (3 * HEAD_DIM) + next_row
-        stop_line = tl.where(item + 1 - mine < 0, next_line + 1, 0)
-        next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, 1)
+        stop_line = tl.where(tile + programs - n_tiles < 0, next_line + ROWS, 0)
+        next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, ROWS)
         kind = row // HEAD_DIM
-        offset = tl.load(bias + head * (3 * HEAD_DIM) + row).to(tl.float32)
+        offset = tl.load(bias + head * (3 * HEAD_DIM) + row + tl.arange(0, ROWS)).to(tl.float32)
         bits = tl.load(row_bits + head)
         for b in range(B):
             wanted = ((bits >> b) & 1) != 0
@@ -204,25 +195,22 @@ def _qkv_rows(
                 stop = last + 1
                 if B == 1:
                     stop = last
-                for start in range(first, stop, AT_ONCE):
-                    p = start + tl.arange(0, AT_ONCE)
-                    width = tl.where(p < stop, D, 0)[:, None]
-                    at = attn_in + (b * capacity + p).to(tl.int64)[:, None] * D
-                    old0 = tl.load(at + c0[None, :], mask=c0[None, :] < width, other=0.0).to(tl.float32)
-                    values = tl.sum(w0.to(tl.float32) * old0, 1)
+                for p in range(first, stop):
+                    at = attn_in + (b * capacity + p).to(tl.int64) * D
+                    values = tl.sum(w0.to(tl.float32) * tl.load(at + c0).to(tl.float32)[None, :], 1)
                     if D1 > 0:
-                        old1 = tl.load(at + c1[None, :], mask=c1[None, :] < width, other=0.0).to(tl.float32)
-                        values += tl.sum(w1.to(tl.float32) * old1, 1)
-                    _store_value(
-                        values + offset, kind, row, pair, p, stop - 1, q, k_cache, v_cache, valid, capacity, HEAD_DIM,
+                        tail = tl.load(at + c1, mask=c1 < D, other=0.0).to(tl.float32)
+                        values += tl.sum(w1.to(tl.float32) * tail[None, :], 1)
+                    _store_values(
+                        values + offset, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM, ROWS,
                         POLICY,
                     )  # fmt: skip
                 if B == 1:
-                    value = tl.sum(w0.to(tl.float32) * x0[None, :])
+                    values = tl.sum(w0.to(tl.float32) * x0[None, :], 1)
                     if D1 > 0:
-                        value += tl.sum(w1.to(tl.float32) * x1[None, :])
-                    _store_value(
-                        value + offset, kind, row, pair, last, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM,
+                        values += tl.sum(w1.to(tl.float32) * x1[None, :], 1)
+                    _store_values(
+                        values + offset, kind, row, pair, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM, ROWS,
                         POLICY,
                     )  # fmt: skip
         head = next_head
@@ -252,8 +240,7 @@ def _qkv_kernel(
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -262,7 +249,7 @@ def _qkv_kernel(
         write_order(row_bits, order, H, H_TILE)
     _qkv_rows(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, AT_ONCE, RUN, POLICY,
+        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
     )  # fmt: skip
 
 
@@ -387,8 +374,7 @@ def qkv(
         D=d,
         D0=d0,
         D1=d1,
-        AT_ONCE=at_once(d),
-        RUN=settings.rows,
+        ROWS=settings.rows,
         POLICY=POLICIES[policy],
         PDL=pdl,
         num_warps=settings.warps if d >= 2048 else 4,

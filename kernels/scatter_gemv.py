@@ -14,17 +14,17 @@ from torch import Tensor
 from kernels.gather_gemv import LiveRows
 from kernels.launch import (
     FLOAT_TYPES,
-    INTERPRET,
     ScatterSettings,
     check_input,
     check_tensor,
     list_slots_wide,
     next_power_of_two,
+    programmatic,
     require,
     scatter_settings,
     wait_for_predecessor,
 )
-from kernels.scatter_rows import pack_list_kernel, scatter_rows_kernel
+from kernels.scatter_rows import add_partials_kernel, pack_list_kernel, scatter_rows_kernel
 from kernels.select import Selection
 
 
@@ -275,7 +275,7 @@ def scatter_gemv(
     settings: ScatterSettings | None = None,
     deterministic: bool = True,
 ) -> None:
-    """Sum the listed rows of weight_t (n, d) into out (B, d), one kernel, bitwise deterministic unless asked otherwise.
+    """Sum the listed rows of weight_t (n, d) into out (B, d), bitwise deterministic unless asked otherwise.
 
     h: `LiveRows` (selection None), or (B, n) fp32/fp16/bf16 with a selection of n / rows_per_id ids (rows that batch
     row b did not select count as zero for it; with B = 1 the list itself says so), or with selection None: all n rows.
@@ -327,7 +327,7 @@ def scatter_gemv(
         f"the scratch holds {scratch.partials.numel()} partial sums, {splits} splits of {batch} x {d} are needed",
     )
     require(scratch.tickets.numel() >= stripes, f"the scratch holds {scratch.tickets.numel()} tickets of {stripes}")
-    use_pdl = pdl and not INTERPRET
+    has_pdl, use_pdl = programmatic(values, pdl)
     if not deterministic:
         in_place = batch == 1 and residual is not None and residual.data_ptr() == out.data_ptr()
         require(
@@ -340,11 +340,18 @@ def scatter_gemv(
             f"the scratch holds {scratch.list_ids.numel()} list entries of {stripes} x {n_blocks * slots}",
         )
         scatter_rows_kernel[(stripes, splits)](
-            values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, scratch.list_ids,
-            scratch.list_values, n_blocks, slots, D=d, STRIPE=settings.stripe, SPLITS=splits, ROWS=settings.rows,
-            WINDOW=window, SLOTS=min(settings.slots, next_power_of_two(slots)), ATOMIC=not deterministic, PDL=use_pdl,
+            values, weight_t, bias, ids, counts, out, scratch.partials, scratch.list_ids, scratch.list_values,
+            n_blocks, slots, D=d, STRIPE=settings.stripe, SPLITS=splits, ROWS=settings.rows, WINDOW=window,
+            SLOTS=min(settings.slots, next_power_of_two(slots)), ATOMIC=not deterministic, PDL=has_pdl,
             num_warps=settings.warps, launch_pdl=use_pdl,
         )  # fmt: skip
+        if deterministic:
+            splits_pad = next_power_of_two(splits)
+            stripe = max(16, min(64, 4096 // splits_pad))
+            add_partials_kernel[(-(-d // stripe),)](
+                scratch.partials, bias, residual, out, D=d, STRIPE=stripe, SPLITS=splits, SPLITS_PAD=splits_pad,
+                PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
+            )  # fmt: skip
     elif batch == 1:
         group_pad = next_power_of_two(rows_per_id)
         _scatter_kernel[(stripes, splits)](
@@ -353,7 +360,7 @@ def scatter_gemv(
             SPLITS_PAD=next_power_of_two(splits), ROWS=settings.rows, WINDOW=next_power_of_two(-(-n_blocks // splits)),
             SLOTS=min(settings.slots, next_power_of_two(slots if isinstance(h, LiveRows) else sel_block)),
             GROUP=rows_per_id, GROUP_PAD=group_pad, LIVE=isinstance(h, LiveRows), STAGES=settings.stages,
-            ATOMIC=not deterministic, PDL=use_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
+            ATOMIC=not deterministic, PDL=has_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(weight_t.dtype, tl.float16)
@@ -362,13 +369,13 @@ def scatter_gemv(
             total, ids, list_slots = scratch.packed(n)
             pack_list_kernel[(-(-n_blocks // 32),)](
                 h.ids, h.counts, total, ids, list_slots, n_blocks, slots, BLOCKS=next_power_of_two(n_blocks),
-                WINDOW=32, SLOTS=8, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
+                WINDOW=32, SLOTS=8, PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
             )  # fmt: skip
             counts, blocks = total, 2
         _scatter_dot_kernel[(stripes, splits)](
             values, weight_t, bias, residual, ids, counts, row_bits, list_slots, out, scratch.partials,
             scratch.tickets, n, n_blocks, batch, D=d, BATCH=max(16, next_power_of_two(batch)), STRIPE=settings.stripe,
             SPLITS=splits, ROWS=settings.rows, BLOCKS=blocks, SEL_BLOCK=sel_block, GROUP=rows_per_id,
-            LIVE=isinstance(h, LiveRows), STAGES=settings.stages, DOT=dot, PDL=use_pdl, num_warps=settings.warps,
+            LIVE=isinstance(h, LiveRows), STAGES=settings.stages, DOT=dot, PDL=has_pdl, num_warps=settings.warps,
             launch_pdl=use_pdl,
         )  # fmt: skip

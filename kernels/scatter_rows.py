@@ -5,7 +5,7 @@
 
 A program owns a stripe of columns and a window of the list's blocks. It first packs its window into a list without gaps
 (in a scratch of its own), then reads row after row with ROWS of them always on their way and one accumulator a column:
-nothing is reduced, searched or waited for inside the loop. Partial sums of the windows meet as in `scatter_gemv`.
+nothing is reduced, searched or waited for inside the loop. A second kernel adds the windows' partial sums.
 """
 
 import triton
@@ -40,12 +40,10 @@ def scatter_rows_kernel(
     h_ptr,
     w_ptr,
     bias_ptr,
-    residual_ptr,
     ids_ptr,
     counts_ptr,
     out_ptr,
     partials_ptr,
-    tickets_ptr,
     list_ids_ptr,
     list_values_ptr,
     n_blocks,
@@ -109,23 +107,39 @@ def scatter_rows_kernel(
             acc += tl.where(split == 0, bias, 0.0)
         tl.atomic_add(out_ptr + columns, acc, mask=inside, sem="relaxed")
     else:
-        tl.store(partials_ptr + split * D + columns, acc, mask=inside, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
-        arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            # The ticket decides who adds, never the order in which numbers are added.
-            y = tl.zeros((STRIPE,), tl.float32)
-            for s in range(0, SPLITS, 8):
-                part = s + tl.arange(0, 8)
-                part_ptrs = partials_ptr + part[:, None] * D + columns[None, :]
-                mask = (part < SPLITS)[:, None] & inside[None, :]
-                y += tl.sum(tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg"), 0)
-            if bias_ptr is not None:
-                y += bias
-            if residual_ptr is not None:
-                y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(tickets_ptr + stripe, 0)
+        tl.store(partials_ptr + split * D + columns, acc, mask=inside)
+
+
+@triton.jit
+def add_partials_kernel(
+    partials_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    D: tl.constexpr,
+    STRIPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = residual + bias + the sum of the partial sums, in an order that the shape fixes.
+
+    A kernel of its own and not the last arriver's task: many narrow programs read all partial sums at once, where the
+    last program of each wide stripe would read them alone, a few at a time.
+    """
+    columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
+    inside = columns < D
+    s = tl.arange(0, SPLITS_PAD)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    part_ptrs = partials_ptr + s[:, None] * D + columns[None, :]
+    y = tl.sum(tl.load(part_ptrs, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0), 0)
+    if bias_ptr is not None:
+        y += bias
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "slots"])

@@ -21,6 +21,7 @@ from kernels.launch import (
     check_input,
     check_tensor,
     next_power_of_two,
+    programmatic,
     require,
     wait_for_predecessor,
 )
@@ -375,7 +376,7 @@ def select_rows(
         check_tensor("threshold", threshold, (1,), (torch.float32,), hidden)
     threshold_ptr = threshold if isinstance(threshold, Tensor) else None
     value = 0.0 if isinstance(threshold, Tensor) else float(threshold)
-    use_pdl = pdl and not INTERPRET
+    has_pdl, use_pdl = programmatic(hidden, pdl)
     grid = (out.counts.numel(),)
     common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
     outputs = (out.ids, out.counts, out.row_bits, logits_out)
@@ -383,14 +384,14 @@ def select_rows(
         tile = out.block * rank * predictor.up.element_size()
         warps = warps or (4 if tile <= 32768 else 8)
         _select_kernel[grid](
-            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=use_pdl,
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=has_pdl,
             num_warps=warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
         _select_dot_kernel[grid](
             hidden, *common, *outputs, n, batch, RANK=rank, BATCH=max(16, next_power_of_two(batch)),
-            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=use_pdl,
+            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=has_pdl,
             num_warps=4, launch_pdl=use_pdl,
         )  # fmt: skip
     if top_k is not None:

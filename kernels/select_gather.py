@@ -17,13 +17,13 @@ from torch import Tensor
 from kernels.gather_gemv import LiveRows, gather_gemv_reference
 from kernels.launch import (
     FLOAT_TYPES,
-    INTERPRET,
     QUANTIZED_TYPES,
     SelectGatherSettings,
     check_input,
     check_tensor,
     list_products,
     load_vector,
+    programmatic,
     require,
     select_gather_settings,
     wait_for_predecessor,
@@ -190,7 +190,7 @@ def select_gather(
             selection.n == n and selection.block == settings.block,
             f"the selection has blocks of {selection.block}, this kernel of {settings.block}",
         )
-    use_pdl = pdl and not INTERPRET
+    has_pdl, use_pdl = programmatic(hidden, pdl)
     _select_gather_kernel[(programs,)](
         hidden,
         predictor.up,
@@ -216,7 +216,7 @@ def select_gather(
         COLUMNS=settings.columns,
         ROWS=settings.rows,
         HELD=settings.held,
-        PDL=use_pdl,
+        PDL=has_pdl,
         num_warps=settings.warps,
         launch_pdl=use_pdl,
     )
