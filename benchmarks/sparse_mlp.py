@@ -55,13 +55,14 @@ def run_shape(
     batch: int,
     until: float,
     settings: dict[str, Any] | None = None,
+    warm: bool = False,
 ) -> None:
     """All providers of one shape. predictor: "fp16", "fp16-half" (half the rank) or "int8"."""
     from benchmarks.sparse_mlp_problem import Problem
 
     rank = max(64, d // (32 if predictor == "fp16-half" else 16))
     touched = int((0.05 * 1.6 * 8 + 0.6) * d * d) if predictor != "int8" else int((0.05 * 1.6 * 8 + 0.3) * d * d)
-    sets = sets_for(touched, 17 * d * d)
+    sets = 2 if warm else sets_for(touched, 17 * d * d)
     problem = Problem(d, rank, sets, live, torch.int8 if predictor == "int8" else None, batch)
     if settings and batch == 1:
         problem.use_settings(settings)
@@ -71,7 +72,7 @@ def run_shape(
     def add(op, provider, step, size, conditions=""):
         if time.time() > until:
             return
-        times = measure(step, sets)
+        times = measure(step, sets, 1 if warm else 25)
         rows.add(BenchRow(op, provider, problem.n, d, problem.density, live, batch, rank, predictor, *times, size,
                           size / times[1] / 1e3, conditions))  # fmt: skip
 
@@ -169,6 +170,9 @@ def main(argv: list[str] | None = None) -> None:
         "--ops", nargs="*", default=["fc1", "fc2", "down", "select", "fused", "fc2a"], help="with --sweep: which stages"
     )
     parser.add_argument("--settings", metavar="JSON", help="launch settings that a sweep found, instead of the table")
+    parser.add_argument(
+        "--warm", action="store_true", help="only compile: several processes fill the cache side by side"
+    )
     parser.add_argument("--plot", metavar="CSV", help="draw committed rows; no GPU needed")
     arguments = parser.parse_args(argv)
     if arguments.plot:
@@ -184,13 +188,15 @@ def main(argv: list[str] | None = None) -> None:
         return
     rows = Rows(arguments.csv)
     settings = json.loads(Path(arguments.settings).read_text()) if arguments.settings else {}
-    best_read_bandwidth(rows)
-    for predictor in arguments.predictors:
-        for live in arguments.live if predictor == "fp16" else [0.6]:
-            for d in arguments.d:
-                densities = tuple(arguments.densities) if predictor == "fp16" else (0.1,)
-                run_shape(rows, d, densities, live, predictor, arguments.batch, until, settings.get(str(d)))
-                torch.cuda.empty_cache()
+    if not arguments.warm:
+        best_read_bandwidth(rows)
+    cases = [(predictor, 0.6) for predictor in arguments.predictors if 0.6 in arguments.live]
+    cases += [("fp16", 1.0)] if 1.0 in arguments.live and "fp16" in arguments.predictors else []
+    for predictor, live in cases:
+        for d in arguments.d:
+            densities = tuple(arguments.densities) if predictor == "fp16" else (0.1,)
+            run_shape(rows, d, densities, live, predictor, arguments.batch, until, settings.get(str(d)), arguments.warm)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
