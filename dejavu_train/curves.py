@@ -18,7 +18,7 @@ MLP_GRID = tuple(float(x) for x in np.geomspace(0.001, 1.0, 61))
 HEAD_GRID = tuple(float(x) for x in np.linspace(1 / 48, 1.0, 48))
 # Densities whose loss is measured; between them the loss follows a line in (log density, log loss).
 MLP_PROBES = (0.005, 0.015, 0.04, 0.1, 0.25)
-HEAD_PROBES = (0.25, 0.5, 0.7, 0.85, 0.95)
+HEAD_PROBES = (0.085, 0.25, 0.5, 0.7, 0.85, 0.95)
 
 
 @dataclass
@@ -146,7 +146,8 @@ def spread_loss(densities: Sequence[float], losses: Sequence[float], grid: Seque
     x, y = np.log(np.asarray(densities, dtype=float)), np.log(falling)
     target = np.log(np.asarray(grid, dtype=float))
     inside = np.interp(target, x, y)
-    slope = (y[1] - y[0]) / (x[1] - x[0]) if len(x) > 1 else -1.0
+    # a loss near zero says little about its slope: beyond the cube the extrapolation would be noise
+    slope = max((y[1] - y[0]) / (x[1] - x[0]), -3.0) if len(x) > 1 else -1.0
     values = np.exp(np.where(target < x[0], y[0] + slope * (target - x[0]), inside))
     above = np.asarray(grid) > densities[-1]
     share = (1.0 - np.asarray(grid)) / max(1.0 - densities[-1], 1e-9)

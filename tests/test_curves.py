@@ -62,3 +62,8 @@ def test_losses_between_measured_densities():
 def test_read_curve_reads_every_column():
     c = {"density": [0.1, 1.0], "threshold": [1.0, -1.0], "recall": [0.5, 1.0]}
     assert read_curve(c, 0.55)["threshold"] == pytest.approx(0.0)
+
+
+def test_a_loss_of_nearly_nothing_is_not_extrapolated_without_bounds():
+    losses = cal.spread_loss([0.25, 0.5], [1e-2, 1e-8], [0.025, 0.25, 1.0])
+    assert losses[0] == pytest.approx(1e-2 * 1e3)
