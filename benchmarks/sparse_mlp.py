@@ -83,7 +83,6 @@ def run_shape(
         problem.check()
         size = problem.bytes()
         add("whole", "sparse", problem.step_whole, size["whole"], "PDL inside")
-        add("whole", "sparse chain", lambda i: problem.step_whole(i, True), size["whole"], "PDL everywhere")
         if batch == 1:
             add("whole", "sparse fused", problem.step_fused, size["whole"], "PDL inside")
             add("whole", "sparse fused chain", lambda i: problem.step_fused(i, True), size["whole"], "PDL everywhere")
@@ -91,12 +90,14 @@ def run_shape(
             add("select+fc1", "sparse fused", lambda i: problem.select_first(i, False), size["fused"], "plain edges")
         if main or live == 1.0:
             add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
+            if batch == 1:
+                add("mlp", "sparse atomic", problem.step_mlp_atomic, size["fc1"] + size["fc2"], "not deterministic")
             add("fc1", "sparse", lambda i: problem.first(i, False), size["fc1"], "plain edges")
             add("fc2", "sparse", lambda i: second(i, False), size["fc2"], "plain edges")
             add("fc1", "sparse", lambda i: problem.first(i, True), size["fc1"], "PDL chain")
             add("fc2", "sparse", lambda i: second(i, True), size["fc2"], "PDL chain")
         if main and batch == 1:
-            add("whole", "sparse", lambda i: problem.step_whole(i, False, False), size["whole"], "no PDL")
+            add("whole", "sparse fused", lambda i: problem.step_fused(i, False, False), size["whole"], "no PDL")
             add("mlp", "torch indexing", problem.step_indexing, size["fc1"] + size["fc2"], "list given")
     problem.set_density(densities[0])
     add("predict", "predict + select", problem.step_predict, problem.bytes()["predictor"], "PDL inside")

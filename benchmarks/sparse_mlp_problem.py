@@ -181,6 +181,11 @@ class Problem:
         self.first(i, False)
         self.second(i, True)
 
+    def step_mlp_atomic(self, i: int) -> None:
+        self.first(i, False)
+        scatter_gemv(self.lives[i], self.fc2_t[i], self.b2, self.out, None, self.out, scratch=self.scratch, pdl=True,
+                     settings=self.fc2_settings, deterministic=False)  # fmt: skip
+
     def step_dense_cublas(self, i: int) -> None:
         """The two products alone: no bias, ReLU, LayerNorm or residual, which would only slow the baseline."""
         h = F.linear(self.normalised[i], self.fc1[i])
