@@ -98,7 +98,10 @@ def build_loggers(config: RunConfig, wanted: Any, folder: Path, name: str) -> li
             if key in parameters or class_name == "WandbLogger":
                 given.setdefault(key, value)
         Path(config.output).mkdir(parents=True, exist_ok=True)
-        loggers.append(kind(**given, **(entry.get("dict_kwargs") or {})))
+        made = kind(**given, **(entry.get("dict_kwargs") or {}))
+        # Lightning hands wandb a setting that wandb warns about, once per job.
+        getattr(made, "_wandb_init", {}).pop("anonymous", None)
+        loggers.append(made)
     return loggers
 
 

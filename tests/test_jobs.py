@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +8,16 @@ from small_runs import activations, flags
 from dejavu_train.calibrate import read_predictor
 from dejavu_train.cli import parse_config
 from dejavu_train.errors import UserError
-from dejavu_train.jobs import claimed, deployed_density, fit, is_finished, job_folder, run_job, summary_rows
+from dejavu_train.jobs import (
+    claimed,
+    deployed_density,
+    fit,
+    is_finished,
+    job_folder,
+    log_summary,
+    run_job,
+    summary_rows,
+)
 
 
 @pytest.fixture
@@ -106,3 +116,17 @@ def test_extra_callbacks_and_look_ahead(config, tmp_path):
     facts = json.loads((job_folder(run.output, (1, "mlp")) / "predictor.json").read_text())
     assert (facts["site"], facts["site_layer"], facts["nonlinearity"]) == ("attn_in", 1, "relu")
     assert "lr-AdamW" in (job_folder(run.output, (1, "mlp")) / "csv" / "version_0" / "metrics.csv").read_text()
+
+
+def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    run = config("--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project=test")
+    fit(run, (0, "heads"), "layer 0 heads")
+    log_summary(run, [(0, "heads")])
+    monkeypatch.delenv("WANDB_MODE")
+    names = [path.name for path in (Path(run.output) / "wandb").glob("offline-run-*")]
+    group = f"run-{run.identity()[:8]}"
+    assert sorted(name.split("-", 3)[3] for name in names) == [f"{group}-layer-00-heads", f"{group}-summary"]
