@@ -42,7 +42,7 @@ class Sizes:
     tune_tokens: int = 200_000
     fit_steps: int = 400
     fit_rows: int = 512
-    tune_steps: int = 60
+    tune_steps: int = 30
     tune_batch: int = 4
     window: int = 512
     batch: int = 8
