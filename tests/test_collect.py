@@ -129,6 +129,13 @@ def test_text_shorter_than_a_window_and_window_too_long(tiny_opt, text_file, tmp
     refused(tiny_opt, TextSource(source=str(text_file)), config, tmp_path / "a", "512 positions")
 
 
+def test_text_shorter_than_one_sequence(tiny_opt, tmp_path):
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(40)))
+    config = CollectConfig(**COLLECT | {"window": 512})
+    refused(tiny_opt, TextSource(source=str(path)), config, tmp_path / "a", "short.jsonl", "fewer than one sequence")
+
+
 def test_values_beyond_fp16_name_the_remedy(tmp_path, text_file, monkeypatch):
     folder = save_tiny_opt(tmp_path / "big")
     model = load_opt(str(folder))
