@@ -140,8 +140,9 @@ class Plan:
         return max((here - there) / (0.15 * share), 1e-3)
 
     def thresholds(self, densities: Sequence[float]) -> list[float | None]:
-        # at density 1 a layer is dense; a cascade's filter lets everything through, its second test does not
-        everything = -1e3 if hasattr(self.scorer, "counted") else None
+        # at density 1 everything is selected, for a cascade everything that passes its second test; fc2 rows of
+        # inactive neurons are still not read
+        everything = -1e3 if hasattr(self.scorer, "counted") else -1e9
         return [
             everything if density >= 1.0 else read_curve(curve, density)["threshold"]
             for curve, density in zip(self.curves, densities, strict=True)
