@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: a tiny random OPT with a real tokenizer, and some text."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -82,3 +83,28 @@ def text_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(make_text(60000, seed=1), encoding="utf-8")
     return path
+
+
+def pytest_collect_file(file_path, parent):
+    """Kernel tests run natively on a GPU, else in Triton's interpreter, asked for before triton is imported."""
+    if file_path.parent.name == "kernels" and not torch.cuda.is_available() and "triton" not in sys.modules:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        elif item.path.parent.name == "kernels":
+            from kernels.launch import INTERPRET
+
+            if not INTERPRET:
+                reason = "triton was imported before: run with TRITON_INTERPRET=1"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
