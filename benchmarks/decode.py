@@ -1,8 +1,8 @@
 """Times one decoding step of OPT shapes with random weights: Hugging Face eager and compiled, our dense and sparse one.
 
 Writes rows to benchmarks/decode.csv as they come, so a run that is cut short loses nothing. Weights are random, of the
-true shapes, no layer shares any; tokens are random and forced. The predictors really run; their thresholds are set on the
-model's own activations to the stated densities, and fc1's bias is shifted so that the stated share of neurons is
+true shapes, no layer shares any; tokens are random and forced. The predictors really run; their thresholds are set on
+the model's own activations to the stated densities, and fc1's bias is shifted so that the stated share of neurons is
 live. Rank, densities and live share in a row are measured, not asked.
 
     python -m benchmarks.decode --models 6.7b --engines dense sparse --prompts 128 512
@@ -40,7 +40,7 @@ SHAPES = {
     "66b": OPTShape(9216, 36864, 64, 72, 50272, 2048),
 }
 RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576}  # 4 % of the dense MLP's bytes
-# Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity's table).
+# Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity).
 UNION = {
     "6.7b": {2: 0.153, 4: 0.206, 8: 0.29, 16: 0.398, 32: 0.517},
     "30b": {2: 0.098, 4: 0.141, 8: 0.209, 16: 0.304, 32: 0.419},
@@ -102,7 +102,8 @@ def best_bandwidth() -> float:
     # The same memory as rows of 12288, 4096 and 8192: whatever reads fastest.
     times = []
     for width, settings in ((12288, (4, 1, 8)), (12288, (2, 1, 16)), (4096, (8, 2, 8)), (8192, (4, 1, 8))):
-        view, x, ln = weight.view(-1, width), x12[:, :width].contiguous(), LayerNormWeights(*norm[:, :width].contiguous())
+        view, x = weight.view(-1, width), x12[:, :width].contiguous()
+        ln = LayerNormWeights(*norm[:, :width].contiguous())
         out = torch.empty(1, len(view), device="cuda")
         step = lambda i, v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
             x, ln, v, None, "none", out, False, RowSettings(*s)
@@ -156,7 +157,7 @@ class Watched:
     """Runs an engine's step eagerly and shows each operation: to set thresholds and to read counts."""
 
     def __init__(self, engine: DecodeEngine, watch: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self.engine, self.watch, self.plain = engine, watch, engine._ops
+        self.engine, self.watch, self.plain = engine, watch, engine.core.ops
 
     def __enter__(self) -> None:
         def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,10 +170,10 @@ class Watched:
             return call
 
         made = {name: function and wrapped(name, function) for name, function in vars(self.plain).items()}
-        self.engine._ops = type(self.plain)(**made)
+        self.engine.core.ops = type(self.plain)(**made)
 
     def __exit__(self, *_: object) -> None:
-        self.engine._ops = self.plain
+        self.engine.core.ops = self.plain
 
 
 def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float, n_steps: int = 6) -> None:
@@ -201,7 +202,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
 
     with Watched(engine, watch):
         for _ in range(n_steps):
-            engine._step_eager("greedy", False)
+            engine.core.eager("greedy", False)
 
 
 def _eye(folded: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
 
     with Watched(engine, watch):
         for _ in range(n_steps):
-            engine._step_eager("greedy", False)
+            engine.core.eager("greedy", False)
     share = {target: got / of if of else 1.0 for target, (got, of) in rows.items()}
     return {
         "mlp_density": share["mlp"],
@@ -301,11 +302,11 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
                 label = "down" if args[3] is None else "fc1"
             elif name == "dense_rows":
                 label = "fc1" if args[4] == "relu" else "lm_head"
-            calls.setdefault(label, []).append((getattr(engine._ops_plain, name), args, kwargs))
+            calls.setdefault(label, []).append((getattr(engine.core.ops_plain, name), args, kwargs))
 
-    engine._ops_plain = engine._ops  # type: ignore[attr-defined]
+    engine.core.ops_plain = engine.core.ops  # type: ignore[attr-defined]
     with Watched(engine, watch):
-        engine._step_eager("greedy", False)
+        engine.core.eager("greedy", False)
     result = {}
     for label, todo in calls.items():
         graph = torch.cuda.CUDAGraph()
@@ -321,8 +322,8 @@ def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     total = min(prompt + steps, engine.context)
     rows = torch.randint(3, engine.shape.vocab_size, (engine.batch, total), generator=generator).tolist()
-    engine._begin(rows, [total] * len(rows), [prompt] * len(rows), [prompt] * len(rows), Sampling())
-    engine._tail("greedy", False)
+    engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [prompt] * len(rows), Sampling())
+    engine.core.tail("greedy", False)
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -387,7 +388,7 @@ def override(variant: str) -> None:
         elif name == "packed":
             packed_rows.packed_settings = lambda d, v=v: v
         elif name == "wide":
-            dense_wide.ROWS, dense_wide.CHUNK, dense_wide.WARPS = v
+            dense_wide.wide_settings = lambda d, v=v: v
         elif name == "out":
             out_projection.selected_settings = lambda d, v=v: RowSettings(0, *v)
         else:
@@ -430,13 +431,13 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--mlp-density", type=float, default=0.1)
-    parser.add_argument("--union", action="store_true", help="batches: attention dense, the MLP at the union densities of UNION")
+    parser.add_argument("--union", action="store_true", help="batches: attention dense, MLP at the densities of UNION")
     parser.add_argument("--head-density", type=float, default=0.5)
     parser.add_argument("--live-share", type=float, default=0.6)
     parser.add_argument("--rank", type=int, default=None, help="default: 4 %% of the dense MLP's bytes")
     parser.add_argument("--kv-policy", default="backfill")
     parser.add_argument("--lookahead", type=int, default=0, help="half-blocks between the MLP predictor's site and fc1")
-    parser.add_argument("--look-ahead", default="fused", choices=["fused", "inline", "stream"])
+    parser.add_argument("--look-ahead", default="stream", choices=["fused", "inline", "stream"])
     parser.add_argument("--one-kernel", action="store_true", help="select and fc1 in one kernel")
     parser.add_argument("--stripes", action="store_true", help="fc2 by stripes with a ticket, not from a packed list")
     parser.add_argument("--no-pdl", action="store_true")

@@ -57,11 +57,11 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
             logits = model(ids).logits
         nll = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         nats["mask"] += nll.double().sum().item()
-        engine._begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
-        engine._tail("greedy", True)
+        engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
+        engine.core.tail("greedy", True)
         for t in range(len(part[0]) - 1):
             engine.step("greedy", True)
-            for key, selection in engine.selections.items():
+            for key, selection in engine.core.selections.items():
                 got, expected = bits(selection.row_bits, len(part)), kept[key][:, t]
                 differing += int((got != expected).sum())
                 units += got.numel()
@@ -122,7 +122,7 @@ def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int) ->
         for prompts in ([row[:30] for row in rows[:4]], [row[:9] for row in rows[3::-1]], [rows[0][:5], rows[1][:70]]):
             made = [engine.generate(prompts, n, stop_tokens=()) for engine in engines]
             equal &= made[0] == made[1] == made[2]
-            equal &= all(torch.equal(engines[0].logits, engine.logits) for engine in engines[1:])
+            equal &= all(torch.equal(engines[0].core.logits, engine.core.logits) for engine in engines[1:])
         ordered = engines[0].generate([row[:30] for row in rows[:4]], 64, stop_tokens=())
         turned = engines[0].generate([row[:30] for row in rows[3::-1]], 64, stop_tokens=())
         equal &= ordered == turned[::-1]

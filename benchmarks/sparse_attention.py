@@ -1,7 +1,7 @@
 """The attention block of every OPT shape over the selected heads: q/k/v, attention, out-projection, selection counted.
 
     python -m benchmarks.sparse_attention --csv benchmarks/results/sparse_attention.csv     measure (one GPU)
-    python -m benchmarks.sparse_attention --sweep --csv sweep.csv                           candidates for launch settings
+    python -m benchmarks.sparse_attention --sweep --csv sweep.csv                           candidates for settings
     python -m benchmarks.sparse_attention --plot benchmarks/results/sparse_attention.csv    draw from committed rows
 
 "block" is LayerNorm, head predictor, selection, q/k/v, flash-decoding and the out-projection with bias and residual, as
@@ -59,7 +59,8 @@ class Problem:
             own = head_select.head_selection(h, "cuda")
             bias = torch.where(mask[0], 100.0, -100.0)  # the predictor runs and decides as the given selection does
             return SimpleNamespace(
-                qkv=normal(h, 3, hd, d), qkv_bias=normal(h, 3, hd), out=normal(d, d), out_bias=normal(d), predictor=normal(h, d), bias=bias, selection=selection, own=own,
+                qkv=normal(h, 3, hd, d), qkv_bias=normal(h, 3, hd), out=normal(d, d), out_bias=normal(d),
+                predictor=normal(h, d), bias=bias, selection=selection, own=own,
                 k=normal(1, h, context + 1, hd), v=normal(1, h, context + 1, hd), attn_in=normal(1, context + 1, d),
                 watermark=torch.full((1, h), context, dtype=torch.int32, device="cuda"),
                 ids=mask[0].nonzero().flatten(), order=order_of(mask),
@@ -95,9 +96,7 @@ class Problem:
                                   None if dense else s.watermark, None, self.mixed, self.scratch, pdl,
                                   positions)  # fmt: skip
 
-    def out(
-        self, i: int, pdl: bool, dense: bool = False, settings: dense_gemv.RowSettings | None = None
-    ) -> None:
+    def out(self, i: int, pdl: bool, dense: bool = False, settings: dense_gemv.RowSettings | None = None) -> None:
         s = self.data[i]
         out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, s.order,
                                      self.y, pdl, settings)  # fmt: skip
@@ -149,17 +148,33 @@ def run_shape(rows: Rows, shape: OPTShape, context: int, until: float) -> None:
                               "fp16", *times, n_bytes, n_bytes / times[1] / 1e3, conditions))  # fmt: skip
 
         where = f"context {context}"
-        add("block", "sparse", lambda i: problem.block(i, True), size["block"], f"PDL, {where}")
-        add("select", "sparse", lambda i: problem.select(i, True), shape.n_heads * shape.d_model * 2, f"PDL, {where}")
-        add("qkv", "sparse", lambda i: problem.project(i, True), size["qkv"], f"PDL, {where}")
-        add("attention", "sparse", lambda i: problem.attend(i, True), size["cache"], f"PDL, {where}")
-        add("out", "sparse", lambda i: problem.out(i, True), size["out"], f"PDL, {where}")
-        add("projections", "sparse", lambda i: (problem.project(i, True), problem.out(i, True)), size["projections"],
-            f"PDL, {where}")  # fmt: skip
+        add("block", "sparse", lambda i, problem=problem: problem.block(i, True), size["block"], f"PDL, {where}")
+        add(
+            "select",
+            "sparse",
+            lambda i, problem=problem: problem.select(i, True),
+            shape.n_heads * shape.d_model * 2,
+            f"PDL, {where}",
+        )
+        add("qkv", "sparse", lambda i, problem=problem: problem.project(i, True), size["qkv"], f"PDL, {where}")
+        add("attention", "sparse", lambda i, problem=problem: problem.attend(i, True), size["cache"], f"PDL, {where}")
+        add("out", "sparse", lambda i, problem=problem: problem.out(i, True), size["out"], f"PDL, {where}")
+
+        def both(i, problem=problem):
+            problem.project(i, True)
+            problem.out(i, True)
+
+        add("projections", "sparse", both, size["projections"], f"PDL, {where}")
         add("projections", "torch indexing", problem.indexing, size["projections"], "list given")
         if density == 1.0:
             add("projections", "cuBLAS", problem.cublas, size["projections"], "two products alone")
-            add("block", "dense ours", lambda i: problem.dense_block(i, True), size["block"], f"PDL, {where}")
+            add(
+                "block",
+                "dense ours",
+                lambda i, problem=problem: problem.dense_block(i, True),
+                size["block"],
+                f"PDL, {where}",
+            )
         torch.cuda.empty_cache()
 
 
@@ -186,9 +201,11 @@ def sweep(rows: Rows, name: str, context: int, until: float) -> None:
         best = "  ".join(f"{t:.2f} [{what}]" for t, what in found[:8])
         print(f"sweep {name} {label} ({size['qkv'] / 1e6:.1f} MB): {best} ... {found[-1:]}", flush=True)
         for positions in (64, 128, 256):
-            times = measure(lambda i, p=positions: problem.attend(i, True, dense, p), problem.sets, 12)
+            times = measure(
+                lambda i, p=positions, problem=problem, dense=dense: problem.attend(i, True, dense, p), problem.sets, 12
+            )
             print(f"sweep {name} attention {label} positions {positions}: {times[1]:.2f} us", flush=True)
-        time_of = measure(lambda i: problem.select(i, True), problem.sets, 12)[1]
+        time_of = measure(lambda i, problem=problem: problem.select(i, True), problem.sets, 12)[1]
         print(f"sweep {name} select {time_of:.2f} us", flush=True)
         found = []
         for programs, n_rows, warps in itertools.product((2, 4, 6, 8), (1, 2, 4, 8, 16, 32), (2, 4, 8)):
@@ -200,7 +217,7 @@ def sweep(rows: Rows, name: str, context: int, until: float) -> None:
             if time.time() > until:
                 break
             settings = dense_gemv.RowSettings(programs, n_rows, warps)
-            step = lambda i, settings=settings: problem.out(i, True, dense, settings)  # noqa: E731
+            step = lambda i, s=settings, problem=problem, dense=dense: problem.out(i, True, dense, s)  # noqa: E731
             found.append((measure(step, problem.sets, 12)[1], f"p{programs} r{n_rows} w{warps}"))
         found.sort()
         best = "  ".join(f"{t:.2f} [{what}]" for t, what in found[:6])
@@ -233,7 +250,9 @@ def sweep(rows: Rows, name: str, context: int, until: float) -> None:
             break
         settings = dense_gemv.RowSettings(programs, n_rows, warps)
         times = measure(
-            lambda i, settings=settings: dense_gemv.dense_rows(x, ln, weights[i], None, "none", out, True, settings), 3, 8
+            lambda i, settings=settings: dense_gemv.dense_rows(x, ln, weights[i], None, "none", out, True, settings),
+            3,
+            8,
         )
         found.append((times[1], f"p{programs} r{n_rows} w{warps}"))
     found.sort()

@@ -39,7 +39,7 @@ class LayerWeights:
     fc2_transposed: bool = False
 
     def with_fc2(self, transposed: bool) -> "LayerWeights":
-        """The same layer with fc2 the other way round, if it is not that already; the old layout is left to its owner."""
+        """The same layer with fc2 this way round; the old layout is left to its owner."""
         if transposed == self.fc2_transposed:
             return self
         return dataclasses.replace(self, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)

@@ -15,7 +15,7 @@ HEAD_DIMS = (16, 32, 64, 80, 128)
 
 @triton.jit
 def start_dependents(PDL: tl.constexpr):
-    """Waits for the kernel before this one in the stream (all its writes are visible), then lets the next one launch."""
+    """Waits for the kernel before this one (all its writes are visible), then lets the next one launch."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

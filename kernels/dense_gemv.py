@@ -1,8 +1,8 @@
 """A dense matrix times one normalised vector: y[i] = act(sum_j w[i, j] n[j] + bias[i]),  n = LayerNorm(x).
 
-x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. One kernel a stage: programs stride over the rows, ROWS at a
-time; the rows that come next are always on their way before these are summed, the first ones before the wait for the
-stage before (weights depend on nothing). x stays in registers, spread over all threads of a program.
+x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. Programs stride over the rows, ROWS at a time; the rows
+that come next are always on their way before these are summed, the first ones before the wait for the stage before
+(weights depend on nothing). x stays in registers, spread over all threads of a program.
 """
 
 from dataclasses import dataclass

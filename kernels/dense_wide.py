@@ -1,4 +1,4 @@
-"""A dense matrix of long rows times one vector, with bias and residual: out[i] = residual[i] + bias[i] + sum_j w[i, j] y[j].
+"""A dense matrix of long rows times one vector: out[i] = residual[i] + bias[i] + sum_j w[i, j] y[j].
 
 w (d, n) row-major with n beyond what registers hold (fc2 as stored, n = ffn), y (1, n) fp32. A program owns ROWS
 outputs and walks over the columns, the next CHUNK of them on its way before the present one is used; the first one is
@@ -13,7 +13,10 @@ from torch import Tensor
 from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
 from kernels.batched import dense_add
 
-ROWS, CHUNK, WARPS = 8, 1024, 8
+
+def wide_settings(d: int) -> tuple[int, int, int]:
+    """(rows of a program, columns of a step, warps) by width."""
+    return (8, 1024, 8) if d <= 4096 else (4, 2048, 8)
 
 
 def dense_wide_reference(y, weight, bias, residual, out, pdl=False) -> None:
@@ -77,7 +80,7 @@ def dense_wide(
     if batch > 1:
         dense_add(y, weight, bias, residual, out, pdl=pdl)
         return
-    rows, chunk, warps = settings or (ROWS, CHUNK, WARPS)
+    rows, chunk, warps = settings or wide_settings(d)
     pdl = use_pdl(pdl, y.device)
     _dense_wide_kernel[(triton.cdiv(d, rows),)](
         y,

@@ -6,7 +6,7 @@ for the heads i that row b selects; zeros for the others, whose K/V are not read
 range of BLOCK positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of a
 head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic.
 It also sets watermark[b, i] = position[b] + 1. Positions that were never written ("stale") are skipped through `valid`.
-Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + (b + W mean).
+Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
 q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32; watermark (B, h) int32.
 """
 
@@ -25,7 +25,7 @@ WARPS = {64: 4, 128: 8, 256: 16}
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial outputs (B*h, splits, head_dim), their maxima and sums (B*h, splits) fp32; tickets (B*h), zero between calls."""
+    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32; tickets (B*h), else zero."""
 
     partial: torch.Tensor
     largest: torch.Tensor
@@ -179,7 +179,10 @@ def flash_decode(
     mean: torch.Tensor | None = None,
     positions: int | None = None,
 ) -> None:
-    """See the module's formula; selection None = all heads; positions: of a program, 64, 128, 256. Errors: shapes, head dims, a CPU tensor."""
+    """See the module's formula; selection None = all heads; positions: of a program, 64, 128 or 256.
+
+    Errors: shapes, head dims, a CPU tensor.
+    """
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)

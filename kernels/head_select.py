@@ -5,8 +5,8 @@
     head i of row b is selected where <predictor[i], n[b]> + bias[i] > threshold; a tie or a NaN is not
 
 The selection is a `Selection` with one id a block: counts[i] = any row selects head i, row_bits[i] = which rows do.
-B rows, d model dimension, h heads, T positions of the cache. x (B, d) float32; predictor (h, d); bias (h), threshold (1)
-float32; position (B) int32; row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything; attn_in (B, T, d).
+B rows, d model dimension, h heads, T positions of the cache. x (B, d) fp32; predictor (h, d); bias (h), threshold (1)
+fp32; position (B) int32; row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything; attn_in (B, T, d).
 """
 
 import torch

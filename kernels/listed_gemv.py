@@ -1,9 +1,9 @@
 """Rows named by a selection times one vector: h[i] = relu(sum_j w[i, j] n[j] + bias[i]), the live ones as a list.
 
-n = LayerNorm(x) or x itself. x (1, d) fp32 (or as w, without a LayerNorm); w (n, d). A program owns every SHARE-th selected row of one block
-of the selection: its ids lie at known places, so no running sum of counts is needed; ids and count arrive together,
-and the rows after them. With `early` the list was written at least two launches ago (a look-ahead predictor), and the
-first row is asked for before the wait for the stage before, which only makes x.
+n = LayerNorm(x) or x itself. x (1, d) fp32 (or as w, without a LayerNorm); w (n, d). A program owns every SHARE-th
+selected row of one block of the selection: its ids lie at known places, so no running sum of counts is needed; ids and
+count arrive together, and the rows after them. With `early` the list was written at least two launches ago (a look-
+ahead predictor), and the first row is asked for before the wait for the stage before, which only makes x.
 Output: `LiveRows` with one range a program (ids, values, counts).
 """
 

@@ -1,4 +1,4 @@
-"""Look-ahead without stages of its own: an MLP predictor that reads `attn_in` rides with the attention's first two kernels.
+"""Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with the attention's first two kernels.
 
 Stage 1 (`site_predict`), one grid: programs < h decide a head each and keep attn_in; the others give A_ROWS of
     hidden[r] = act(down[r] . n),   n = LayerNorm(x)
@@ -32,8 +32,8 @@ def site_predict_reference(
 
 
 def qkv_select_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, mlp, hidden, mlp_threshold,
-    row_state, mlp_selection, policy="backfill", pdl=False,
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, mlp, hidden,
+    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
     qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy)

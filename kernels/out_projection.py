@@ -1,12 +1,12 @@
 """The output projection over the selected heads: y[b, i] = residual[b, i] + bias[i] + sum_j w[i, j] mixed[b, j].
 
-j runs over the columns of the selected heads; mixed (B, h * head_dim) fp32 is zero elsewhere; w (d, h * head_dim) as stored.
+j runs over the columns of the selected heads; mixed (B, h * head_dim) fp32 is zero elsewhere; w (d, h * head_dim).
 A head's columns of a row are 256 contiguous bytes at head dim 128, so the rows need no transposing: every output has
 one owner, and there are no partial sums, no atomics and no second pass; bias and residual cost nothing.
 
 The selection may be read before the wait for the attention kernel: it was written two launches earlier or more, and
-the launch before this one lets this one start only after it has waited for everything before it. So the rows are asked of the L2
-while attention, which leaves the memory idle, still runs.
+the launch before this one lets this one start only after it has waited for everything before it. So the rows are asked
+of the L2 while attention, which leaves the memory idle, still runs.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""fc2 over the live rows of one token: out[j] = residual[j] + bias[j] + sum_k h[k] w_t[ids[k], j], k over a packed list.
+"""fc2 over the live rows of one token: out[j] = residual[j] + bias[j] + sum_k h[k] w_t[ids[k], j] over a packed list.
 
-`pack` closes the gaps of a `LiveRows` list in one small kernel, in the list's order. `packed_rows` gives every program a narrow
-stripe of columns and the whole list: an output has one owner, so there are no partial sums to meet through memory, and
-the order of the sum is fixed. The next rows are always on their way before the present ones are used. All programs walk
-the list together, so neighbouring stripes find a row's memory page open. w_t (n, d), h fp32.
+`pack` closes the gaps of a `LiveRows` list in one small kernel, in the list's order. `packed_rows` gives every program
+a narrow stripe of columns and the whole list: an output has one owner, so there are no partial sums to meet through
+memory, and the order of the sum is fixed. The next rows are always on their way before the present ones are used. All
+programs walk the list together, so neighbouring stripes find a row's memory page open. w_t (n, d), h fp32.
 """
 
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ def _packed_kernel(
 
 def packed_settings(d: int) -> tuple[int, int, int]:
     """(columns of a program, rows of a step, warps) by width."""
-    return (32, 256, 8)
+    return (32, 256, 8) if d <= 4096 else (32, 128, 4)
 
 
 def packed_rows(

@@ -4,9 +4,9 @@
     k_cache[b, i, p]  = W_k[i] n(b, p) + b_k[i]   (v likewise)         p = watermark[b, i] .. t
     n(b, p)           = attn_in[b, p], the kept LayerNorm outputs
 
-weight (h, 3, head_dim, d) head-major: one head's rows are one contiguous range. bias (h, 3, head_dim). q (B, h, head_dim) fp32.
-k_cache, v_cache (B, h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel, the next stage, advances
-it, because other programs of the same head may still be reading it.
+weight (h, 3, head_dim, d) head-major: one head's rows are one contiguous range. bias (h, 3, head_dim). q (B, h,
+head_dim) fp32. k_cache, v_cache (B, h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel,
+the next stage, advances it, because other programs of the same head may still be reading it.
 Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 `qkv_dense` does all heads at t with the LayerNorm in its prologue: the dense engine needs neither attn_in nor a list.
@@ -35,7 +35,7 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 def qkv_settings(d: int) -> RowSettings:
     """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep."""
-    return RowSettings(2, 2, 8) if d <= 4096 else RowSettings(1, 2, 16)
+    return RowSettings(2, 2, 8) if d <= 4096 else RowSettings(2, 1, 4)
 
 
 def qkv_reference(

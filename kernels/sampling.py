@@ -8,7 +8,7 @@
 
 B rows, V tokens, d model dimension, T capacity. x, logits fp32; tokens (B, T) int32; every piece of state is a device
 tensor, so that one captured graph serves prompts, generation, scoring, any length and any seed:
-position, known (tokens given), limit (tokens at most), done, sparse_from, row_state (B) int32; stops (K) int32, -1 = none;
+position, known (tokens given), limit (tokens at most), done, sparse_from, row_state (B) int32; stops (K), -1 = none;
 temperature, top_p (B) fp32; seed (B) int32; nll (B, T) fp32 receives -log p of known tokens when scoring.
 """
 

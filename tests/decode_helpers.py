@@ -1,4 +1,4 @@
-"""A random OPT with kernel-sized heads, random predictors, and the masked forward pass that sparse decoding must equal."""
+"""A random OPT with kernel-sized heads, random predictors, and the masked forward pass that decoding must equal."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -52,7 +52,8 @@ class RandomBundle:
 
 
 def random_bundle(
-    model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"), dense_layers=(),
+    model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"),
+    dense_layers=(),
     means=False,
 ):  # fmt: skip
     """lookahead: half-blocks between a predictor's site and its target, cut off at the first site."""

@@ -1,4 +1,6 @@
-"""The decode engine in plain torch on the CPU: its logic (state, back-fill, look-ahead, rows of own lengths, errors)."""
+"""The decode engine in plain torch on the CPU: its state, back-fill, look-ahead, rows of own lengths, errors."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -93,7 +95,7 @@ def test_a_row_does_not_depend_on_its_mates(model):
 def test_reset_and_reuse(model):
     bundle = random_bundle(model)
     used = engine(model, bundle, batch=2)
-    for tensor in [*used.k, *used.v, *used.attn_in]:
+    for tensor in [*used.core.k, *used.core.v, *used.core.attn_in]:
         tensor.fill_(float("nan"))
     first = used.generate(rows_of(9, 5), 7, stop_tokens=())
     used.score(rows_of(30))
@@ -118,7 +120,7 @@ def test_sampling_follows_the_distribution(model):
         logits = model(torch.tensor([prompt])).logits[0, -1]
     for sampler in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=0.3)):
         draws = [
-            dense.generate([prompt], 1, sampling=Sampling(sampler.temperature, sampler.top_p, seed), stop_tokens=())[0][0]
+            dense.generate([prompt], 1, sampling=dataclasses.replace(sampler, seed=seed), stop_tokens=())[0][0]
             for seed in range(300)
         ]
         p = (logits / sampler.temperature).softmax(0)

@@ -1,6 +1,6 @@
 """The decode engine on a GPU: kernels against the masked forward pass, replay against eager, with and without PDL.
 
-    python -m pytest -m gpu tests/test_decode_gpu.py        (or run this file)
+python -m pytest -m gpu tests/test_decode_gpu.py        (or run this file)
 """
 
 import pytest
@@ -23,9 +23,10 @@ def rows_of(*lengths, seed=3):
 
 def poison(engine):
     """Caches, scratch and partial sums full of NaN: nothing may be read that was not written."""
-    for tensor in [*engine.k, *engine.v, *engine.attn_in, engine._q, engine._heads_out, engine._x, engine.logits]:
+    core = engine.core
+    for tensor in [*core.k, *core.v, *core.attn_in, core.q, core.heads_out, core.x, core.logits]:
         tensor.fill_(float("nan"))
-    for tensor in (engine._attention.partial, engine._attention.largest, engine._attention.total):
+    for tensor in (engine.core.attention.partial, engine.core.attention.largest, engine.core.attention.total):
         tensor.fill_(float("nan"))
 
 
@@ -67,7 +68,7 @@ def test_replay_equals_eager_bitwise(batch, lookahead):
     for prompts in (rows_of(20, 30, 5, 9)[:batch], rows_of(9, 5, 30, 20)[:batch], rows_of(64, 3, 3, 3)[:batch]):
         made = [engine.generate(prompts, 512, stop_tokens=()) for engine in engines]
         assert made[0] == made[1] == made[2]
-        logits = [engine.logits.clone() for engine in engines]
+        logits = [engine.core.logits.clone() for engine in engines]
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     together = engines[0].generate(rows_of(20, 30, 5, 9)[:batch], 100, stop_tokens=())
     again = engines[0].generate(rows_of(20, 30, 5, 9)[:batch][::-1], 100, stop_tokens=())[::-1]

@@ -35,7 +35,14 @@ def rows_of(*lengths, seed=3):
 def test_scores_equal_the_masked_forward_pass(model, device, options, engine_options):
     bundle = None if options is None else random_bundle(model, rank=5, **options)
     engine = DecodeEngine(model, bundle, device=device, context=16, **engine_options)
-    for tensor in [*engine.k, *engine.v, *engine.attn_in, engine._q, engine._heads_out, engine._x]:
+    for tensor in [
+        *engine.core.k,
+        *engine.core.v,
+        *engine.core.attn_in,
+        engine.core.q,
+        engine.core.heads_out,
+        engine.core.x,
+    ]:
         tensor.fill_(float("nan"))
     rows = rows_of(5, 4)[: engine.batch]
     for row, nll in zip(rows, engine.score(rows, 2), strict=True):

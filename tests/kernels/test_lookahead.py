@@ -22,7 +22,8 @@ def norm(d, device):
 
 
 @pytest.mark.parametrize(
-    ("n", "d", "rows", "activation", "bias"), [(7, 48, 1, "relu", True), (9, 40, 2, "none", False), (5, 64, 4, "relu", True)]
+    ("n", "d", "rows", "activation", "bias"),
+    [(7, 48, 1, "relu", True), (9, 40, 2, "none", False), (5, 64, 4, "relu", True)],
 )
 def test_dense_rows(device, n, d, rows, activation, bias):
     x, ln, weight = torch.randn(1, d, device=device) * 2 + 1, norm(d, device), torch.randn(n, d, device=device)
@@ -34,18 +35,26 @@ def test_dense_rows(device, n, d, rows, activation, bias):
 
 
 @pytest.mark.parametrize("state", [0, 1, 2])
-@pytest.mark.parametrize(("n_heads", "head_dim", "d", "rank", "n", "relu"), [(3, 16, 48, 7, 70, False), (2, 32, 64, 16, 128, True)])
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "d", "rank", "n", "relu"), [(3, 16, 48, 7, 70, False), (2, 32, 64, 16, 128, True)]
+)
 def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu):
     capacity = 5
     x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
     predictor, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
     mlp = PredictorWeights(
-        torch.randn(rank, d, device=device), torch.randn(n, rank, device=device), torch.randn(n, device=device), relu=relu
+        torch.randn(rank, d, device=device),
+        torch.randn(n, rank, device=device),
+        torch.randn(n, device=device),
+        relu=relu,
     )
     zero = torch.zeros(1, device=device)
     position = torch.tensor([3], dtype=torch.int32, device=device)
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
-    weight, weight_bias = torch.randn(n_heads, 3, head_dim, d, device=device), torch.randn(n_heads, 3, head_dim, device=device)
+    weight, weight_bias = (
+        torch.randn(n_heads, 3, head_dim, d, device=device),
+        torch.randn(n_heads, 3, head_dim, device=device),
+    )
     kept = torch.randn(1, capacity, d, device=device)
     watermark = torch.tensor([[3, 1, 0][:n_heads]], dtype=torch.int32, device=device)
     made = []
@@ -59,8 +68,27 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu):
         first(x, ln, predictor, bias, zero, position, row_state, attn_in, heads, mlp, hidden)
         q = torch.full((1, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((1, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        second(attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, order, mlp, hidden, zero, row_state, neurons)
-        made.append((attn_in, order, hidden, heads.indices(), heads.row_bits, q, k, v, neurons.indices(), neurons.row_bits))
+        second(
+            attn_in,
+            weight,
+            weight_bias,
+            heads,
+            position,
+            watermark,
+            None,
+            q,
+            k,
+            v,
+            order,
+            mlp,
+            hidden,
+            zero,
+            row_state,
+            neurons,
+        )
+        made.append(
+            (attn_in, order, hidden, heads.indices(), heads.row_bits, q, k, v, neurons.indices(), neurons.row_bits)
+        )
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-4, rtol=1e-4)
 
@@ -79,7 +107,9 @@ def test_listed_gemv(device, n, d, density, normed, early):
     torch.testing.assert_close(out.to_dense(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("n_heads", "head_dim", "d", "density"), [(3, 16, 40, 0.5), (4, 16, 64, 0.0), (2, 80, 33, None)])
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "d", "density"), [(3, 16, 40, 0.5), (4, 16, 64, 0.0), (2, 80, 33, None)]
+)
 def test_project_heads(device, n_heads, head_dim, d, density):
     width = n_heads * head_dim
     mixed, residual = torch.randn(1, width, device=device), torch.randn(1, d, device=device)
@@ -114,7 +144,11 @@ def test_packed_rows(device, n, d, density):
     h = torch.where(torch.rand(1, n, device=device) < density, torch.randn(1, n, device=device), 0.0)
     rows = LiveRows.empty(n, 1, device, programs=9)
     rows.set_dense(h)
-    weight, bias, residual = torch.randn(n, d, device=device), torch.randn(d, device=device), torch.randn(1, d, device=device)
+    weight, bias, residual = (
+        torch.randn(n, d, device=device),
+        torch.randn(d, device=device),
+        torch.randn(1, d, device=device),
+    )
     packed = PackedRows.empty(n, device)
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
     pack(rows, packed)

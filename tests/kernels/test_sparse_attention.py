@@ -1,4 +1,4 @@
-"""Head selection, q/k/v with back-fill and flash-decoding against their plain-torch references, with poisoned outputs."""
+"""Head selection, q/k/v with back-fill, flash-decoding against their plain-torch references, with poisoned outputs."""
 
 import pytest
 import torch

@@ -1,0 +1,67 @@
+"""The operations of a decoding step under one name each: the Triton kernels, or the same in plain torch."""
+
+from types import SimpleNamespace
+
+from dejavu_train import decode_reference
+from kernels import (
+    batched,
+    dense_gemv,
+    dense_wide,
+    flash_decode,
+    gather_gemv,
+    head_select,
+    listed_gemv,
+    lookahead,
+    out_projection,
+    packed_rows,
+    qkv,
+    sampling,
+    scatter_gemv,
+    select,
+    select_gather,
+)
+
+
+def operations(kind: str) -> SimpleNamespace:
+    """The step's operations: Triton kernels, or the same in plain torch."""
+    if kind == "triton":
+        return SimpleNamespace(
+            embed=sampling.embed,
+            head_select=head_select.head_select,
+            qkv=qkv.qkv,
+            site_predict=lookahead.site_predict,
+            qkv_select=lookahead.qkv_select,
+            qkv_dense=qkv.qkv_dense,
+            flash_decode=flash_decode.flash_decode,
+            predict_select=select.predict_select,
+            gather_gemv=gather_gemv.gather_gemv,
+            listed_gemv=listed_gemv.listed_gemv,
+            project_heads=out_projection.project_heads,
+            select_gather=select_gather.select_gather,
+            scatter_gemv=scatter_gemv.scatter_gemv,
+            pack=packed_rows.pack,
+            packed_rows=packed_rows.packed_rows,
+            dense_rows=dense_gemv.dense_rows,
+            dense_hidden=batched.dense_hidden,
+            dense_add=batched.dense_add,
+            dense_wide=dense_wide.dense_wide,
+            advance=sampling.advance,
+        )
+    return SimpleNamespace(
+        embed=sampling.embed_reference,
+        head_select=head_select.head_select_reference,
+        qkv=qkv.qkv_reference,
+        site_predict=lookahead.site_predict_reference,
+        qkv_select=lookahead.qkv_select_reference,
+        qkv_dense=qkv.qkv_dense_reference,
+        flash_decode=flash_decode.flash_decode_reference,
+        dense_rows=dense_gemv.dense_rows_reference,
+        dense_hidden=None,
+        dense_wide=dense_wide.dense_wide_reference,
+        advance=sampling.advance_reference,
+        predict_select=decode_reference.predict_select,
+        gather_gemv=decode_reference.gather_gemv,
+        listed_gemv=listed_gemv.listed_gemv_reference,
+        project_heads=out_projection.project_heads_reference,
+        scatter_gemv=decode_reference.scatter_gemv,
+    )
