@@ -47,26 +47,35 @@ def collect(
     activations: str | Path,
     seed: int = 0,
     revision: str | None = None,
+    full_hash: bool = False,
 ) -> ActivationManifest:
     """Make the activations folder complete: nothing if it is, else what is missing.
+
+    With ``full_hash`` the model is named by a hash over every byte of its weights rather than over samples.
 
     Raises:
         UserError: the model, the text, too little disk, or a folder that holds something else.
     """
     activations = Path(activations)
     with locked(activations / ".lock", f"another process is collecting into {activations}; waiting for it"):
-        return _collect(model_name, text, config, activations, seed, revision)
+        digest = weight_hash(model_name, full_hash, revision)
+        return _collect(model_name, digest, text, config, activations, seed, revision)
 
 
 def _collect(
-    model_name: str, text: TextSource, config: CollectConfig, activations: Path, seed: int, revision: str | None
+    model_name: str,
+    digest: str,
+    text: TextSource,
+    config: CollectConfig,
+    activations: Path,
+    seed: int,
+    revision: str | None,
 ) -> ActivationManifest:
     shape = read_shape(model_name, revision)
     if config.window > shape.max_positions:
         raise UserError(
             f"collect.window is {config.window}, but {model_name} has {shape.max_positions} positions; choose less"
         )
-    digest = weight_hash(model_name, revision=revision)
     request = config.request(seed)
     existing = ActivationManifest.load(activations) if (activations / "manifest.json").is_file() else None
     if existing is not None:

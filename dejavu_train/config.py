@@ -117,6 +117,8 @@ class RunConfig:
     """Commit or tag of a hub model."""
     output: str = "checkpoints/demo"
     """Folder of everything that is made."""
+    verify: Literal["sampled", "full"] = "sampled"
+    """Name the model by a hash over samples of its weights, or over every byte (slow for a large model)."""
     seed: int = 0
     """Of the text's order, the first values and the batches."""
     layers: str | int | None = None

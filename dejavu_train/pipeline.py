@@ -41,7 +41,9 @@ def run(config: RunConfig) -> None:
     if (output / "bundle" / "bundle.json").is_file():
         print(f"{output / 'bundle'} is complete; nothing to do")
         return
-    collect(config.model, config.text, config.collect, output / "activations", config.seed, config.revision)
+    full_hash = config.verify == "full"
+    activations = output / "activations"
+    manifest = collect(config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash)
 
     own = config.own_jobs(shape.n_layers)
     began = time.monotonic()
@@ -62,16 +64,17 @@ def run(config: RunConfig) -> None:
         return
     with locked(output / ".bundle.lock", "another process is writing the bundle; waiting for it"):
         if not (output / "bundle" / "bundle.json").is_file():
-            finish(config, output, jobs)
+            finish(config, output, jobs, manifest.weight_hash)
     print(f"bundle: {output / 'bundle'}")
 
 
-def finish(config: RunConfig, output: Path, jobs: Sequence[Job]) -> None:
+def finish(config: RunConfig, output: Path, jobs: Sequence[Job], weight_hash: str) -> None:
     """Calibrate, write the bundle, and show one table of all predictors."""
     windows = None
     if config.calibrate.sensitivity_tokens:
         windows = ShardReader(output / "activations", 0, "calibrate").windows()
     bundle = calibrate(output / "predictors", output / "activations", config.model, config.calibrate, windows)
+    bundle = dataclasses.replace(bundle, weight_hash=weight_hash)  # the kind of hash that the run asked for
     bundle.save_pretrained(output / "bundle")
     columns, rows = summary_rows(output, jobs)
     with replacing(output / "predictors" / "summary.csv") as path:
