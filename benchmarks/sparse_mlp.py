@@ -134,7 +134,8 @@ def plot(csv_path: str, folder: str | None) -> None:
         dense = next(float(r["p50_us"]) for r in mine if r["op"] == "dense" and r["provider"] == "cuBLAS")
         axis.axhline(dense, color="black", label="dense cuBLAS")
         axis.plot([0, 1], [0, dense], ":", color="grey", label="dense x density")
-        line("whole", "sparse", 0.6, "PDL inside", "whole, predictor counted (60 % live)", "o-")
+        line("whole", "sparse fused", 0.6, "PDL inside", "whole, predictor counted (60 % live)", "o-")
+        line("whole", "sparse atomic", 0.6, "", "the same, atomic adds", "o:")
         line("mlp", "sparse", 0.6, "", "fc1 + fc2 only (60 % live)", "s-")
         line("mlp", "sparse", 1.0, "", "fc1 + fc2 only (all live)", "^--")
         line("mlp", "torch indexing", 0.6, "", "torch indexing", "x-")
@@ -171,9 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         "--ops", nargs="*", default=["fc1", "fc2", "down", "select", "fused", "fc2a"], help="with --sweep: which stages"
     )
     parser.add_argument("--settings", metavar="JSON", help="launch settings that a sweep found, instead of the table")
-    parser.add_argument(
-        "--warm", action="store_true", help="only compile: several processes fill the cache side by side"
-    )
+    parser.add_argument("--warm", action="store_true", help="only compile: several processes fill the cache")
     parser.add_argument("--plot", metavar="CSV", help="draw committed rows; no GPU needed")
     arguments = parser.parse_args(argv)
     if arguments.plot:

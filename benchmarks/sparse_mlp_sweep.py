@@ -195,7 +195,7 @@ def sweep(
         for op in ops:
             chosen: Any = None
             for density in densities if op in ("fc1", "fc2", "fused") else densities[:1]:
-                results = defaultdict(list)
+                results: dict[bool, list[tuple[float, str, Any]]] = defaultdict(list)
                 problem.set_density(density)
                 for settings in CANDIDATES[op](d):
                     if op == "fc2l" and settings[0] != problem.fc1_settings.programs:
@@ -225,14 +225,14 @@ def sweep(
         problem.separate_norm = best_us.get("norm", 1e9) < best_us.get("down", 0.0)
         write_best(Path(path).with_suffix(".json"), d, problem)
         problem.set_density(densities[0])
-        for name, step in (
+        for name, whole in (
             ("whole", problem.step_whole),
             ("fused", problem.step_fused),
             ("atomic", problem.step_atomic),
             ("mlp", problem.step_mlp),
             ("predict", problem.step_predict),
         ):
-            times = measure(step, sets)
+            times = measure(whole, sets)
             print(f"sweep {name} d {d} density {densities[0]} with the best: {times[1]:.2f}", flush=True)
         del problem
         torch.cuda.empty_cache()

@@ -260,6 +260,19 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
     if rows_per_id > 1:  # a head a split: its rows are one contiguous range
         return ScatterSettings(stripe=128, splits=min(blocks, 64), rows=32, warps=4, slots=1)
     slots = min(8, max(2, next_power_of_two(capacity // 8)))
+    if d <= 2048:
+        return ScatterSettings(stripe=128, splits=min(16, blocks), rows=32, warps=4, slots=slots)
     splits, rows = (64, 8) if d <= 5120 else (72 if d <= 9216 else 96, 4)
-    stripe = 1024 if d % 1024 == 0 and d > 2048 else 512
+    stripe = 1024 if d % 1024 == 0 else 512
     return ScatterSettings(stripe, min(splits, blocks), rows, stripe // 256, slots, stream=True)
+
+
+# Density from which the dense MLP is faster than the sparse one with its predictor (rank d / 16, all selected rows
+# live), measured at batch 1: benchmarks/results/sparse_mlp.csv. For a choice at capture time.
+DENSE_FROM = ((2048, 0.14), (4096, 0.67), (5120, 0.79), (7168, 0.64), (9216, 0.86), (12288, 0.89))
+
+
+def sparse_pays(d: int, density: float) -> bool:
+    """Whether a sparse MLP of width d at this density beats the dense one; between two widths, the narrower decides."""
+    limits = [limit for width, limit in DENSE_FROM if width <= d] or [DENSE_FROM[0][1]]
+    return density < limits[-1]

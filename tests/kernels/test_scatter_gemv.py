@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.gather_gemv import LiveRows, gather_gemv, gather_gemv_reference
-from kernels.launch import INTERPRET, ScatterSettings
+from kernels.launch import INTERPRET, ScatterSettings, sparse_pays
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.scatter_gemv import ScatterScratch, scatter_gemv, scatter_gemv_reference
 from kernels.select import PredictorWeights, Selection, predict_reference, predict_select
@@ -103,6 +103,11 @@ def test_a_stream_of_rows(d, deterministic, device):
                          deterministic=deterministic)  # fmt: skip
             torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
         assert not scratch.tickets.any()
+
+
+def test_sparse_pays_below_the_measured_crossing():
+    assert sparse_pays(4096, 0.1) and sparse_pays(12288, 0.5) and sparse_pays(20480, 0.5)
+    assert not sparse_pays(4096, 0.7) and not sparse_pays(64, 0.2) and not sparse_pays(9216, 1.0)
 
 
 def test_splits_beyond_the_list(device):
