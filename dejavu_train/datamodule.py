@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from dejavu_train.errors import UserError
 from dejavu_train.shards import ShardReader
 
+MOST_ROWS = 16_384  # of one read into memory
+
 RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
 
 
@@ -150,9 +152,9 @@ class Resident:
     def __init__(self, streamed: BlockShuffled, device: torch.device) -> None:
         began = time.perf_counter()
         self.epoch, self.streamed = streamed.epoch, streamed
-        stretches = sorted(streamed.stretches(streamed.rank))
+        stretches = _joined(streamed.stretches(streamed.rank), MOST_ROWS)
         self.rows = {
-            name: torch.cat([reader.read_stored(dataset, start, stop).to(device) for start, stop in stretches])
+            name: torch.cat([reader.read_stored(dataset, start, stop, device) for start, stop in stretches])
             for name, (reader, dataset) in streamed.sources.items()
         }
         self._read_seconds = time.perf_counter() - began
@@ -176,6 +178,17 @@ class Resident:
             batch: RawBatch = {name: tensor[chosen] for name, tensor in self.rows.items()}
             batch["seconds"] = time.perf_counter() - began
             yield batch
+
+
+def _joined(stretches: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """In order, neighbours joined up to ``most`` rows: few large reads."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(stretches):
+        if joined and joined[-1][1] == start and stop - joined[-1][0] <= most:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 class ShardDataModule(lightning.LightningDataModule):

@@ -251,8 +251,8 @@ class ShardReader:
         tensor = self.read_stored(name, start, stop)
         return unpack_bits(tensor, self.manifest.shape.d_ffn) if name == "mlp_active" else tensor
 
-    def read_stored(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start`` .. ``stop`` - 1 of one dataset.
+    def read_stored(self, name: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        """Rows ``start`` .. ``stop`` - 1 of one dataset, on ``device`` (and checked there, faster than on a CPU).
 
         Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16; ``mlp_active`` (N, ceil(d_ffn / 8)) uint8;
             ``head_norm`` (N, n_heads) float16; ``token``, ``document``, ``position`` (N) int32; ``generated`` (N)
@@ -265,7 +265,7 @@ class ShardReader:
         for shard in range(len(self._paths)):
             first, last = int(self._starts[shard]), int(self._starts[shard + 1])
             if start < last and stop > first:
-                pieces.append(self._read(shard, name, max(start, first) - first, min(stop, last) - first))
+                pieces.append(self._read(shard, name, max(start, first) - first, min(stop, last) - first, device))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def iterate(self, *names: str) -> Iterator[tuple[Tensor, ...]]:
@@ -278,13 +278,13 @@ class ShardReader:
         tokens, positions = self.read("token", 0, self.rows).numpy(), self.read("position", 0, self.rows).numpy()
         return [part.tolist() for part in np.split(tokens, np.flatnonzero(positions == 0)[1:])]
 
-    def _read(self, shard: int, name: str, start: int, stop: int) -> Tensor:
+    def _read(self, shard: int, name: str, start: int, stop: int, device: torch.device | None) -> Tensor:
         path = self._paths[shard]
         try:
             values = self._open(shard)[name][start:stop]
         except (OSError, KeyError, RuntimeError) as error:
             raise UserError(f"the shard {path} is damaged ({_first_line(error)}); {COLLECT_AGAIN}") from None
-        tensor = torch.from_numpy(values)
+        tensor = torch.from_numpy(values).to(device)
         if name in HIDDEN and self.manifest.storage == "bfloat16":
             tensor = tensor.view(torch.bfloat16)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
