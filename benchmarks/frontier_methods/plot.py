@@ -20,12 +20,26 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def envelope(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The lowest increase reached at each number of bytes or fewer.
+
+    >>> envelope([(0.1, 2.0), (0.2, 3.0), (0.3, 1.0)])
+    [(0.1, 2.0), (0.3, 1.0)]
+    """
+    best: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not best or y < best[-1][1]:
+            best.append((x, y))
+    return best
+
+
 def picked(rows: list[dict[str, str]], chosen_on: list[dict[str, str]]) -> list[tuple[float, float]]:
     """One point per budget of a family of variants: the variant with the least divergence on ``choose`` there.
 
     Args:
         rows: report rows of the family.
-        chosen_on: its rows on ``choose``; without any all report rows are returned.
+        chosen_on: its rows on ``choose``. Without any, as for training-free baselines, the best on report is drawn,
+            which flatters them.
     Returns: (share of bytes, increase), rising in bytes.
     """
     known: dict[str, list[tuple[float, float]]] = {}
@@ -49,10 +63,10 @@ def picked(rows: list[dict[str, str]], chosen_on: list[dict[str, str]]) -> list[
         budgets.setdefault(row["asked"] or f"{float(row['mlp_share']):.2f}", []).append(row)
     found = []
     for found_rows in budgets.values():
-        judged = [row for row in found_rows if divergence(row) < math.inf] if known else []
-        best = [min(judged, key=divergence)] if judged else ([] if known else found_rows)
+        judged = [row for row in found_rows if divergence(row) < math.inf] if known else found_rows
+        best = [min(judged, key=divergence)] if known and judged else judged
         found += [(float(row["mlp_share"]), float(row["increase"])) for row in best]
-    return sorted(found)
+    return sorted(found) if known else envelope(found)
 
 
 FAMILIES = (
@@ -83,7 +97,7 @@ def draw(path: Path) -> Path:
         for row in read_rows(path)
         if row["section"] in ("reference", "svd", "sketch", "trained", "cascade")
         and row["set"] in ("report", "choose")
-        and row["sharing"] == "measured"
+        and (row["sharing"] == "measured" or (row["sharing"] == "as trained" and row["section"] == "cascade"))
     ]
     try:
         import matplotlib
