@@ -1,11 +1,11 @@
 """Times launch settings of the stages of a sparse MLP, one stage at a time; the table in kernels/launch.py comes
-from these rows. Stages run as plain nodes and as a PDL chain; the best by PDL time is printed for each density."""
+from these rows. A stage runs as a PDL chain of itself, each link on weights of its own."""
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def apply(problem: Problem, op: str, settings: Any) -> None:
     problem.make_lists()
 
 
-def stage(problem: Problem, op: str) -> Callable[[int, bool], None]:
+def stage(problem: Problem, op: str) -> Callable[..., None]:
     return {
         "fc1": problem.first,
         "fc2": problem.second_fused,
@@ -142,11 +142,11 @@ def variant(op: str, settings: Any) -> str:
 def compile_share(widths: list[int], ops: list[str], share: str) -> None:
     """Compile every i-th variant on a small matrix: several processes fill the cache side by side."""
     index, count = (int(part) for part in share.split("/"))
-    work = [(d, op, settings, pdl) for d in widths for op in ops for settings in CANDIDATES[op](d) for pdl in (1,)]
+    work = [(d, op, settings) for d in widths for op in ops for settings in CANDIDATES[op](d)]
     seen: set[Any] = set()
     problem: Problem | None = None
-    for d, op, settings, pdl in work:
-        key = (d, pdl, variant(op, settings))
+    for d, op, settings in work:
+        key = (d, variant(op, settings))
         if key in seen:
             continue
         seen.add(key)
@@ -157,7 +157,7 @@ def compile_share(widths: list[int], ops: list[str], share: str) -> None:
             problem.thresholds = [torch.zeros(1, device="cuda")]
         try:
             apply(problem, op, settings)
-            stage(problem, op)(0, bool(pdl))
+            stage(problem, op)(0, True)
         except Exception as error:
             print("compile", key, repr(error)[:200], flush=True)
     torch.cuda.synchronize()
@@ -195,7 +195,7 @@ def sweep(
         for op in ops:
             chosen: Any = None
             for density in densities if op in ("fc1", "fc2", "fused") else densities[:1]:
-                results: dict[bool, list[tuple[float, str, Any]]] = defaultdict(list)
+                results: list[tuple[float, str, Any]] = []
                 problem.set_density(density)
                 for settings in CANDIDATES[op](d):
                     if op == "fc2l" and settings[0] != problem.fc1_settings.programs:
@@ -206,20 +206,17 @@ def sweep(
                         apply(problem, op, settings)
                         problem.fill()
                         size, step = problem.bytes()["down" if op == "norm" else op.rstrip("al")], stage(problem, op)
-                        for pdl in (True,):
-                            times = measure(lambda i, step=step, pdl=pdl: step(i, pdl), sets, repeats=9)
-                            edges = "PDL chain" if pdl else "plain edges"
-                            rows.add(BenchRow(op, "sweep", problem.n, d, density, 0.6, 1, d // 16, "fp16", *times, size,
-                                              size / times[1] / 1e3, f"{label(settings)}, {edges}"))  # fmt: skip
-                            results[pdl].append((times[1], label(settings), settings))
+                        times = measure(partial(step, pdl=True), sets, repeats=9)
+                        rows.add(BenchRow(op, "sweep", problem.n, d, density, 0.6, 1, d // 16, "fp16", *times, size,
+                                          size / times[1] / 1e3, f"{label(settings)}, PDL chain"))  # fmt: skip
+                        results.append((times[1], label(settings), settings))
                     except Exception as error:
                         print(op, d, label(settings), repr(error)[:200], flush=True)
-                for pdl in (True,):
-                    best = ", ".join(f"{t:.2f} [{name}]" for t, name, _ in sorted(results[pdl], key=lambda r: r[0])[:4])
-                    print(f"sweep {op} d {d} density {density} pdl {pdl}: {best}", flush=True)
-                if results[True] and density == densities[0]:
-                    chosen = min(results[True], key=lambda r: r[0])[2]
-                    best_us[op] = min(results[True], key=lambda r: r[0])[0]
+                results.sort(key=lambda r: r[0])
+                best = ", ".join(f"{t:.2f} [{name}]" for t, name, _ in results[:4])
+                print(f"sweep {op} d {d} density {density}: {best}", flush=True)
+                if results and density == densities[0]:
+                    best_us[op], _, chosen = results[0]
             if chosen is not None:
                 apply(problem, op, chosen)
         problem.separate_norm = best_us.get("norm", 1e9) < best_us.get("down", 0.0)

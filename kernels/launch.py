@@ -261,7 +261,7 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
         return ScatterSettings(stripe=128, splits=min(blocks, 64), rows=32, warps=4, slots=1)
     slots = min(8, max(2, next_power_of_two(capacity // 8)))
     if d <= 2048:
-        return ScatterSettings(stripe=128, splits=min(16, blocks), rows=32, warps=4, slots=slots)
+        return ScatterSettings(128, min(16, blocks), rows=32, warps=4, slots=8 if capacity >= 32 else slots)
     splits, rows = (64, 8) if d <= 5120 else (72 if d <= 9216 else 96, 4)
     stripe = 1024 if d % 1024 == 0 else 512
     return ScatterSettings(stripe, min(splits, blocks), rows, stripe // 256, slots, stream=True)
