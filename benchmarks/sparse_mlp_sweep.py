@@ -88,7 +88,7 @@ def label(settings: Any) -> str:
     return "b{} w{}".format(*settings)
 
 
-CANDIDATES = {
+CANDIDATES: dict[str, Callable[[int], Iterator[Any]]] = {
     "fc1": fc1_candidates,
     "fc2": fc2_candidates,
     "fc2a": fc2_candidates,

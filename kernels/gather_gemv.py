@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.batch_kernels import gather_dot_kernel
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
@@ -233,93 +234,6 @@ def _gather_kernel(
         tl.store(live_counts_ptr + pid, written)
 
 
-@triton.jit(do_not_specialize=["n", "n_blocks", "slots", "batch"])
-def _gather_dot_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    scale_ptr,
-    ids_ptr,
-    counts_ptr,
-    row_bits_ptr,
-    out_ptr,
-    live_ids_ptr,
-    live_counts_ptr,
-    n,
-    n_blocks,
-    slots,
-    batch,
-    D: tl.constexpr,
-    BATCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEL_BLOCKS: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    RELU: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """2 to 32 batch rows on the tensor cores: ROWS gathered weight rows are M, the padded batch is N."""
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
-    k = tl.arange(0, BLOCK)
-    b = tl.arange(0, BATCH)
-    wait_for_predecessor(PDL)
-    if counts_ptr is not None:
-        block_index = tl.arange(0, SEL_BLOCKS)
-        counts = tl.load(counts_ptr + block_index, mask=block_index < n_blocks, other=0)
-        running = tl.cumsum(counts, 0)
-        total = tl.sum(counts, 0) * GROUP
-    else:
-        total = n
-    first = ((pid.to(tl.int64) * total) // programs).to(tl.int32)
-    last = (((pid + 1).to(tl.int64) * total) // programs).to(tl.int32)
-    written = 0
-    for start in range(first, last, ROWS):
-        items = start + tl.arange(0, ROWS)
-        valid = items < last
-        if ids_ptr is not None:
-            slot = list_slots_wide(items // GROUP, running, SEL_BLOCK, SEL_BLOCKS)
-            index = tl.load(ids_ptr + slot, mask=valid, other=0)
-            rows = index * GROUP + items % GROUP
-            bits = tl.load(row_bits_ptr + index, mask=valid, other=0)
-        else:
-            rows = items
-        row_ptrs = w_ptr + rows.to(tl.int64)[:, None] * D + k[None, :]
-        x_ptrs = x_ptr + b[None, :] * D + k[:, None]
-        acc = tl.zeros((ROWS, BATCH), tl.float32)
-        for column in tl.range(0, D, BLOCK, num_stages=STAGES):
-            inside = k + column < D
-            w = tl.load(row_ptrs + column, mask=valid[:, None] & inside[None, :], other=0.0)
-            x = tl.load(x_ptrs + column, mask=inside[:, None] & (b < batch)[None, :], other=0.0)
-            acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision="ieee")
-        y = acc
-        if scale_ptr is not None:
-            y = y * tl.load(scale_ptr + rows, mask=valid, other=0.0)[:, None]
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
-        if RELU:
-            y = tl.where(y <= 0, 0.0, y)
-        if ids_ptr is not None:
-            y = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, y, 0.0)
-        y = tl.where((b < batch)[None, :], y, 0.0)
-        store = valid[:, None] & (b < batch)[None, :]
-        if live_ids_ptr is not None:
-            live = valid & (tl.sum((y != 0).to(tl.int32), 1) > 0)
-            rank = written + tl.cumsum(live.to(tl.int32), 0) - 1
-            tl.store(live_ids_ptr + pid * slots + rank, rows, mask=live)
-            place = (pid * slots + rank)[:, None] * batch + b[None, :]
-            tl.store(out_ptr + place, y, mask=store & live[:, None])
-            written += tl.sum(live.to(tl.int32), 0)
-        else:
-            place = b[None, :].to(tl.int64) * n + rows[:, None]
-            tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=store)
-    if live_ids_ptr is not None:
-        tl.store(live_counts_ptr + pid, written)
-
-
 def gather_gemv(
     x: Tensor,
     weight: Tensor,
@@ -432,7 +346,7 @@ def gather_gemv(
             normalised_out = torch.empty(x.shape, dtype=x.dtype if quantized else weight.dtype, device=x.device)
         layer_norm(x, ln, normalised_out, pdl)
         x = normalised_out
-    _gather_dot_kernel[(programs,)](
+    gather_dot_kernel[(programs,)](
         x,
         weight,
         bias,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.batch_kernels import select_dot_kernel, store_selection
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
@@ -26,6 +27,8 @@ from kernels.launch import (
     wait_for_predecessor,
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+
+_store_selection = store_selection  # the name under which other kernels of this package know it
 
 
 @dataclass(frozen=True)
@@ -158,14 +161,6 @@ def predict_select_reference(
     return mask
 
 
-@triton.jit
-def _store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr):
-    """chosen (BLOCK,) int32 0/1: the ids of the ones, packed to the front of the block's slots."""
-    place = pid * BLOCK + tl.cumsum(chosen, 0) - 1
-    tl.store(ids_ptr + place, rows, mask=chosen != 0)
-    tl.store(counts_ptr + pid, tl.sum(chosen, 0))
-
-
 @triton.jit(do_not_specialize=["n"])
 def _select_kernel(
     hidden_ptr,
@@ -228,68 +223,7 @@ def _select_kernel(
         chosen = (chosen & (state > 0)) | (inside & (state == 2))
     bits = chosen.to(tl.int32)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
-    _store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
-
-
-@triton.jit(do_not_specialize=["n", "batch"])
-def _select_dot_kernel(
-    hidden_ptr,
-    up_ptr,
-    up_scale_ptr,
-    bias_ptr,
-    threshold_ptr,
-    threshold,
-    row_state_ptr,
-    ids_ptr,
-    counts_ptr,
-    row_bits_ptr,
-    logits_ptr,
-    n,
-    batch,
-    RANK: tl.constexpr,
-    BATCH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """2 to 32 batch rows. The fp32 hidden state enters the 16-bit product as two terms, so it is not rounded."""
-    pid = tl.program_id(0)
-    rows = pid * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < n
-    b = tl.arange(0, BATCH)
-    r = tl.arange(0, CHUNK)
-    wait_for_predecessor(PDL)
-    acc = tl.zeros((BLOCK, BATCH), tl.float32)
-    for first in tl.range(0, RANK, CHUNK):
-        column = first + r
-        tile_ptrs = up_ptr + rows.to(tl.int64)[:, None] * RANK + column[None, :]
-        tile = tl.load(tile_ptrs, mask=inside[:, None] & (column < RANK)[None, :], other=0.0).to(DOT)
-        z_ptrs = hidden_ptr + b[None, :] * RANK + column[:, None]
-        z = tl.load(z_ptrs, mask=(column < RANK)[:, None] & (b < batch)[None, :], other=0.0)
-        high = z.to(DOT)
-        acc = tl.dot(tile, high, acc, input_precision="ieee")
-        if DOT != tl.float32:
-            acc = tl.dot(tile, (z - high.to(tl.float32)).to(DOT), acc)
-    logits = acc
-    if up_scale_ptr is not None:
-        logits = logits * tl.load(up_scale_ptr + rows, mask=inside, other=0.0)[:, None]
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-    valid = inside[:, None] & (b < batch)[None, :]
-    if logits_ptr is not None:
-        tl.store(logits_ptr + b[None, :].to(tl.int64) * n + rows[:, None], logits, mask=valid)
-    if threshold_ptr is not None:
-        limit = tl.load(threshold_ptr)
-    else:
-        limit = threshold
-    chosen = (logits > limit) & valid
-    if row_state_ptr is not None:
-        state = tl.load(row_state_ptr + b, mask=b < batch, other=0)[None, :]
-        chosen = (chosen & (state > 0)) | (valid & (state == 2))
-    bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
-    tl.store(row_bits_ptr + rows, bits, mask=inside)
-    _store_selection((bits != 0).to(tl.int32), rows, pid, ids_ptr, counts_ptr, BLOCK)
+    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
 
 
 def predict_select(
@@ -389,7 +323,7 @@ def select_rows(
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
-        _select_dot_kernel[grid](
+        select_dot_kernel[grid](
             hidden, *common, *outputs, n, batch, RANK=rank, BATCH=max(16, next_power_of_two(batch)),
             CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=has_pdl,
             num_warps=4, launch_pdl=use_pdl,
