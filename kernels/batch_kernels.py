@@ -1,7 +1,8 @@
 """Batches of 2 to 32 rows on the tensor cores: the kernels behind `gather_gemv` and `select_rows` for B > 1.
 
-y[b, i] = act(sum_j w[i, j] x[b, j] + bias[i]) for listed rows i, and logits[b, i] = sum_r up[i, r] z[b, r] + bias[i] with
-the threshold: see gather_gemv.py and select.py, whose wrappers check the inputs and whose references these must equal.
+y[b, i] = act(sum_j w[i, j] x[b, j] + bias[i]) for listed rows i, and
+logits[b, i] = sum_r up[i, r] z[b, r] + bias[i] with the threshold: see gather_gemv.py and select.py, whose wrappers
+check the inputs and whose references these must equal.
 """
 
 import triton
