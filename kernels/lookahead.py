@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
+from kernels.batch_kernels import store_selection
 from kernels.dense_gemv import RowSettings
 from kernels.head_select import head_select_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.qkv import POLICIES, _qkv_rows, qkv_reference, qkv_settings, row_or, write_order
-from kernels.select import PredictorWeights, Selection, _store_selection, predict_select_reference
+from kernels.select import PredictorWeights, Selection, predict_select_reference
 
 
 def site_predict_reference(
@@ -243,7 +244,7 @@ def _qkv_select_kernel(
         chosen = (((logits > tl.load(mlp_threshold)) & (state > 0)) | (state == 2)) & inside
         bits = chosen.to(tl.int32)
         tl.store(mlp_bits + rows, bits, mask=inside)
-        _store_selection(bits, rows, pid, ids, counts, BLOCK)
+        store_selection(bits, rows, pid, ids, counts, BLOCK)
     else:
         start_dependents(PDL)
         if pid == N_BLOCKS:
