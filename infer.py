@@ -1,9 +1,13 @@
 """Reads a bundle, writes results: python infer.py --config configs/infer/opt-mini.yaml [--option value ...]."""
 
+import os
 import sys
 
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.inference import main
-
 if __name__ == "__main__":
+    # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from dejavu_train.errors import exit_on_user_error
+    from dejavu_train.inference import main
+
     sys.exit(exit_on_user_error(main))
