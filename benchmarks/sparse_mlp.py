@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script, also run where nothing is installed
 
-from benchmarks.harness import BenchRow, Rows, measure, read_rows, sets_for  # noqa: E402
+from benchmarks.harness import BenchRow, Rows, measure, read_rows, sets_for
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 # The original's kernels on the same GPU model, microseconds, fc1 + fc2 without selection (its own autotune's best).

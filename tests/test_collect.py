@@ -62,6 +62,7 @@ def test_heads_may_be_measured_whole(tiny_opt, text_file, tmp_path):
         **COLLECT | {"train_tokens": 300, "choose_tokens": 100, "calibrate_tokens": 100}, head_criterion="norm"
     )
     manifest = collect(str(tiny_opt), TextSource(source=str(text_file)), config, tmp_path / "a")
+    assert 0 <= manifest.text["report_8grams_in_train"] < 1
     assert not LayerWeights.load(tmp_path / "a", 0, manifest.weight_hash).head_mean.any()
 
 
