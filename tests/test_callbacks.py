@@ -10,7 +10,7 @@ from dejavu_train.lit_predictor import LitPredictor
 
 
 @pytest.fixture
-def fit(tiny_opt, text_file):
+def fit(tiny_opt, text_file, tmp_path_factory):
     """Fit a heads predictor for eight steps with some callbacks; returns the trainer."""
 
     def run(*watching):
@@ -21,6 +21,7 @@ def fit(tiny_opt, text_file):
             accelerator="cpu", max_steps=8, val_check_interval=4, check_val_every_n_epoch=None, logger=False,
             enable_checkpointing=True, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             callbacks=list(watching), plugins=[AtomicCheckpointIO()],
+            default_root_dir=tmp_path_factory.mktemp("trainer"),
         )  # fmt: skip
         trainer.fit(module, datamodule=data)
         return trainer
