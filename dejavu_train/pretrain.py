@@ -307,9 +307,6 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
 
     loss_function = torch.compile(training_loss) if config.compile else training_loss
     model.train()
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    if step:
-        base_rates = [[config.learning_rate for _ in optimizer.param_groups] for optimizer in optimizers]
     bar = tqdm(total=config.steps, initial=step, desc="pretraining", unit="step", disable=None)
     first, began, saved_at, offset = step, time.monotonic(), time.monotonic(), elapsed
     entropy = torch.zeros(())
@@ -320,9 +317,9 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
         if progress >= 1:
             break
         factor = learning_rate_factor(progress, step, config.warmup_steps)
-        for optimizer, rates in zip(optimizers, base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * factor
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, entropy = loss_function(model, sampler(step), config.l1)
         loss.backward()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.errors import UserError
-from dejavu_train.files import sha256_text
+from dejavu_train.files import replacing, sha256_text
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +192,6 @@ def hash_paragraphs(texts: Iterable[str]) -> np.ndarray:
 
 def write_paragraph_hashes(path: str | Path, hashes: np.ndarray) -> None:
     """Store sorted hashes as LZMA-compressed differences, bytes of equal weight side by side."""
-    from dejavu_train.files import replacing
-
     differences = np.diff(hashes, prepend=np.uint32(0)).astype("<u4")
     planes = differences.view(np.uint8).reshape(-1, 4).T
     with replacing(path) as temporary:
