@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.frontier_methods import head_sections, sections
+from benchmarks.frontier_methods import cascade_sections, head_sections, sections, variants
 from benchmarks.frontier_methods.plot import draw
 from benchmarks.frontier_methods.study import GPU_SIZES, Sizes, Study, open_study
 from dejavu_train.errors import UserError, exit_on_user_error
@@ -35,7 +35,7 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
         shares = sections.BRIEF_SHARES
     work: dict[str, Callable[[], object]] = {
         "winners": lambda: sections.winners(study, shares, full),
-        "cascades": lambda: sections.cascades(study, shares, full),
+        "cascades": lambda: cascade_sections.cascades(study, shares, full),
         "references": lambda: sections.references(study, shares),
         "training_free": lambda: sections.training_free(study, shares, full),
         "original": lambda: sections.original(study, shares),
@@ -47,10 +47,10 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
         work |= {
             "head_look_ahead": lambda: head_sections.look_ahead(study),
             "block": lambda: head_sections.whole_block(study),
-            "look_ahead": lambda: sections.look_ahead(study, (0.08, 0.10, 0.13, 0.15, 0.20), True),
-            "tuning": lambda: sections.tuning(study),
-            "losses_and_starts": lambda: sections.losses_and_starts(study),
-            "bytes": lambda: sections.bytes_section(study, shares),
+            "look_ahead": lambda: variants.look_ahead(study, (0.08, 0.10, 0.13, 0.15, 0.20), True),
+            "tuning": lambda: variants.tuning(study),
+            "losses_and_starts": lambda: variants.losses_and_starts(study),
+            "bytes": lambda: variants.bytes_section(study, shares),
         }
     return work
 

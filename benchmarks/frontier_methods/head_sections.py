@@ -1,11 +1,13 @@
 """The table's rows about heads, and about the whole block."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.frontier_methods import baselines
+from benchmarks.frontier_methods.cascade_sections import second_thresholds
 from benchmarks.frontier_methods.heads import (
     CRITERIA,
     HeadCriterion,
@@ -13,10 +15,11 @@ from benchmarks.frontier_methods.heads import (
     fit_heads,
     importance_rows,
     make_head_plan,
+    refine,
 )
 from benchmarks.frontier_methods.plan import Plan
 from benchmarks.frontier_methods.predictors import Predictors, SharedDown
-from benchmarks.frontier_methods.sections import fitted, scaled, second_thresholds
+from benchmarks.frontier_methods.sections import fitted, scaled
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tune import TuneConfig, fold_thresholds, tune
@@ -36,8 +39,41 @@ def plan_of(study: Study, scorer: Any, replacement: torch.Tensor | None) -> Head
     return make_head_plan(study.model, scorer, study.sets["calibrate"], study.probe_parts(), replacement)
 
 
+def meeting(study: Study, plan: HeadPlan, mean: float, densities: Sequence[float], rest: torch.Tensor | None) -> Gates:
+    """Gates that select ``mean`` of all heads on ``choose``: layers that follow sparse ones select more or less than on
+    the dense model, and methods are compared at equal density."""
+    shift = 0.0
+    for _ in range(4):
+        moved = [d if d >= 1.0 else max(0.01, d + shift) for d in densities]
+        gates = Gates(study.model, heads=plan.scorer, head_thresholds=plan.thresholds(moved), replacement=rest)
+        study.choose.score(gates)
+        gap = mean - gates.report()["head_density"]
+        if abs(gap) < 5e-4:
+            break
+        shift += gap * len(densities) / max(1, sum(d < 1.0 for d in densities))
+    return gates
+
+
+def shared_rows(
+    study: Study,
+    method: str,
+    plan: HeadPlan,
+    rest: torch.Tensor | None,
+    mean: float,
+    sharings: Sequence[str],
+    **more: Any,
+) -> None:
+    """Rows of one scorer at equal density, its budget shared out in several ways; ``joint`` is ``measured`` refined."""
+    for sharing in sharings:
+        densities = plan.densities(mean, "measured" if sharing == "joint" else sharing)
+        if sharing == "joint":
+            densities = refine(plan, densities, study.probe_parts(), rest)
+        gates = meeting(study, plan, mean, densities, rest)
+        head_row(study, method, sharing, gates, mean, **more)
+
+
 def criteria(study: Study, full: bool) -> None:
-    """True importances by each criterion, skipped heads dropped or replaced by their mean, three ways to share out."""
+    """True importances by each criterion, skipped heads dropped or replaced by their mean, ways to share out."""
     model, statistics = study.model, study.statistics
     full = full and not study.brief
     for name in CRITERIA if full else ("norm_after", "fisher"):
@@ -45,14 +81,14 @@ def criteria(study: Study, full: bool) -> None:
             scorer = HeadCriterion(model, name, statistics)
             plan = plan_of(study, scorer, replacement)
             suffix = "dropped" if replacement is None else "mean"
+            method = f"oracle {name}, {suffix}"
             for mean in MEANS[:2]:
-                for sharing in ("top-k", "uniform", "measured", "global"):
-                    options: dict[str, Any] = {"heads": scorer, "replacement": replacement}
-                    if sharing == "top-k":
-                        options["head_top_k"] = round(mean * model.n_heads)
-                    else:
-                        options["head_thresholds"] = plan.thresholds(plan.densities(mean, sharing))
-                    head_row(study, f"oracle {name}, {suffix}", sharing, Gates(model, **options), mean)
+                k = round(mean * model.n_heads)
+                head_row(
+                    study, method, "top-k", Gates(model, heads=scorer, head_top_k=k, replacement=replacement), mean
+                )
+                joint = ("joint",) if name == "fisher" and replacement is not None else ()
+                shared_rows(study, method, plan, replacement, mean, ("uniform", "measured", "global", *joint))
 
 
 def importance_of(study: Study, name: str = "fisher") -> torch.Tensor:
@@ -79,31 +115,26 @@ def predicted(study: Study, full: bool) -> None:
         options = {key: value for key, value in changes.items() if key != "labels"}
         made = head_predictors(study, importance=labels, **{"rank": rank, **options})
         plan = plan_of(study, made, statistics.mean)
+        tuned = not changes or name == f"predicted r{2 * rank}, token tables, steps x 4"
         for mean in MEANS[:2]:
-            thresholds = plan.thresholds(plan.densities(mean, "measured"))
-            gates = Gates(model, heads=made, head_thresholds=thresholds, replacement=statistics.mean)
-            head_row(study, name, "measured", gates, mean)
-        if name not in (f"predicted r{rank}", f"predicted r{2 * rank}, token tables, steps x 4"):
-            continue
-        for mean in MEANS[:2]:
-            rest = statistics.mean.clone()
-            better = copy.deepcopy(made)
-            fold_thresholds(better, plan.thresholds(plan.densities(mean, "measured")))
-            rate = {"learning_rate": 5e-4}
-            price = plan.price(mean)
-            config = TuneConfig(
-                steps=study.sizes.tune_steps, mlp_share=None, head_density=mean, head_price=price, **rate
-            )
-            batches = study.train_batches()
-            history = tune(model, None, better, batches, config, replacement=rest, statistics=statistics)
-            more = {"train_seconds": history["seconds"], "detail": history["history"][-1]}
-            gates = Gates(model, heads=better, head_thresholds=[0.0] * model.n_layers, replacement=rest)
-            head_row(study, f"{name}, tuned", "as trained", gates, mean, **more)
-            again = plan_of(study, better, rest)
-            for sharing in ("measured", "global"):
-                thresholds = again.thresholds(again.densities(mean, sharing))
-                gates = Gates(model, heads=better, head_thresholds=thresholds, replacement=rest)
-                head_row(study, f"{name}, tuned", sharing, gates, mean, **more)
+            shared_rows(study, name, plan, statistics.mean, mean, ("measured", "joint") if tuned else ("measured",))
+            if tuned:
+                tuned_heads(study, f"{name}, tuned", made, plan, mean)
+
+
+def tuned_heads(study: Study, name: str, made: Predictors, plan: HeadPlan, mean: float) -> None:
+    """Tune a copy of ``made`` in the model, with what stands in for skipped heads; its rows."""
+    model, statistics = study.model, study.statistics
+    rest = statistics.mean.clone()
+    better = copy.deepcopy(made)
+    densities = refine(plan, plan.densities(mean, "measured"), study.probe_parts(), rest)
+    fold_thresholds(better, plan.thresholds(densities))
+    config = TuneConfig(study.sizes.tune_steps, 5e-4, mlp_share=None, head_density=mean, head_price=plan.price(mean))
+    history = tune(model, None, better, study.train_batches(), config, replacement=rest, statistics=statistics)
+    more = {"train_seconds": history["seconds"], "detail": history["history"][-1]}
+    gates = Gates(model, heads=better, head_thresholds=[0.0] * model.n_layers, replacement=rest)
+    head_row(study, name, "as trained", gates, mean, **more)
+    shared_rows(study, name, plan_of(study, better, rest), rest, mean, ("measured", "global", "joint"), **more)
 
 
 def head_predictors(
@@ -123,9 +154,7 @@ def look_ahead(study: Study) -> None:
         made = head_predictors(study, scaled(study.model.d, 48), importance, distance)
         plan = plan_of(study, made, statistics.mean)
         for mean in MEANS[:2]:
-            thresholds = plan.thresholds(plan.densities(mean, "measured"))
-            gates = Gates(study.model, heads=made, head_thresholds=thresholds, replacement=statistics.mean)
-            head_row(study, f"look-ahead, distance {distance}", "measured", gates, mean)
+            shared_rows(study, f"look-ahead, distance {distance}", plan, statistics.mean, mean, ("measured", "joint"))
 
 
 def whole_block(study: Study) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.frontier_methods.fit import Rows, learning_rate_share
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.predictors import Predictors, quantised
-from benchmarks.frontier_methods.score import layer_losses
+from benchmarks.frontier_methods.score import Reference, layer_losses
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.sets import Batch
 from dejavu_train.allocate import density_choices, read_curve, spend
@@ -221,6 +221,40 @@ def make_head_plan(
     for curve, row in zip(curves, measured, strict=True):
         curve["loss_increase"] = spread_loss(PROBES, row, curve["density"])
     return HeadPlan(model, scorer, curves)
+
+
+def refine(
+    plan: HeadPlan, densities: Sequence[float], parts: Sequence[Batch], replacement: Tensor | None, rounds: int = 4
+) -> list[float]:
+    """Move density between layers while the divergence of all layers together falls on ``parts``; the sum stays.
+
+    Losses measured one layer at a time do not add up when many heads are skipped. Each round tries every layer up and
+    down by a step and makes the best exchange that helps; the step is halved when none does.
+    """
+    reference = Reference(plan.model, parts)
+
+    def loss(at: Sequence[float]) -> float:
+        gates = Gates(plan.model, heads=plan.scorer, head_thresholds=plan.thresholds(at), replacement=replacement)
+        return reference.score(gates).kl
+
+    def moved(at: Sequence[float], changes: dict[int, float]) -> list[float]:
+        return [density + changes.get(layer, 0.0) for layer, density in enumerate(at)]
+
+    best = list(densities)
+    lowest = loss(best)
+    for step in (0.12, 0.06, 0.03):
+        for _ in range(rounds):
+            up = {i: loss(moved(best, {i: step})) for i, d in enumerate(best) if d + step <= 1.0}
+            down = {i: loss(moved(best, {i: -step})) for i, d in enumerate(best) if d - step > 0.0}
+            pairs = sorted((up[i] + down[j], i, j) for i in up for j in down if i != j)
+            for _, i, j in pairs[:3]:
+                tried = moved(best, {i: step, j: -step})
+                if (found := loss(tried)) < lowest:
+                    best, lowest = tried, found
+                    break
+            else:
+                break
+    return best
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tables import add_tables
 from benchmarks.frontier_methods.tune import TuneConfig, fold_thresholds, tune
-from dejavu_train.allocate import density_for_mass, read_curve
 from dejavu_train.errors import UserError
 
 SHARES = (0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.10, 0.11, 0.13, 0.15, 0.20, 0.25)
@@ -173,36 +172,6 @@ def fitted(
     return predictors, taken["seconds"]
 
 
-def losses_and_starts(study: Study) -> None:
-    """One thing changed at a time from: rank 64, int8, data-aware SVD start, contribution loss. On ``choose``."""
-    rank = scaled(study.model.d, 64)
-    variants: list[tuple[str, dict[str, Any]]] = [
-        ("contribution", {}),
-        ("paper", {"loss": "paper"}),
-        ("pos_weight", {"loss": "pos_weight"}),
-        ("share", {"loss": "share"}),
-        ("squared", {"loss": "squared"}),
-        ("root", {"loss": "root"}),
-        ("worthwhile", {"loss": "worthwhile"}),
-        ("start not rescaled", {"rescale": False}),
-        ("token tables", {"tables": tuple(range(study.model.n_layers))}),
-        ("token table of the first layer", {"tables": (0,)}),
-        ("contribution + layer output", {"distil": 10.0}),
-        ("contribution, gradient weights", {"norms": study.statistics.neuron}),
-        ("squared, gradient weights", {"loss": "squared", "norms": study.statistics.neuron}),
-        ("random start", {"start": "random"}),
-        ("svd start", {"start": "svd"}),
-        ("relu, random start", {"start": "random", "nonlinearity": "relu"}),
-        ("lr 2e-3", {"learning_rate": 2e-3}),
-        ("lr 1.5e-2", {"learning_rate": 1.5e-2}),
-        ("steps / 3", {"steps": study.sizes.fit_steps // 3}),
-        ("steps x 3", {"steps": study.sizes.fit_steps * 3}),
-    ]
-    for name, changes in variants:
-        predictors, seconds = fitted(study, rank, **changes)
-        study.frontier("training", name, predictors, CHOOSE_SHARES, on="choose", train_seconds=seconds)
-
-
 def tuned(
     study: Study,
     predictors: Predictors,
@@ -224,41 +193,6 @@ def tuned(
     known = study.statistics if curved else None
     history = tune(study.model, made, None, study.train_batches(), config, offsets=extra, statistics=known)
     return made, history, extra
-
-
-def tuning(study: Study) -> None:
-    """Variants of tuning in the model, on ``choose``: from rank 64 int4 at 9 % of the bytes, one thing at a time."""
-    rank, share = scaled(study.model.d, 64), 0.09
-    steps = study.sizes.tune_steps
-    base, _ = fitted(study, rank, "int4")
-    narrow, _ = fitted(study, rank, "int8")
-    variants: list[tuple[str, Predictors, TuneConfig, bool]] = [
-        ("base", base, TuneConfig(steps=steps, mlp_share=share), False),
-        ("int8", narrow, TuneConfig(steps=steps, mlp_share=share), False),
-        ("first-order gates", base, TuneConfig(steps=steps, mlp_share=share), False),
-        ("from SVD", study.predictors(rank, "int4"), TuneConfig(steps=steps, mlp_share=share), False),
-        ("steps x 3", base, TuneConfig(steps=3 * steps, mlp_share=share), False),
-        ("offsets", base, TuneConfig(steps=steps, mlp_share=share), True),
-        ("lr 7e-4", base, TuneConfig(steps=steps, mlp_share=share, learning_rate=7e-4), False),
-        ("lr 5e-3", base, TuneConfig(steps=steps, mlp_share=share, learning_rate=5e-3), False),
-        ("width 0.5", base, TuneConfig(steps=steps, mlp_share=share, width=0.5), False),
-        ("width 2", base, TuneConfig(steps=steps, mlp_share=share, width=2.0), False),
-        ("from a wider share", base, TuneConfig(steps=steps, mlp_share=share, share_from=0.16), False),
-    ]
-    for name, start, config, offsets in variants:
-        made, history, extra = tuned(study, start, share, config, offsets, curved=name != "first-order gates")
-        gates = {"offsets": extra} if offsets else {}
-        as_trained(
-            study,
-            "tuning",
-            name,
-            made,
-            on="choose",
-            gates=gates,
-            train_seconds=history["seconds"],
-            detail=history["history"][-1],
-        )
-        study.frontier("tuning", name, made, (0.08, 0.09, 0.11), on="choose", gates=gates)
 
 
 def as_trained(
@@ -308,116 +242,3 @@ def winners(study: Study, shares: Sequence[float], full: bool) -> None:
                 study.frontier("trained", label, made, near, "global", plan=own, train_seconds=seconds_in_all)
             for name_of_text in study.extra:
                 as_trained(study, "trained", label, made, on=name_of_text, **more)
-
-
-def bytes_section(study: Study, shares: Sequence[float]) -> None:
-    """Weights in fewer bits, cascades, the previous token's hint, fc2 rows that are not worth reading."""
-    model = study.model
-    base, _ = fitted(study, scaled(model.d, 64), "fp16")
-    for kind in ("fp16", "fp8", "int8", "int4", "int3", "int2"):
-        other = base.stored_as(kind)
-        study.frontier("bytes", f"r64 trained in fp16, stored in {kind}", other, CHOOSE_SHARES, on="choose")
-    for kind in ("int4", "int3"):
-        aware, _ = fitted(study, scaled(model.d, 64), kind)
-        study.frontier("bytes", f"r64 trained in {kind}", aware, CHOOSE_SHARES, on="choose")
-    stored = base.stored_as("int8")
-    plan = study.plan(stored)
-    thresholds = [0.0 if t is None else t for t in plan.thresholds(plan.densities(0.1, "measured"))]
-    spread = float(
-        torch.tensor([read_curve(c, 0.02)["threshold"] - read_curve(c, 0.1)["threshold"] for c in plan.curves]).mean()
-    )
-    for bonus in (0.25, 0.5, 1.0):
-        hinted = baselines.PreviousToken(stored, thresholds, bonus * spread)
-        study.frontier("bytes", f"r64 int8 + previous token x {bonus}", hinted, CHOOSE_SHARES, on="choose")
-    floors_plan = study.plan(baselines.Oracle(), losses=False)
-    for mass in (0.995, 0.98, 0.95):
-        floors = [read_curve(c, density_for_mass(c, mass))["threshold"] for c in floors_plan.curves]
-        study.frontier(
-            "bytes",
-            f"r64 int8, fc2 rows of {mass:.1%} of the mass",
-            stored,
-            CHOOSE_SHARES,
-            on="choose",
-            gates={"fc2_floor": floors},
-        )
-    cascade(study, stored, plan)
-
-
-def cascade(study: Study, filter_: Predictors, plan: Plan) -> None:
-    """A filter wider than the budget, then fc1's rows in 4 bits, or their upper bytes, on the survivors."""
-    model = study.model
-    for wide in (0.09, 0.12, 0.16):
-        densities = plan.densities(wide, "measured")
-        first = [-1e9 if t is None else t for t in plan.thresholds(densities)]
-        survivors = [density * model.f for density in densities]
-        for kind, planes in (("int4", False), ("fp8", True)):
-            scorer = baselines.Cascade(model, filter_, first, kind, planes)
-            made = study.plan(scorer, survivors=survivors)
-            label = f"cascade r64 int8 at {wide:.0%}, then {'upper bytes' if planes else kind}"
-            study.frontier("bytes", label, scorer, CHOOSE_SHARES, on="choose", plan=made)
-
-
-def look_ahead(study: Study, shares: Sequence[float], tune_them: bool) -> None:
-    """Quality against the distance of the site, in half-blocks; tuned predictors for the distances that goals name."""
-    rank = scaled(study.model.d, 64)
-    trained = {}
-    for distance in (0, 1, 2, 4):
-        predictors, seconds = fitted(study, rank, "int4", distance)
-        plan = study.plan(predictors)
-        label = f"layer by layer, distance {distance}"
-        study.frontier("look-ahead", label, predictors, shares, plan=plan, train_seconds=seconds)
-        trained[distance] = predictors, plan
-    for distance in (0, 1, 2) if tune_them else ():
-        made, history, _ = tuned(study, trained[distance][0], 0.105, plan=trained[distance][1])
-        label, more = f"tuned at 10.5%, distance {distance}", {"train_seconds": history["seconds"]}
-        as_trained(study, "look-ahead", label, made, **more)
-        study.frontier("look-ahead", label, made, shares, **more)
-
-
-def second_thresholds(study: Study, mass: float) -> list[float]:
-    """For each layer the score of the second test above which ``mass`` of the contribution lies.
-
-    Set on that test's own scores, so that the error of its few bits is allowed for; they are negative as a rule.
-    """
-    plan = study.plan(baselines.SharpTest(study.model), losses=False)
-    return [read_curve(c, density_for_mass(c, mass))["threshold"] for c in plan.curves]
-
-
-def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
-    """A filter trained and tuned for the cascade: low rank, then fc1's upper four bits, then the rest of the row."""
-    every = tuple(range(study.model.n_layers))
-    for rank_at_384, kind, mass, tables, targets in (
-        (64, "int4", 0.999, every, (0.077, 0.105)),
-        (48, "int4", 0.998, every, (0.08,)),
-        (48, "int4", 0.999, (), (0.08,)),
-        (32, "int4", 0.998, every, (0.08,)),
-        (64, "int4", 0.9997, every, (0.11,)),
-        (48, "int4", 0.999, (0,), ()),
-    )[: (1 if study.brief else None) if full else 1]:
-        rank = scaled(study.model.d, rank_at_384)
-        floors = second_thresholds(study, mass)
-        predictors, seconds = fitted(study, rank, kind, tables=tables)
-        tests = baselines.TwoTests(study.model, predictors, floors)
-        plan = study.plan(tests)
-        name = f"cascade r{rank} {kind}, {mass:.2%} of the mass, {len(tables)} tables"
-        study.frontier("cascade", name, tests, shares, plan=plan, train_seconds=seconds)
-        study.frontier("cascade", name, tests, CHOOSE_SHARES, plan=plan, on="choose", train_seconds=seconds)
-        for share in targets:
-            made = copy.deepcopy(predictors)
-            try:
-                fold_thresholds(made, plan.thresholds(plan.densities(share, "measured")))
-            except UserError:
-                continue
-            own = baselines.TwoTests(study.model, made, floors)
-            config = TuneConfig(steps=study.sizes.tune_steps, mlp_share=share, price=plan.price(share))
-            history = tune(
-                study.model, made, None, study.train_batches(), config, tests=own, statistics=study.statistics
-            )
-            more = {"train_seconds": seconds + history["seconds"], "detail": history["history"][-1]}
-            label = f"{name}, tuned at {share:.1%}"
-            for on in ("choose", "report", *study.extra):
-                as_trained(study, "cascade", label, own, on=on, **more)
-            own_plan = study.plan(own)
-            near = [s for s in shares if 0.6 * share <= s <= 2.0 * share]
-            study.frontier("cascade", label, own, near, plan=own_plan)
-            study.frontier("cascade", label, own, near, plan=own_plan, on="choose")
