@@ -121,3 +121,17 @@ def measure(step: Callable[[int], None], sets: int, repeats: int = 25) -> tuple[
         return times[min(len(times) - 1, int(q * len(times)))]
 
     return at(0.2), at(0.5), at(0.8)
+
+
+def step_times(run: Callable[[], None], n: int, warm: int = 4) -> list[float]:
+    """Milliseconds between the ends of consecutive calls, n of them, without a synchronisation in between."""
+    for _ in range(warm):
+        run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]

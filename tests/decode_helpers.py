@@ -86,10 +86,11 @@ def random_bundle(
 
 
 @torch.no_grad()
-def masked_logits(model, bundle, tokens, sparse_from=0, stale=False):
+def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
     """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, unselected units set to zero.
 
     K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where unselected.
+    margins: a list that receives, for each predictor with a threshold, the distance (T,) of its nearest logit to it.
     """
     decoder, shape = model.model.decoder, OPTShape.from_config(model.config)
     steps = len(tokens)
@@ -107,6 +108,8 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False):
                 mask = torch.zeros_like(logits).scatter_(1, logits.topk(entry.top_k, dim=1).indices, 1.0) > 0
             else:
                 mask = logits > entry.threshold
+                if margins is not None:
+                    margins.append((logits - entry.threshold).abs().amin(1))
             masks[key] = mask | (torch.arange(steps) < sparse_from)[:, None]
 
     for i, layer in enumerate(decoder.layers):
@@ -134,7 +137,7 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False):
     return model.lm_head(decoder.final_layer_norm(x)), masks
 
 
-def masked_nll(model, bundle, tokens, sparse_from=0, stale=False):
+def masked_nll(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
     """-log p of tokens[1:], (T - 1,)."""
-    logits, _ = masked_logits(model, bundle, tokens, sparse_from, stale)
+    logits, _ = masked_logits(model, bundle, tokens, sparse_from, stale, margins)
     return F.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")

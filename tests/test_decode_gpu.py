@@ -13,6 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+NEAR = 5e-5  # a logit this close to its threshold may fall on either side: sums in another order
 SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (400, 5), 128: (384, 3)}
 
 
@@ -41,10 +42,18 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
         engine = DecodeEngine(model, bundle, batch=batch, device="cuda")
         poison(engine)
         for row, nll in zip(rows, engine.score(rows), strict=True):
-            expected = masked_nll(model, bundle, row)
-            # A logit next to its threshold may fall on the other side: rounding in another order selects one unit more.
+            margins: list[torch.Tensor] = []
+            expected = masked_nll(model, bundle, row, margins=margins)
             far = (nll - expected).abs() > 2e-3 + 1e-3 * expected.abs()
-            assert far.float().mean() <= 0.02, (options, far.sum(), (nll - expected).abs().max())
+            # Only where a near-tie stands at the position or before it (one unit more or less changes later K/V), and
+            # rarely.
+            ties = torch.stack(margins).amin(0)[:-1] < NEAR if margins else torch.zeros_like(far)
+            excused = ties.cumsum(0) > 0
+            where = f"{options}: {int(far.sum())} of {len(far)} differ, at most by {(nll - expected).abs().max():.2g}"
+            assert not (far & ~excused).any(), where
+            assert far.float().mean() <= 0.02, where
+            if far.any():
+                print(f"near-ties at head dim {head_dim}, batch {batch}, {where}")
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])

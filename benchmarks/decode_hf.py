@@ -1,0 +1,49 @@
+"""Times decoding by Hugging Face transformers, with random weights of a true shape."""
+
+import time
+from typing import Any
+
+import torch
+
+from dejavu_train.opt_model import OPTShape
+
+
+def hugging_face(shape: OPTShape, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
+    """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles.
+
+    The second call is timed, so that compiling and recording graphs are over; its first tokens are left out.
+    """
+    from transformers import OPTConfig, OPTForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    config = OPTConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.d_model, word_embed_proj_dim=shape.d_model,
+        ffn_dim=shape.d_ffn, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
+        max_position_embeddings=shape.max_positions, do_layer_norm_before=True, dtype="float16",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("cuda"):
+            model = OPTForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(3, shape.vocab_size, (batch, prompt), device="cuda")
+    options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+    for _ in range(2):
+        clock = Clock()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 10, min_new_tokens=steps + 10,
+            do_sample=False, pad_token_id=1, streamer=clock if batch == 1 else None, **options,
+        )  # fmt: skip
+    times = [1e3 * (b - a) for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    return times[10:]
