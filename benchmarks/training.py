@@ -34,7 +34,7 @@ from dejavu_train.shards import ActivationManifest, LayerWeights, ShardEntry, Sh
 # d_model, d_ffn, layers, heads, rank of the MLP's predictors
 SHAPES = {
     "opt-mini": (384, 1536, 6, 12, 64),
-    "opt-100m": (768, 3072, 12, 12, 64),
+    "opt-100m": (768, 3072, 12, 12, 128),
     "opt-1.3b": (2048, 8192, 24, 32, 128),
     "opt-6.7b": (4096, 16384, 32, 32, 256),
 }

@@ -4,7 +4,7 @@ Single random rows are what makes HDF5 slow, so whole blocks (chunks of rows) ar
 is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
 shuffled sequence, so that all have the same number of batches and none waits for another.
 
-Rows that fit into ``memory_gb`` are read once, in the same blocks, and kept on the training device: then a step is
+Rows that fit into ``memory_gb`` are read once, by several threads, and kept on the training device: then a step is
 bound by neither disk nor bus.
 """
 
@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dejavu_train.errors import UserError
 from dejavu_train.shards import ShardReader
-
-MOST_ROWS = 16_384  # of one read into memory
 
 RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
 
@@ -152,10 +150,9 @@ class Resident:
     def __init__(self, streamed: BlockShuffled, device: torch.device) -> None:
         began = time.perf_counter()
         self.epoch, self.streamed = streamed.epoch, streamed
-        stretches = _joined(streamed.stretches(streamed.rank), MOST_ROWS)
+        stretches = _joined(streamed.stretches(streamed.rank))
         self.rows = {
-            name: torch.cat([reader.read_stored(dataset, start, stop, device) for start, stop in stretches])
-            for name, (reader, dataset) in streamed.sources.items()
+            name: reader.read_rows(dataset, stretches, device) for name, (reader, dataset) in streamed.sources.items()
         }
         self._read_seconds = time.perf_counter() - began
 
@@ -180,11 +177,11 @@ class Resident:
             yield batch
 
 
-def _joined(stretches: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """In order, neighbours joined up to ``most`` rows: few large reads."""
+def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, neighbours joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(stretches):
-        if joined and joined[-1][1] == start and stop - joined[-1][0] <= most:
+        if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
         else:
             joined.append((start, stop))

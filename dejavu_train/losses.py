@@ -86,7 +86,8 @@ def log_contribution(logits: Tensor, batch: Batch) -> Tensor:
     """
     assert batch.contribution is not None, "the log_contribution loss needs contributions"
     wanted = batch.contribution.to(logits.dtype)
-    return F.mse_loss(logits, wanted.clamp_min(float(wanted.mean()) * 1e-4 + 1e-12).log())
+    floor = wanted.mean() * 1e-4 + 1e-12  # a tensor: reading it would make every step wait for the device
+    return F.mse_loss(logits, torch.maximum(wanted, floor).log())
 
 
 LOSSES: dict[str, Loss] = {

@@ -14,7 +14,7 @@ Chunks are whole rows, about 1 MB of a hidden state, the same rows in every data
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dejavu_train.bulk_read import Piece, fill, pieces, runs
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, write_json
 from dejavu_train.opt_model import OPTShape
@@ -251,8 +252,8 @@ class ShardReader:
         tensor = self.read_stored(name, start, stop)
         return unpack_bits(tensor, self.manifest.shape.d_ffn) if name == "mlp_active" else tensor
 
-    def read_stored(self, name: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Rows ``start`` .. ``stop`` - 1 of one dataset, on ``device`` (and checked there, faster than on a CPU).
+    def read_stored(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` .. ``stop`` - 1 of one dataset.
 
         Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16; ``mlp_active`` (N, ceil(d_ffn / 8)) uint8;
             ``head_norm`` (N, n_heads) float16; ``token``, ``document``, ``position`` (N) int32; ``generated`` (N)
@@ -265,8 +266,38 @@ class ShardReader:
         for shard in range(len(self._paths)):
             first, last = int(self._starts[shard]), int(self._starts[shard + 1])
             if start < last and stop > first:
-                pieces.append(self._read(shard, name, max(start, first) - first, min(stop, last) - first, device))
+                pieces.append(self._read(shard, name, max(start, first) - first, min(stop, last) - first))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def read_rows(self, name: str, stretches: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+        """All rows of ``stretches`` (start, stop), one after the other, as ``read_stored`` gives them, on ``device``.
+
+        For many rows: several threads read, and a GPU gets its bytes while the next ones are read.
+
+        Raises:
+            UserError: damaged, or not a number.
+        """
+        wanted: list[Piece] = []
+        count = 0
+        for start, stop in stretches:
+            for shard in range(len(self._paths)):
+                first, last = int(self._starts[shard]), int(self._starts[shard + 1])
+                low, high = max(start, first), min(stop, last)
+                if low >= high:
+                    continue
+                found = runs(self._dataset(shard, name), low - first, high - first)
+                if found is None:  # not stored as this version stores: through the library
+                    return torch.cat([self.read_stored(name, *stretch) for stretch in stretches]).to(device)
+                wanted += pieces(self._paths[shard], found, count)
+                count += high - low
+        like = self._dataset(0, name)
+        dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
+        result = torch.empty((count, *like.shape[1:]), dtype=dtype, device=device)
+        try:
+            fill(result, wanted)
+        except OSError as error:
+            raise UserError(f"a shard of layer {self.layer} is damaged ({error}); {COLLECT_AGAIN}") from None
+        return self._checked(result, name, self._paths[0].parent)
 
     def iterate(self, *names: str) -> Iterator[tuple[Tensor, ...]]:
         """Go through the set in order, block by block, reading the named datasets."""
@@ -278,13 +309,22 @@ class ShardReader:
         tokens, positions = self.read("token", 0, self.rows).numpy(), self.read("position", 0, self.rows).numpy()
         return [part.tolist() for part in np.split(tokens, np.flatnonzero(positions == 0)[1:])]
 
-    def _read(self, shard: int, name: str, start: int, stop: int, device: torch.device | None) -> Tensor:
+    def _dataset(self, shard: int, name: str) -> h5py.Dataset:
+        try:
+            return self._open(shard)[name]
+        except (OSError, KeyError, RuntimeError) as error:
+            text = _first_line(error)
+            raise UserError(f"the shard {self._paths[shard]} is damaged ({text}); {COLLECT_AGAIN}") from None
+
+    def _read(self, shard: int, name: str, start: int, stop: int) -> Tensor:
         path = self._paths[shard]
         try:
-            values = self._open(shard)[name][start:stop]
-        except (OSError, KeyError, RuntimeError) as error:
+            values = self._dataset(shard, name)[start:stop]
+        except (OSError, RuntimeError) as error:
             raise UserError(f"the shard {path} is damaged ({_first_line(error)}); {COLLECT_AGAIN}") from None
-        tensor = torch.from_numpy(values).to(device)
+        return self._checked(torch.from_numpy(values), name, path)
+
+    def _checked(self, tensor: Tensor, name: str, path: Path) -> Tensor:
         if name in HIDDEN and self.manifest.storage == "bfloat16":
             tensor = tensor.view(torch.bfloat16)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

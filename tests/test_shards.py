@@ -162,3 +162,40 @@ def test_layer_weights_are_checked(copied):
     (copied / "layer_00" / "weights.safetensors").write_bytes(b"x" * 20)
     with pytest.raises(UserError, match="damaged"):
         LayerWeights.load(copied, 0, manifest.weight_hash)
+
+
+CPU = torch.device("cpu")
+
+
+def test_many_rows_are_read_past_the_library(tiny_opt, text_file):
+    reader = ShardReader(activations(tiny_opt, text_file), 1, "train")
+    first = reader.manifest.of_set("train")[0].tokens
+    stretches = [(first + 7, first + 9), (3, first + 5), (0, 3)]  # across two shards, in any order
+    for name in ("mlp_in", "mlp_active", "head_norm", "position", "generated"):
+        wanted = torch.cat([reader.read_stored(name, *stretch) for stretch in stretches])
+        got = reader.read_rows(name, stretches, CPU)
+        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
+def test_many_rows_of_a_compressed_dataset_go_through_the_library(copied):
+    with h5py.File(shard_path(copied, 0, 0), "r+") as file:
+        values = file["mlp_in"][:]
+        del file["mlp_in"]
+        file.create_dataset("mlp_in", data=values, compression="gzip", chunks=(64, 48))
+    reader = ShardReader(copied, 0, "train")
+    assert torch.equal(reader.read_rows("mlp_in", [(5, 300)], CPU), reader.read("mlp_in", 5, 300))
+
+
+def test_many_rows_are_checked(copied):
+    with h5py.File(shard_path(copied, 0, 1), "r+") as file:
+        file["mlp_in"][7, 3] = np.nan
+    reader = ShardReader(copied, 0, "train")
+    with pytest.raises(UserError, match="layer_00.*not finite"):
+        reader.read_rows("mlp_in", [(0, reader.rows)], CPU)
+    reader.read_rows("head_norm", [(0, reader.rows)], CPU)
+    path = shard_path(copied, 0, 1)
+    with open(path, "r+b") as file:  # while the handle is open
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(UserError, match="layer 0 is damaged.*shard_0001.h5 ends at byte"):
+        for name in ("attn_in", "mlp_in", "head_norm"):
+            reader.read_rows(name, [(0, reader.rows)], CPU)

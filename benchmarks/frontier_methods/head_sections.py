@@ -87,8 +87,7 @@ def criteria(study: Study, full: bool) -> None:
                 head_row(
                     study, method, "top-k", Gates(model, heads=scorer, head_top_k=k, replacement=replacement), mean
                 )
-                joint = ("joint",) if name == "fisher" and replacement is not None else ()
-                shared_rows(study, method, plan, replacement, mean, ("uniform", "measured", "global", *joint))
+                shared_rows(study, method, plan, replacement, mean, ("uniform", "measured", "global"))
 
 
 def importance_of(study: Study, name: str = "fisher") -> torch.Tensor:
@@ -100,6 +99,9 @@ def predicted(study: Study, full: bool) -> None:
     """Head predictors trained on the logarithm of the importance, then tuned in the model with their replacements."""
     model, statistics = study.model, study.statistics
     importance = importance_of(study)
+    oracle = plan_of(study, HeadCriterion(model, "fisher", statistics), statistics.mean)
+    for mean in MEANS[:2]:
+        shared_rows(study, "oracle fisher, mean", oracle, statistics.mean, mean, ("measured", "joint"))
     rank = scaled(model.d, 48)
     variants: list[tuple[str, dict[str, Any]]] = [(f"predicted r{rank}", {})]
     if full and not study.brief:

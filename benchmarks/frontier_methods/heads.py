@@ -23,7 +23,7 @@ from dejavu_train.allocate import density_choices, read_curve, spend
 from dejavu_train.curves import HEAD_GRID, head_curve, spread_loss
 from dejavu_train.sites import head_contribution, output_gram
 
-CRITERIA = ("norm_before", "norm_after", "from_mean", "entropy", "fisher")
+CRITERIA = ("fisher", "from_mean", "norm_after", "norm_before", "entropy")
 PROBES = (0.25, 0.42, 0.58, 0.75, 0.88, 0.96)
 
 
