@@ -130,6 +130,7 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
     engine = DecodeEngine(
         weights, predictors, batch=batch, context=min(2048, prompt + args.steps + 32), kv_policy=args.kv_policy,
         pdl=not args.no_pdl, look_ahead=args.look_ahead, one_kernel=args.one_kernel, pack_rows=not args.stripes,
+        crossover=not args.no_crossover,
     )  # fmt: skip
     with torch.no_grad():
         start(engine, prompt, args.steps + 30)
@@ -142,6 +143,9 @@ def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind
             row["note"] = " ".join(f"{k}={v:.2f}us" for k, v in breakdown(engine).items())
     row["positions"] = f"{prompt}-{prompt + args.steps}"
     row["rank"] = rank if kind == "sparse" else 0
+    dense = sorted({form.target for form in engine.forms.values() if not form.sparse})
+    if dense:  # all layers of these shapes are alike
+        row["note"] = f"{' and '.join(dense)} dense: sparse does not pay " + row.get("note", "")
     return row
 
 
@@ -172,6 +176,7 @@ def main() -> int:
     parser.add_argument("--one-kernel", action="store_true", help="select and fc1 in one kernel")
     parser.add_argument("--stripes", action="store_true", help="fc2 by stripes with a ticket, not from a packed list")
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--no-crossover", action="store_true", help="sparse also where the dense form is faster")
     parser.add_argument("--breakdown", action="store_true", help="time each operation in a graph of its own")
     parser.add_argument("--variants", nargs="+", default=[""], help="launch settings to try, see `override`")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
@@ -185,7 +190,8 @@ def main() -> int:
     torch.cuda.empty_cache()
     facts = conditions() | {"best_tb_s": best}
     options = " ".join(
-        ([] if not args.no_pdl else ["no-pdl"])
+        (["no-pdl"] if args.no_pdl else [])
+        + (["no-crossover"] if args.no_crossover else [])
         + ([f"lookahead={args.lookahead}-{args.look_ahead}"] if args.lookahead else [])
         + (["int8"] if args.int8 else [])
         + (["stripes"] if args.stripes else [])

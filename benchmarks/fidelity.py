@@ -42,9 +42,10 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
 @torch.no_grad()
 def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) -> dict[str, float]:
     """Sets and nats of the engine against mask, teacher-forced from position 0."""
-    engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]))
+    engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]), crossover=False)
     selector, means = Predicted(bundle, model.device), bundle.head_means(model.device)
     differing = units = 0
+    union = {target: [0.0, 0.0, 0] for target in ("mlp", "heads")}  # measured, expected, counted
     nats = {"mask": 0.0, "engine": 0.0}
     farthest = 0.0
     for first in range(0, len(rows), batch):
@@ -65,6 +66,11 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
                 got, expected = bits(selection.row_bits, len(part)), kept[key][:, t]
                 differing += int((got != expected).sum())
                 units += got.numel()
+                if len(part) == batch:
+                    sums = union[key[1]]
+                    sums[0] += float(got.any(0).float().mean())
+                    sums[1] += engine.forms[key].union
+                    sums[2] += 1
         mine = engine.state.nll[: len(part), 1:]
         nats["engine"] += mine.double().sum().item()
         farthest = max(farthest, (mine - nll).abs().max().item())
@@ -82,6 +88,8 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
         "units_compared": units,
         "largest_difference_of_a_token_nats": farthest,
         **{f"density_{target}": value for target, value in density.items()},
+        **{f"union_{name}_of_{batch}_rows": a / n for name, (a, _, n) in union.items() if n},
+        **{f"union_{name}_expected": b / n for name, (_, b, n) in union.items() if n},
     }
 
 
@@ -94,7 +102,7 @@ def _greedy() -> Any:
 @torch.no_grad()
 def compare_tokens(model: Any, bundle: Bundle, prompt: list[int], n: int) -> dict[str, Any]:
     """Greedy tokens of the engine against gather's."""
-    engine = DecodeEngine(model, bundle)
+    engine = DecodeEngine(model, bundle, crossover=False)
     mine = engine.generate([prompt], n, stop_tokens=())[0]
     gather = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=len(prompt))
     ids = torch.tensor([prompt], device=model.device)
@@ -116,7 +124,7 @@ def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int) ->
     equal = True
     for dtype in (torch.float16,):
         engines = [
-            DecodeEngine(model, bundle, batch=4, dtype=dtype, graph=graph, pdl=pdl)
+            DecodeEngine(model, bundle, batch=4, dtype=dtype, graph=graph, pdl=pdl, crossover=False)
             for graph, pdl in ((True, True), (False, True), (True, False))
         ]
         for prompts in ([row[:30] for row in rows[:4]], [row[:9] for row in rows[3::-1]], [rows[0][:5], rows[1][:70]]):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu_train.decode_crossover import choose_forms, describe_forms
 from dejavu_train.decode_step import DecodeStep
 from dejavu_train.decode_weights import DecodeWeights, TargetPredictor, load_predictors
 from dejavu_train.errors import UserError
@@ -67,6 +68,8 @@ class DecodeEngine:
             predictors that read attn_in of their layer; the others inline).
         one_kernel: select and fc1 in one kernel (one batch row, predictors that read mlp_in of their layer).
         pack_rows: fc2 of one batch row from a packed list, a column with one owner; else stripes that share columns.
+        crossover: run a layer densely where, at this width and batch, the selected share was measured not to pay; see
+            `describe`. Only on a GPU, where it was measured. False = sparse wherever the bundle says so.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
@@ -88,6 +91,7 @@ class DecodeEngine:
         look_ahead: str = "stream",
         one_kernel: bool = False,
         pack_rows: bool = True,
+        crossover: bool = True,
         release: bool = False,
     ) -> None:
         given = isinstance(model, DecodeWeights)
@@ -116,7 +120,10 @@ class DecodeEngine:
                 " use backend gather"
             )
         self.batch, self.context, self.device = batch, context or limit, device
-        self.predictors = self._predictors(bundle)
+        found = self._predictors(bundle)
+        native = ops == "triton" and device.type == "cuda"
+        self.forms = choose_forms(found, self.shape.d_model, batch, crossover and native)
+        self.predictors = {key: predictor for key, predictor in found.items() if self.forms[key].sparse}
         self.core = DecodeStep(
             self.weights, self.predictors, batch, self.context, kv_policy, device, ops, graph, pdl, look_ahead,
             one_kernel, pack_rows,
@@ -129,6 +136,13 @@ class DecodeEngine:
         if getattr(bundle, "shape", self.shape) != self.shape:
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device)
+
+    def describe(self) -> str:
+        """What was decided when the engine was built: size, policy, and the form of every layer."""
+        stored = {str(p.weights.up.dtype).removeprefix("torch.") for p in self.predictors.values() if p.folded is None}
+        kinds = f", MLP predictors in {', '.join(sorted(stored))}" if stored else ""
+        head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
+        return f"{head}\n{describe_forms(self.forms, self.shape.n_layers)}"
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done."""

@@ -227,7 +227,7 @@ class DecodeStep:
             hidden, low = self._live, self._rank_scratch[layer, "mlp"]
             ops.gather_gemv(
                 x, predictor.weights.down, None, None, "relu" if predictor.weights.relu else "none", low,
-                ln=weights.norm2, normalised_out=self._normalised, pdl=pdl,
+                ln=weights.norm2, scale=predictor.weights.down_scale, normalised_out=self._normalised, pdl=pdl,
             )  # fmt: skip
             ops.select_gather(
                 low, predictor.weights, predictor.threshold, self._normalised, weights.fc1, weights.fc1_bias, hidden,

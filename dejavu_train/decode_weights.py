@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.opt_model import OPTShape
+from dejavu_train.opt_model import DTYPES, OPTShape
 from kernels.layer_norm import LayerNormWeights
 from kernels.select import PredictorWeights
 
@@ -161,7 +161,8 @@ class DecodeWeights:
 @dataclass(frozen=True)
 class TargetPredictor:
     """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
-    (h, head_dim) fp32, what stands in for a skipped head, heads only."""
+    (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
+    frequency (n) fp32 on the CPU, how often each unit is needed, or None."""
 
     layer: int
     target: str
@@ -174,6 +175,7 @@ class TargetPredictor:
     bias: Tensor
     density: float
     mean: Tensor | None = None
+    frequency: Tensor | None = None
 
 
 def load_predictors(
@@ -182,7 +184,8 @@ def load_predictors(
     """The predictors of a bundle by (layer, target); dense entries are left out.
 
     A head predictor without a nonlinearity is folded into one matrix of h rows: one stage instead of two, and fewer
-    bytes wherever the rank exceeds h. Predictors are kept in the model's dtype.
+    bytes wherever the rank exceeds h. Entries of int8 or int4 stay codes with row scales on the device (int4 a byte a
+    code), what is folded and all others are in the model's dtype.
 
     Raises:
         UserError: thresholds that were never calibrated.
@@ -200,26 +203,33 @@ def load_predictors(
             continue
         module = bundle.predictor(layer, target)
         down, up = module.down.detach().float(), module.up.detach().float()
-        n_out = up.shape[0]
-        bias = torch.zeros(n_out) if module.bias is None else module.bias.detach().float()
+        bias = torch.zeros(len(up)) if module.bias is None else module.bias.detach().float()
         relu = module.nonlinearity == "relu"
         folded = None
         if target == "heads" and not relu and entry.top_k is None:
             if (entry.site, entry.site_layer) == ("attn_in", layer):
                 folded = (up @ down).to(device=device, dtype=dtype)
+        if entry.dtype in DTYPES:
+            weights = PredictorWeights(
+                down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
+            )
+        else:
+            (down, down_scale), (up, up_scale) = (bundle.codes(layer, target, part) for part in ("down", "up"))
+            weights = PredictorWeights(
+                down.to(device), up.to(device), bias.to(device), down_scale.to(device), up_scale.to(device), relu
+            )
         predictors[layer, target] = TargetPredictor(
             layer,
             target,
             entry.site,
             entry.site_layer,
-            PredictorWeights(
-                down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
-            ),
+            weights,
             torch.tensor([entry.threshold or 0.0], dtype=torch.float32, device=device),
             entry.top_k,
             folded,
             bias.to(device),
             entry.density,
             means.get(layer) if target == "heads" else None,
+            bundle.frequency(layer, target),
         )
     return predictors

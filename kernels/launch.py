@@ -272,7 +272,15 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
 DENSE_FROM = ((2048, 0.14), (4096, 0.67), (5120, 0.79), (7168, 0.64), (9216, 0.86), (12288, 0.89))
 
 
-def sparse_pays(d: int, density: float) -> bool:
-    """Whether a sparse MLP of width d at this density beats the dense one; between two widths, the narrower decides."""
-    limits = [limit for width, limit in DENSE_FROM if width <= d] or [DENSE_FROM[0][1]]
+# The same for 2 and more rows, by the density of what they select together; between measurements, on the safe side.
+DENSE_FROM_BATCHES = ((2048, 0.0), (4096, 0.19), (7168, 0.3), (9216, 0.35))
+
+
+def sparse_pays(d: int, density: float, batch: int = 1) -> bool:
+    """Whether a sparse MLP of width d beats the dense one; between two widths, the narrower decides.
+
+    density: of what the rows of the batch select together.
+    """
+    table = DENSE_FROM if batch == 1 else DENSE_FROM_BATCHES
+    limits = [limit for width, limit in table if width <= d] or [table[0][1]]
     return density < limits[-1]

@@ -9,6 +9,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.opt_model import OPTShape
 from dejavu_train.predictor import LowRankPredictor
+from kernels.select import quantize_rows
 
 
 def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:
@@ -43,6 +44,13 @@ class RandomBundle:
     entries: dict = field(default_factory=dict)
     predictors: dict = field(default_factory=dict)
     means: dict = field(default_factory=dict)
+    stored: dict = field(default_factory=dict)  # (layer, target, part): int8 codes and scales
+
+    def codes(self, layer, target, part):
+        return self.stored[layer, target, part]
+
+    def frequency(self, layer, target):
+        return torch.linspace(0.01, 1.0, self.shape.units(target))
 
     def head_means(self, device="cpu"):
         return {layer: mean.to(device) for layer, mean in self.means.items()}
@@ -54,7 +62,7 @@ class RandomBundle:
 def random_bundle(
     model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"),
     dense_layers=(),
-    means=False,
+    means=False, int8=False,
 ):  # fmt: skip
     """lookahead: half-blocks between a predictor's site and its target, cut off at the first site."""
     shape = OPTShape.from_config(model.config)
@@ -67,6 +75,10 @@ def random_bundle(
             with torch.no_grad():
                 for parameter in made.parameters():
                     parameter.normal_(std=0.3)
+                for part in ("down", "up") if int8 else ():
+                    codes, scale = quantize_rows(getattr(made, part), torch.int8)
+                    bundle.stored[layer, target, part] = codes, scale
+                    getattr(made, part).copy_(codes * scale[:, None])
             half = max(0, 2 * layer + (target == "mlp") - lookahead)
             bundle.predictors[layer, target] = made.requires_grad_(False)
             dense = layer in dense_layers
@@ -79,6 +91,7 @@ def random_bundle(
                 site=("attn_in", "mlp_in")[half % 2],
                 site_layer=half // 2,
                 density=0.5,
+                dtype="int8" if int8 else "float32",
             )
         if means and "heads" in targets:
             bundle.means[layer] = torch.randn(shape.n_heads, shape.head_dim)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
+from dejavu_train.decode_crossover import choose_forms, describe_forms, expected_union
+from dejavu_train.decode_weights import load_predictors
 from dejavu_train.errors import UserError
 from tests.decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 
@@ -38,9 +40,10 @@ def test_dense_engine_generates_what_hugging_face_does(model):
     [
         {},
         {"relu": True},
+        {"int8": True},
         {"top_k": 0.4},
         {"lookahead": 1},
-        {"lookahead": 2},
+        {"lookahead": 2, "int8": True},
         {"targets": ("mlp",)},
         {"means": True},
         {"targets": ("heads",)},
@@ -169,3 +172,48 @@ def test_a_head_dim_without_kernels_is_refused(model, monkeypatch):
     monkeypatch.setattr("dejavu_train.decode.INTERPRET", True)
     with pytest.raises(UserError, match="head dim 24 has no kernels"):
         DecodeEngine(random_opt(d_model=48))
+
+
+def test_what_independent_rows_select_together():
+    for batch in (1, 2, 8):
+        assert expected_union(0.1, batch) == pytest.approx(1 - 0.9**batch)
+    even, skewed = torch.ones(1000), torch.linspace(0, 1, 1000) ** 4
+    assert expected_union(0.1, 8, even) == pytest.approx(1 - 0.9**8, rel=1e-3)
+    assert 0.1 < expected_union(0.1, 8, skewed) < 0.45, "units that all rows want count once"
+    masks = torch.rand(2000, 8, 1000) < (skewed * 0.1 / skewed.mean())
+    assert expected_union(0.1, 8, skewed) == pytest.approx(masks.any(1).float().mean().item(), rel=0.02)
+    assert expected_union(0.3, 4, torch.zeros(10)) == pytest.approx(1 - 0.7**4)
+    assert expected_union(0.3, 4, torch.tensor([1.0, *[0.0] * 9])) == pytest.approx(1 - 0.7**4)
+
+
+def test_layers_that_do_not_pay_run_densely(model, monkeypatch):
+    """The table decides by width, batch and expected union, before capture; the report says so."""
+    asked = []
+    monkeypatch.setattr("kernels.launch.sparse_pays", lambda d, union, batch: asked.append((d, batch)) or union < 0.9)
+    bundle = random_bundle(model)
+    bundle.entries[1, "mlp"].density = 0.95
+    predictors = load_predictors(bundle, engine(model).shape, torch.float32, "cpu")
+    forms = choose_forms(predictors, 64, 2)
+    assert set(asked) == {(64, 2)}
+    assert forms[0, "mlp"].sparse and not forms[1, "mlp"].sparse
+    assert all(form.sparse for form in choose_forms(predictors, 64, 2, measured=False).values())
+    text = describe_forms(forms, 2)
+    assert "mlp: 1 of 2 layers sparse, density 0.500 a row" in text and "does not pay in layers 1 (0.9" in text
+
+
+def test_a_dense_form_selects_everything_in_its_layer(model, monkeypatch):
+    """On a machine without the measured GPU nothing is moved; where something is, the engine equals that bundle."""
+    bundle = random_bundle(model)
+    assert all(form.sparse for form in engine(model, bundle, crossover=True).forms.values())
+    monkeypatch.setattr(
+        "dejavu_train.decode.choose_forms",
+        lambda predictors, d, batch, measured: {
+            key: dataclasses.replace(form, sparse=key[0] > 0)
+            for key, form in choose_forms(predictors, d, batch).items()
+        },
+    )
+    row = rows_of(20)[0]
+    moved = engine(model, bundle)
+    assert "sparse does not pay in layers 0" in moved.describe()
+    expected = masked_nll(model, random_bundle(model, dense_layers=(0,)), row)
+    torch.testing.assert_close(moved.score([row])[0], expected, atol=2e-5, rtol=1e-5)

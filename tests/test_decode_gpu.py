@@ -39,7 +39,7 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
     for options in ({}, {"lookahead": 1}, {"relu": True}, {"dense_layers": (0,)}, None):  # fmt: skip
         bundle = None if options is None else random_bundle(model, rank=16, **options)
         rows = rows_of(150, 40, 77)[:batch]
-        engine = DecodeEngine(model, bundle, batch=batch, device="cuda")
+        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", crossover=False)
         poison(engine)
         for row, nll in zip(rows, engine.score(rows), strict=True):
             margins: list[torch.Tensor] = []
@@ -61,7 +61,7 @@ def test_policies(policy):
     model = random_opt(d_model=256, n_heads=4, positions=256)
     bundle = random_bundle(model, threshold=1.5, targets=("heads",))
     row = rows_of(200)[0]
-    engine = DecodeEngine(model, bundle, device="cuda", kv_policy=policy)
+    engine = DecodeEngine(model, bundle, device="cuda", kv_policy=policy, crossover=False)
     nll = engine.score([row])[0]
     torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-3, rtol=1e-3)
 
@@ -71,7 +71,9 @@ def test_replay_equals_eager_bitwise(batch, lookahead):
     model = random_opt(d_model=256, n_heads=4, n_layers=3, positions=640)
     bundle = random_bundle(model, rank=16, lookahead=lookahead)
     engines = [
-        DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl)
+        DecodeEngine(
+            model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl, crossover=False
+        )
         for graph, pdl in ((True, True), (False, True), (True, False))
     ]
     for prompts in (rows_of(20, 30, 5, 9)[:batch], rows_of(9, 5, 30, 20)[:batch], rows_of(64, 3, 3, 3)[:batch]):

@@ -22,7 +22,9 @@ def rows_of(*lengths, seed=3):
     [
         (None, {}),
         ({}, {}),
+        ({"int8": True}, {}),
         ({}, {"one_kernel": True}),
+        ({"int8": True}, {"one_kernel": True}),
         ({"lookahead": 1, "means": True}, {}),
         ({"lookahead": 1}, {"look_ahead": "inline"}),
         ({"lookahead": 2, "relu": True}, {}),
@@ -34,7 +36,7 @@ def rows_of(*lengths, seed=3):
 )
 def test_scores_equal_the_masked_forward_pass(model, device, options, engine_options):
     bundle = None if options is None else random_bundle(model, rank=5, **options)
-    engine = DecodeEngine(model, bundle, device=device, context=16, **engine_options)
+    engine = DecodeEngine(model, bundle, device=device, context=16, crossover=False, **engine_options)
     for tensor in [
         *engine.core.k,
         *engine.core.v,
