@@ -24,13 +24,14 @@ from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json
 from dejavu_train.opt_model import DTYPES, OPTShape, read_shape, weight_hash
 from dejavu_train.predictor import LowRankPredictor
+from dejavu_train.quantise import SCALED, row_codes
 
 SCHEMA = 1
 FACTS = "bundle.json"
 TENSORS = "predictors.safetensors"
 TARGETS = ("mlp", "heads")
 SITES = ("attn_in", "mlp_in")
-PREDICTOR_DTYPES = (*DTYPES, "int8")
+PREDICTOR_DTYPES = (*DTYPES, *SCALED)
 CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
 Key = tuple[int, str]
@@ -111,7 +112,8 @@ class Bundle:
         tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the entry's
             dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
             replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
-            An int8 entry has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32, see ``quantise_rows``.
+            An int8 entry has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32; an int4 entry the same
+            with scales in fp16 and two weights a byte, see ``quantise``.
         facts: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
     """
 
@@ -133,10 +135,19 @@ class Bundle:
         made = LowRankPredictor(entry.d_in, entry.rank, entry.n_out, entry.nonlinearity, entry.bias)  # type: ignore[arg-type]
         with torch.no_grad():
             for name, parameter in made.named_parameters():
-                parameter.copy_(self.tensors[tensor_name(layer, target, name)])
-                if entry.dtype == "int8" and name != "bias":
-                    parameter.mul_(self.tensors[tensor_name(layer, target, name + "_scale")][:, None])
+                if entry.dtype in SCALED and name != "bias":
+                    codes, scale = self.codes(layer, target, name)
+                    parameter.copy_(codes * scale[:, None])
+                else:
+                    parameter.copy_(self.tensors[tensor_name(layer, target, name)])
         return made.requires_grad_(False).eval()
+
+    def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
+        """``down`` or ``up`` of an int8 or int4 entry: codes (rows, columns) int8 and scales (rows,) fp32."""
+        entry = self.entries[layer, target]
+        stored = self.tensors[tensor_name(layer, target, part)]
+        scale = self.tensors[tensor_name(layer, target, part + "_scale")].float()
+        return row_codes(stored, entry.d_in if part == "down" else entry.rank), scale
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibrate``; orders the static selection."""
@@ -284,18 +295,6 @@ class Bundle:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
 
 
-def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (n, d) -> (n, d) int8 and scales (n,) fp32, so that weight is about quantised * scale[:, None].
-
-    >>> quantise_rows(torch.tensor([[1.0, -0.5], [0.0, 0.0]]))
-    (tensor([[127, -64],
-            [  0,   0]], dtype=torch.int8), tensor([0.0079, 1.0000]))
-    """
-    largest = weight.float().abs().amax(dim=1)
-    scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
-    return (weight.float() / scale[:, None]).round().to(torch.int8), scale
-
-
 def tensor_name(layer: int, target: str, part: str) -> str:
     """Name of a tensor in ``predictors.safetensors``; ``part`` as in ``Bundle``."""
     return f"layers.{layer}.{target}.{part}"
@@ -373,16 +372,18 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
         grid = entry.curve.get("density", [])
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
-    dtype = DTYPES.get(entry.dtype, torch.int8)
+    packed = entry.dtype == "int4"
+    dtype = DTYPES.get(entry.dtype, torch.uint8 if packed else torch.int8)
     needed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "down": ((entry.rank, entry.d_in), dtype),
-        "up": ((entry.n_out, entry.rank), dtype),
+        "down": ((entry.rank, (entry.d_in + 1) // 2 if packed else entry.d_in), dtype),
+        "up": ((entry.n_out, (entry.rank + 1) // 2 if packed else entry.rank), dtype),
         "frequency": ((entry.n_out,), torch.float32),
     }
-    if dtype == torch.int8:
-        needed |= {"down_scale": ((entry.rank,), torch.float32), "up_scale": ((entry.n_out,), torch.float32)}
+    if entry.dtype in SCALED:
+        scale = torch.float16 if packed else torch.float32
+        needed |= {"down_scale": ((entry.rank,), scale), "up_scale": ((entry.n_out,), scale)}
     if entry.bias:
-        needed["bias"] = ((entry.n_out,), torch.float16 if dtype == torch.int8 else dtype)
+        needed["bias"] = ((entry.n_out,), torch.float16 if entry.dtype in SCALED else dtype)
     if entry.replacement == "mean":
         needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
     return {tensor_name(entry.layer, entry.target, part): value for part, value in needed.items()}

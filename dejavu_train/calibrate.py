@@ -73,13 +73,19 @@ class CalibrateConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, their heads too."""
     dtype: str = "float16"
-    """Predictor weights as deployed: float16, bfloat16, float32, or int8 with a scale per row."""
+    """Predictor weights as deployed: float16, bfloat16, float32, int8, or int4 (neurons; heads then int8).
+
+    int8 and int4 have a scale per row. int4 is trained through its rounding, so set it before training."""
     rows: int = 20_000
     """Rows of the calibrate set that set the thresholds."""
     sensitivity_tokens: int = 2048
     """Tokens of the calibrate set on which each layer's loss is measured; 0 shares out by true density instead."""
     batch_size: int = 1
     """Sequences decoded together: a budget then counts the union of their selections."""
+
+    def dtype_of(self, target: str) -> str:
+        """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
+        return "int8" if self.dtype == "int4" and target == "heads" else self.dtype
 
     def check(self, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
@@ -145,7 +151,7 @@ def calibrate(
         say(f"thresholds of layer {layer}")
         for target in targets:
             facts, trained = read_predictor(folder / f"layer_{layer:02d}" / target)
-            stored = stored_tensors(trained, config.dtype)
+            stored = stored_tensors(trained, config.dtype_of(target))
             predictor = as_stored(trained, stored).to(where)
             site = ShardReader(activations_folder, facts["site_layer"], "calibrate")
             own = ShardReader(activations_folder, layer, "calibrate")
@@ -165,7 +171,7 @@ def calibrate(
                 n_out=facts["n_out"],
                 nonlinearity=facts["nonlinearity"],
                 bias=facts["bias"],
-                dtype=config.dtype,
+                dtype=config.dtype_of(target),
                 keep_dense=layer in config.dense_layers,
                 active_density=active_density,
                 curve=curve,

@@ -178,6 +178,7 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
         section.learning_rate,
         section.weight_decay,
         section.warmup,
+        config.calibrate.dtype_of(target),
     )
     start_module(module, config, job, activations, manifest.weight_hash)
 

@@ -43,6 +43,7 @@ class LitPredictor(lightning.LightningModule):
         loss: name of a loss in losses.py.
         learning_rate, weight_decay: of AdamW.
         warmup: share of the steps in which the rate rises; after it falls along a cosine to a hundredth.
+        stored_as: dtype of the deployed weights; int4 trains through its rounding (int8 selects what fp32 selects).
 
     A batch is what ShardDataModule makes.
     """
@@ -60,12 +61,14 @@ class LitPredictor(lightning.LightningModule):
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
         warmup: float = 0.05,
+        stored_as: str = "float32",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.target, self.density, self.n_out = target, density, n_out
         self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
         self.predictor = LowRankPredictor(d_in, rank, n_out, nonlinearity, bias)
+        self.predictor.rounded_to = stored_as if stored_as == "int4" else None
         self.loss = get_loss(loss)
         self._train_contribution = loss in NEEDS_CONTRIBUTION
         self.figures = SelectionMetric()

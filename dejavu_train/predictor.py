@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.errors import UserError
+from dejavu_train.quantise import SCALED, as_trained
 
 Nonlinearity = Literal["none", "relu"]
 
@@ -34,6 +35,8 @@ class LowRankPredictor(nn.Module):
         if nonlinearity not in ("none", "relu"):
             raise UserError(f"predictor nonlinearity must be none or relu, got {nonlinearity}")
         self.nonlinearity = nonlinearity
+        self.rounded_to: str | None = None
+        """int8 or int4: the forward pass sees the weights as they will be stored, gradients pass through."""
         self.down = nn.Parameter(torch.empty(rank, d_in))
         self.up = nn.Parameter(torch.empty(n_out, rank))
         self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
@@ -46,10 +49,14 @@ class LowRankPredictor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., d_in) to logits (..., n_out), in the dtype of ``x``."""
-        hidden = F.linear(x, self.down.to(x.dtype))
+        down: Tensor = self.down
+        up: Tensor = self.up
+        if self.rounded_to in SCALED:
+            down, up = as_trained(down, self.rounded_to), as_trained(up, self.rounded_to)
+        hidden = F.linear(x, down.to(x.dtype))
         if self.nonlinearity == "relu":
             hidden = F.relu(hidden)
-        return F.linear(hidden, self.up.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return F.linear(hidden, up.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 @torch.no_grad()

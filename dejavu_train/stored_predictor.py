@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dejavu_train.bundle import Entry, quantise_rows
+from dejavu_train.bundle import Entry
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json
 from dejavu_train.opt_model import torch_dtype
 from dejavu_train.predictor import LowRankPredictor
+from dejavu_train.quantise import SCALED, row_codes, stored_rows
 
 
 class Stored(NamedTuple):
@@ -51,33 +52,39 @@ def read_predictor(folder: str | Path) -> Stored:
 def stored_tensors(predictor: LowRankPredictor, dtype: str) -> dict[str, Tensor]:
     """The tensors of a bundle entry on the CPU: ``down`` (rank, d_in), ``up`` (n_out, rank), ``bias`` (n_out).
 
-    With ``int8`` the two matrices come with ``down_scale`` (rank) and ``up_scale`` (n_out) in fp32, the bias in fp16.
+    With ``int8`` and ``int4`` the matrices come with ``down_scale`` (rank) and ``up_scale`` (n_out), the bias in fp16.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in predictor.named_parameters():
         weight = parameter.data.cpu()
-        if dtype != "int8":
+        if dtype not in SCALED:
             tensors[name] = weight.to(torch_dtype(dtype))
         elif name == "bias":
             tensors[name] = weight.half()
         else:
-            tensors[name], tensors[f"{name}_scale"] = quantise_rows(weight)
+            tensors[name], tensors[f"{name}_scale"] = stored_rows(weight, dtype)
     return tensors
 
 
 def as_stored(predictor: LowRankPredictor, tensors: Mapping[str, Tensor]) -> LowRankPredictor:
     """Set ``predictor`` to what ``tensors`` read back as, in fp32; returns it."""
     for name, parameter in predictor.named_parameters():
-        weight = tensors[name].float()
         scale = tensors.get(f"{name}_scale")
-        parameter.data = weight if scale is None else weight * scale[:, None]
+        if scale is None:
+            parameter.data = tensors[name].float()
+        else:
+            parameter.data = row_codes(tensors[name], parameter.shape[1]) * scale.float()[:, None]
     return predictor
 
 
 def predictor_bytes(entry: Entry) -> float:
     """Bytes of one predictor in its deployed dtype, scales included."""
     weights = entry.rank * (entry.d_in + entry.n_out)
+    bias = 2 * entry.n_out if entry.bias else 0
     if entry.dtype == "int8":
-        return float(weights + 4 * (entry.rank + entry.n_out) + (2 * entry.n_out if entry.bias else 0))
+        return float(weights + 4 * (entry.rank + entry.n_out) + bias)
+    if entry.dtype == "int4":
+        nibbles = entry.rank * ((entry.d_in + 1) // 2) + entry.n_out * ((entry.rank + 1) // 2)
+        return float(nibbles + 2 * (entry.rank + entry.n_out) + bias)
     size = torch.empty(0, dtype=torch_dtype(entry.dtype)).element_size()
     return float(size * (weights + (entry.n_out if entry.bias else 0)))

@@ -7,11 +7,14 @@ import torch
 from dejavu_train.bundle import Bundle, Entry, tensor_name
 from dejavu_train.opt_model import read_shape, weight_hash
 from dejavu_train.predictor import LowRankPredictor
+from dejavu_train.stored_predictor import as_stored, stored_tensors
 
 GRID = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
 
 
-def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False, means: bool = False) -> Bundle:
+def make_bundle(
+    model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False, means: bool = False, dtype: str = "float16"
+) -> Bundle:
     """Random predictors with honest curves.
 
     With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means.
@@ -26,8 +29,10 @@ def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = Fal
             made = LowRankPredictor(shape.d_model, rank, n_out)
             for name, parameter in made.named_parameters():
                 values = torch.randn(parameter.shape, generator=generator) * (0.3 if name != "down" else 0.15)
-                tensors[tensor_name(layer, target, name)] = values.half()
                 parameter.data.copy_(values.half())
+            stored = stored_tensors(made, dtype)
+            as_stored(made, stored)
+            tensors |= {tensor_name(layer, target, name): tensor for name, tensor in stored.items()}
             tensors[tensor_name(layer, target, "frequency")] = torch.rand(n_out, generator=generator)
             logits = made(inputs).detach().flatten().sort(descending=True).values
             picks = [logits[min(int(density * len(logits)), len(logits) - 1)].item() for density in GRID]
@@ -36,7 +41,7 @@ def make_bundle(model: Path, rank: int = 8, seed: int = 0, lookahead: bool = Fal
             site = ("mlp_in", layer) if target == "mlp" else ("attn_in", layer)
             if lookahead:
                 site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
-            facts = {"active_density": 0.1 + 0.1 * layer, "curve": curve}
+            facts = {"active_density": 0.1 + 0.1 * layer, "curve": curve, "dtype": dtype}
             if means and target == "heads":
                 other = torch.Generator().manual_seed(layer)  # the predictors stay those of a bundle without means
                 tensors[tensor_name(layer, target, "mean")] = torch.randn(n_out, shape.head_dim, generator=other).half()

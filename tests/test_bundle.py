@@ -10,9 +10,10 @@ import torch
 from bundles import make_bundle
 from safetensors.torch import load_file, save_file
 
-from dejavu_train.bundle import FACTS, TENSORS, Bundle, _digest, quantise_rows
+from dejavu_train.bundle import FACTS, TENSORS, Bundle, _digest
 from dejavu_train.errors import UserError
 from dejavu_train.files import sha256_file
+from dejavu_train.quantise import quantise_rows, stored_rows
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +67,24 @@ def test_means_travel_with_the_bundle(tiny_opt, tmp_path):
     torch.testing.assert_close(again[1], made.tensors["layers.1.heads.mean"].float())
 
 
-def in_int8(bundle):
-    """The same bundle with its predictors quantised."""
+def rounded(bundle, dtype):
+    """The same bundle with its predictors in int8 or int4."""
     tensors = {name: tensor for name, tensor in bundle.tensors.items() if name.split(".")[-1] not in ("down", "up")}
     for name in bundle.tensors.keys() - tensors.keys():
-        tensors[name], tensors[name + "_scale"] = quantise_rows(bundle.tensors[name])
-    entries = {key: dataclasses.replace(entry, dtype="int8") for key, entry in bundle.entries.items()}
+        tensors[name], tensors[name + "_scale"] = stored_rows(bundle.tensors[name], dtype)
+    entries = {key: dataclasses.replace(entry, dtype=dtype) for key, entry in bundle.entries.items()}
     return dataclasses.replace(bundle, entries=entries, tensors=tensors)
 
 
-def test_int8_predictors(bundle, tmp_path):
-    in_int8(bundle).save_pretrained(tmp_path / "bundle")
+@pytest.mark.parametrize(("dtype", "stored", "levels"), [("int8", torch.int8, 254), ("int4", torch.uint8, 2)])
+def test_predictors_in_few_bits(bundle, tmp_path, dtype, stored, levels):
+    rounded(bundle, dtype).save_pretrained(tmp_path / "bundle")
     again = Bundle.from_pretrained(tmp_path / "bundle")
-    assert again.tensors["layers.1.mlp.up"].dtype == torch.int8
+    assert again.tensors["layers.1.mlp.up"].dtype == stored
     for key in bundle.entries:
         exact, quantised = bundle.predictor(*key), again.predictor(*key)
         for name, parameter in quantised.named_parameters():
-            limit = 0 if name == "bias" else dict(exact.named_parameters())[name].abs().amax(1, keepdim=True) / 254
+            limit = 0 if name == "bias" else dict(exact.named_parameters())[name].abs().amax(1, keepdim=True) / levels
             assert ((parameter - dict(exact.named_parameters())[name]).abs() <= limit + 1e-6).all()
     rewrite(tmp_path / "bundle", change_tensors=lambda tensors: tensors.pop("layers.0.mlp.up_scale"))
     with pytest.raises(UserError, match="layers.0.mlp.up_scale is missing"):

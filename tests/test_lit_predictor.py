@@ -10,7 +10,9 @@ from dejavu_train.jobs import second_moments, start_module
 from dejavu_train.lit_predictor import LitPredictor, SelectionMetric
 from dejavu_train.losses import LOSSES
 from dejavu_train.metrics import top_units
+from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader, unpack_bits
+from dejavu_train.stored_predictor import as_stored, stored_tensors
 
 
 @pytest.fixture
@@ -121,3 +123,17 @@ def test_metric_sums_over_updates():
     assert metric.compute().sum(1).tolist() == [60, active.sum(), active.sum()]
     metric.reset()
     assert metric.compute().sum() == 0
+
+
+def test_int4_is_trained_as_it_is_deployed(folder, weights):
+    module = LitPredictor("mlp", 48, 12, 96, density=0.4, learning_rate=1e-2, stored_as="int4")
+    module.start_from("random", weights)
+    before = trained(module, data_for(folder, "mlp", "mlp_in"), 0)
+    after = trained(module, data_for(folder, "mlp", "mlp_in"), 60)
+    assert after["val/retained_mass"] > before["val/retained_mass"]
+    x = torch.randn(5, 48)
+    seen = module.predictor(x)
+    deployed = LowRankPredictor(48, 12, 96)
+    deployed.load_state_dict(module.predictor.state_dict())
+    as_stored(deployed, stored_tensors(deployed, "int4"))
+    torch.testing.assert_close(deployed(x), seen, rtol=1e-3, atol=1e-2)  # but for the bias, which is fp16

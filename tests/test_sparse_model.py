@@ -126,6 +126,15 @@ def test_lookahead_sites_agree(dense, tiny_opt):
         close(sparse(dense, ahead, "gather")(ids).logits, sparse(dense, ahead, "mask")(ids).logits)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_predictors_in_few_bits_agree(dense, tiny_opt, dtype):
+    rounded = make_bundle(tiny_opt, dtype=dtype).at(0.3, 0.5)
+    ids = tokens(2, 20)
+    assert not torch.equal(rounded.predictor(1, "mlp").up, make_bundle(tiny_opt).predictor(1, "mlp").up)
+    with torch.no_grad():
+        close(sparse(dense, rounded, "gather")(ids).logits, sparse(dense, rounded, "mask")(ids).logits)
+
+
 def test_top_k_agrees_and_has_exact_counts(dense, tiny_opt):
     top = make_bundle(tiny_opt).at(0.25, 0.5, top_k=True)
     ids = tokens(2, 20)

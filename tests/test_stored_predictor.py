@@ -24,7 +24,7 @@ def test_a_damaged_predictor_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 0), ("float16", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2)]
+    ("dtype", "tolerance"), [("float32", 0), ("float16", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2), ("int4", 0.5)]
 )
 def test_stored_tensors_read_back(dtype, tolerance):
     predictor = LowRankPredictor(12, 4, 20)
@@ -39,3 +39,5 @@ def test_bytes_of_a_predictor():
     facts = {"layer": 0, "target": "mlp", "site": "mlp_in", "site_layer": 0, "rank": 4, "d_in": 12, "n_out": 20}
     assert cal.predictor_bytes(Entry(**facts, dtype="float16")) == 2 * (4 * 32 + 20)
     assert cal.predictor_bytes(Entry(**facts, dtype="int8", bias=False)) == 4 * 32 + 4 * 24
+    assert cal.predictor_bytes(Entry(**facts, dtype="int4")) == 4 * 6 + 20 * 2 + 2 * 24 + 2 * 20
+    assert cal.predictor_bytes(Entry(**facts | {"rank": 3}, dtype="int4", bias=False)) == 3 * 6 + 20 * 2 + 2 * 23

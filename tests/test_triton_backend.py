@@ -14,9 +14,9 @@ torch.set_num_threads(1)
 from dejavu_train.opt_model import load_opt
 from dejavu_train.sparse_model import SparseOPTForCausalLM
 from tests.bundles import make_bundle
-folder, policy, lookahead = {folder!r}, {policy!r}, {lookahead!r}
+folder, policy, lookahead, dtype = {folder!r}, {policy!r}, {lookahead!r}, {dtype!r}
 device = "cuda" if torch.cuda.is_available() else "cpu"
-bundle = make_bundle(folder, lookahead=lookahead).at(0.3, 0.5)
+bundle = make_bundle(folder, lookahead=lookahead, dtype=dtype).at(0.3, 0.5)
 made = {{}}
 ids = torch.tensor([[1, 1, 2, 5, 9], [2, 7, 8, 40, 11]], device=device)
 mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
@@ -42,9 +42,12 @@ def opt_with_kernels(tmp_path_factory) -> str:
     return str(save_tiny_opt(folder, hidden_size=32, word_embed_proj_dim=32, num_attention_heads=2, ffn_dim=48))
 
 
-@pytest.mark.parametrize(("policy", "lookahead"), [("backfill", False), ("stale", True)])
-def test_generate_equals_gather(opt_with_kernels, policy, lookahead):
-    code = CASE.format(folder=opt_with_kernels, policy=policy, lookahead=lookahead, n=5)
+@pytest.mark.parametrize(
+    ("policy", "lookahead", "dtype"),
+    [("backfill", False, "float16"), ("stale", True, "float16"), ("always", False, "int4")],
+)
+def test_generate_equals_gather(opt_with_kernels, policy, lookahead, dtype):
+    code = CASE.format(folder=opt_with_kernels, policy=policy, lookahead=lookahead, dtype=dtype, n=5)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
