@@ -38,7 +38,7 @@ from dejavu_train.text import (
     read_paragraph_hashes,
     require_one_sequence,
 )
-from dejavu_train.timing import WARM_UP, Timing, time_decoding
+from dejavu_train.timing import ENGINES, WARM_UP, Timing, time_decoding, time_engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class InferConfig:
     batch_tokens: int = _option(4096, "positions in one forward pass; fewer for large models")
     verify: str = _option("sampled", "full: hash every byte of the weights")
     timing: bool = _option(True, "time decoding")
-    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton")
+    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, engine, dense-engine")
     timing_mlp_density: float = _option(0.1, "densities while timing and generating")
     timing_head_density: float = _option(0.85, "the same for heads")
     batch: int = _option(1, "rows while timing")
@@ -106,8 +106,8 @@ class InferConfig:
         if self.backend not in (*BACKENDS, "dense"):
             raise UserError(f"--backend must be dense or one of {', '.join(BACKENDS)}, got {self.backend}")
         for backend in self.timing_backends:
-            if backend not in ("dense", *BACKENDS):
-                raise UserError(f"--timing_backends: {backend} is none of dense, {', '.join(BACKENDS)}")
+            if backend not in ("dense", *BACKENDS, *ENGINES):
+                raise UserError(f"--timing_backends: {backend} is none of dense, {', '.join((*BACKENDS, *ENGINES))}")
         if self.verify not in ("sampled", "full"):
             raise UserError(f"--verify must be sampled or full, got {self.verify}")
 
@@ -314,11 +314,14 @@ def _warn_of_training_text(config: InferConfig, bundle: Bundle, documents: Seque
             )
 
 
+def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
+    return bundle.at(config.timing_mlp_density, config.timing_head_density)
+
+
 def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> Any:
     if backend == "dense":
         return dense
-    moved = bundle.at(config.timing_mlp_density, config.timing_head_density)
-    return SparseOPTForCausalLM.from_model(dense, moved, backend, sparse_from="prompt")
+    return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt")
 
 
 def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -> str:
@@ -350,5 +353,9 @@ def _time(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, held:
     timings = []
     for backend in sorted(config.timing_backends, key=lambda name: name != "dense"):
         logger.info("timing %s", backend)
+        if backend in ENGINES:
+            used = _moved(config, bundle) if backend == "engine" else None
+            timings.append(time_engine(dense, used, backend, prompt, config.new_tokens))
+            continue
         timings.append(time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens))
     return timings

@@ -9,6 +9,7 @@ from dejavu_train.decode import DecodeEngine, Sampling
 from dejavu_train.decode_crossover import choose_forms, describe_forms, expected_union
 from dejavu_train.decode_weights import load_predictors
 from dejavu_train.errors import UserError
+from dejavu_train.timing import time_engine
 from tests.decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 
 
@@ -140,6 +141,7 @@ def test_sampling_follows_the_distribution(model):
     ("action", "part"),
     [
         (lambda m: DecodeEngine(m), "needs a CUDA device"),
+        (lambda m: time_engine(m, None, "engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
         (lambda m: engine(m, context=129), "129 tokens does not fit"),
         (lambda m: engine(m, batch=33), "1 to 32 rows"),
         (lambda m: engine(m, kv_policy="never"), "backfill, always, stale"),

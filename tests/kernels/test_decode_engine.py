@@ -1,9 +1,12 @@
 """The whole decoding step through the kernels (interpreter on the CPU) against the masked forward pass."""
 
+import copy
+
 import pytest
 import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
+from dejavu_train.timing import time_engine
 from tests.decode_helpers import masked_nll, random_bundle, random_opt
 
 
@@ -58,3 +61,9 @@ def test_sampling_kernels(model, device):
     assert engine.generate(prompt, 3, sampling=Sampling(1.0, 1e-6), stop_tokens=()) == greedy
     warm = engine.generate(prompt, 3, sampling=Sampling(2.0, 0.9, seed=5), stop_tokens=())
     assert warm == engine.generate(prompt, 3, sampling=Sampling(2.0, 0.9, seed=5), stop_tokens=())
+
+
+def test_timing_of_the_engine(model, device):
+    made = time_engine(copy.deepcopy(model).to(device), None, "dense-engine", torch.tensor([[2, 5, 7]]), 2)
+    assert (made.backend, made.batch, made.prompt, made.new_tokens) == ("dense-engine", 1, 3, 2)
+    assert 0 < made.ms_per_token["p20"] <= made.ms_per_token["p50"] <= made.ms_per_token["p80"]
