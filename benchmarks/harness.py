@@ -93,8 +93,13 @@ def sets_for(bytes_a_step: int, bytes_a_set: int, memory: int = 12 * 2**30) -> i
     return max(3, min(-(-4 * L2_BYTES // max(1, bytes_a_step)), memory // max(1, bytes_a_set), 64))
 
 
-def measure(step: Callable[[int], None], sets: int, repeats: int = 25) -> tuple[float, float, float]:
-    """Microseconds (p20, p50, p80) of step(i), i over the sets, captured in one graph, replayed `repeats` times."""
+def measure(
+    step: Callable[[int], None], sets: int, repeats: int = 25, before: Callable[[], None] = lambda: None
+) -> tuple[float, float, float]:
+    """Microseconds (p20, p50, p80) of step(i), i over the sets, captured in one graph, replayed `repeats` times.
+
+    before: called, untimed, ahead of every replay, to put back state that the step advances.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles what is not compiled yet, outside the capture
@@ -110,6 +115,7 @@ def measure(step: Callable[[int], None], sets: int, repeats: int = 25) -> tuple[
         graph.replay()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in events:
+        before()
         start.record()
         graph.replay()
         stop.record()
