@@ -67,7 +67,7 @@ def shared_rows(
     for sharing in sharings:
         densities = plan.densities(mean, "measured" if sharing == "joint" else sharing)
         if sharing == "joint":
-            densities = refine(plan, densities, study.probe_parts(), rest)
+            densities = refine(plan, densities, study.probe_parts(), rest, 2 if study.brief else 4)
         gates = meeting(study, plan, mean, densities, rest)
         head_row(study, method, sharing, gates, mean, **more)
 
@@ -129,7 +129,7 @@ def tuned_heads(study: Study, name: str, made: Predictors, plan: HeadPlan, mean:
     model, statistics = study.model, study.statistics
     rest = statistics.mean.clone()
     better = copy.deepcopy(made)
-    densities = refine(plan, plan.densities(mean, "measured"), study.probe_parts(), rest)
+    densities = refine(plan, plan.densities(mean, "measured"), study.probe_parts(), rest, 2 if study.brief else 4)
     fold_thresholds(better, plan.thresholds(densities))
     config = TuneConfig(study.sizes.tune_steps, 5e-4, mlp_share=None, head_density=mean, head_price=plan.price(mean))
     history = tune(model, None, better, study.train_batches(), config, replacement=rest, statistics=statistics)
