@@ -23,6 +23,7 @@ from dejavu_train.allocate import allocate, read_curve
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json
 from dejavu_train.opt_model import DTYPES, OPTShape, read_shape, weight_hash
+from dejavu_train.planes import SecondTest, second_test
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.quantise import SCALED, row_codes
 
@@ -31,6 +32,7 @@ FACTS = "bundle.json"
 TENSORS = "predictors.safetensors"
 TARGETS = ("mlp", "heads")
 SITES = ("attn_in", "mlp_in")
+KINDS = ("low_rank", "cascade")
 PREDICTOR_DTYPES = (*DTYPES, *SCALED)
 CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
@@ -46,6 +48,10 @@ class Entry:
     ``density`` (rising), ``threshold`` (falling), ``recall``, ``precision``, ``retained_mass`` and perhaps
     ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold. ``replacement`` says what stands
     in for a skipped head: nothing (``none``) or the mean of its output (``mean``).
+
+    A ``cascade`` (MLP only) is a low-rank predictor whose selection, the candidates, is tested once more on the upper
+    plane of fc1 (see ``planes``); what passes is selected. Its density is that of the candidates, ``passes`` the share
+    of the contribution that the second test lets through, and its curve has a column ``selected``.
     """
 
     layer: int
@@ -63,6 +69,7 @@ class Entry:
     top_k: int | None = None
     keep_dense: bool = False
     replacement: str = "none"
+    passes: float | None = None
     density: float = 1.0
     recall: float = 1.0
     precision: float | None = None
@@ -113,7 +120,8 @@ class Bundle:
             dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
             replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
             An int8 entry has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32; an int4 entry the same
-            with scales in fp16 and two weights a byte, see ``quantise``.
+            with scales in fp16 and two weights a byte, see ``quantise``. A cascade also has ``.fc1_scale`` fp32 and
+            ``.fc1_steps`` int16, the grid of fc1's planes, and ``.bar`` fp32, all (n_out).
         facts: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
     """
 
@@ -148,6 +156,15 @@ class Bundle:
         stored = self.tensors[tensor_name(layer, target, part)]
         scale = self.tensors[tensor_name(layer, target, part + "_scale")].float()
         return row_codes(stored, entry.d_in if part == "down" else entry.rank), scale
+
+    def second_tests(self, blocks: Any) -> dict[int, SecondTest]:
+        """By layer the second test of its cascade, for the decoder layers ``blocks`` of the bundle's model."""
+        found = {}
+        for layer, target in self.entries:
+            if self.entries[layer, target].kind == "cascade":
+                grid = [self.tensors[tensor_name(layer, target, part)] for part in ("fc1_scale", "fc1_steps", "bar")]
+                found[layer] = second_test(blocks[layer].fc1, *grid)
+        return found
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibrate``; orders the static selection."""
@@ -348,8 +365,12 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
     part = f"{where}: {entry.target} of layer {entry.layer}"
     if not 0 <= entry.layer < shape.n_layers:
         raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
-    if entry.kind != "low_rank":
-        raise UserError(f"{part} is of kind {entry.kind}; this version knows low_rank")
+    if entry.kind not in KINDS:
+        raise UserError(f"{part} is of kind {entry.kind}; this version knows {', '.join(KINDS)}")
+    if (entry.kind == "cascade") != (entry.passes is not None) or (entry.kind == "cascade" and entry.target != "mlp"):
+        raise UserError(
+            f"{part} is of kind {entry.kind} with passes {entry.passes}; a cascade selects neurons, with one"
+        )
     if entry.dtype not in PREDICTOR_DTYPES or entry.nonlinearity not in ("none", "relu"):
         raise UserError(f"{part} has an unknown dtype {entry.dtype} or nonlinearity {entry.nonlinearity}")
     earlier = (entry.site_layer, SITES.index(entry.site)) if entry.site in SITES else None
@@ -370,6 +391,8 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
             len(values) for values in entry.curve.values()
         }
         grid = entry.curve.get("density", [])
+        if entry.kind == "cascade" and "selected" not in entry.curve:
+            raise UserError(f"{part}: the calibration curve of a cascade has no column selected")
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
     packed = entry.dtype == "int4"
@@ -384,6 +407,9 @@ def _check_entry(entry: Entry, shape: OPTShape, where: str) -> dict[str, tuple[t
         needed |= {"down_scale": ((entry.rank,), scale), "up_scale": ((entry.n_out,), scale)}
     if entry.bias:
         needed["bias"] = ((entry.n_out,), torch.float16 if entry.dtype in SCALED else dtype)
+    if entry.kind == "cascade":
+        grid_dtypes = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "bar": torch.float32}
+        needed |= {name: ((entry.n_out,), dtype) for name, dtype in grid_dtypes.items()}
     if entry.replacement == "mean":
         needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
     return {tensor_name(entry.layer, entry.target, part): value for part, value in needed.items()}

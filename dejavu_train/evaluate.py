@@ -173,7 +173,7 @@ class _Evaluation:
                 key = (row.mlp_density, row.head_density, row.sparse_from)
                 self.groups.setdefault(key, {})[row.selection] = row
         self.bundles = {key[:2]: bundle.at(*key[:2]) for key in self.groups}
-        self.predicted = Predicted(bundle, model.device)
+        self.predicted = Predicted(bundle, model.device, model)
         self.means = bundle.head_means(model.device)
         self.meter = _Meter(model, self.means)
         self.generator = torch.Generator().manual_seed(seed)

@@ -18,6 +18,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle import Bundle
 from dejavu_train.errors import UserError
+from dejavu_train.planes import SecondTest
 from dejavu_train.selections import Predicted
 from dejavu_train.sites import decoder_layers
 from dejavu_train.sparse_cache import SparseCache, SparseLayer
@@ -43,7 +44,12 @@ class GatherDecoder:
         self.kv_policy = kv_policy
         self.blocks = decoder_layers(model)
         self.final_norm = model.model.decoder.final_layer_norm
-        self.selector = Predicted(bundle, self.blocks[0].fc1.weight.device)
+        self.selector = Predicted(bundle, self.blocks[0].fc1.weight.device)  # of a cascade: the candidates
+        self.tests = {
+            layer: test
+            for layer, test in bundle.second_tests(self.blocks).items()
+            if not bundle.entries[layer, "mlp"].dense
+        }
         self.on_select: OnSelect | None = None
         """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
         for block in self.blocks:
@@ -92,7 +98,7 @@ class GatherDecoder:
 
     def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
         """Dense columns, all at once: hidden (B, T, d), visible (B, S + T)."""
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
+        for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             attention = block.self_attn
             hidden = hidden.to(block.fc1.weight.device)
             attn_in = block.self_attn_layer_norm(hidden)
@@ -116,8 +122,15 @@ class GatherDecoder:
             keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=1.0)
             hidden = hidden + attention.out_proj(mixed.transpose(1, 2).flatten(2))
-            hidden = hidden + block.fc2(torch.relu(block.fc1(block.final_layer_norm(hidden))))
+            hidden = hidden + block.fc2(torch.relu(self._fc1(number, block.final_layer_norm(hidden))))
         return hidden
+
+    def _fc1(self, number: int, mlp_in: Tensor) -> Tensor:
+        """All of fc1 (B, T, n), from its planes where the layer has a cascade."""
+        fc1 = self.blocks[number].fc1
+        if number not in self.tests:
+            return fc1(mlp_in)
+        return F.linear(mlp_in, self.tests[number].planes.weight().to(mlp_in), fc1.bias)
 
     def _step(self, hidden: Tensor, cache: SparseCache, visible: Tensor, alive: Tensor, dense_rows: Tensor) -> Tensor:
         """One column: hidden (B, d), visible (B, S + 1), alive and dense_rows (B,) bool."""
@@ -128,10 +141,11 @@ class GatherDecoder:
             keep = self.selector(number, target, sites)
             if keep is None:
                 keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device)
-            keep = (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
+            return (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
+
+        def tell(number: int, target: str, keep: Tensor) -> None:
             if self.on_select is not None:
                 self.on_select(number, target, column, keep)
-            return keep
 
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             device = block.fc1.weight.device
@@ -139,9 +153,16 @@ class GatherDecoder:
             sites["attn_in", number] = attn_in = block.self_attn_layer_norm(hidden)
             layer.extend(attn_in[:, None], block.self_attn.num_heads)
             keep = selection(number, "heads", block.self_attn.num_heads, device)
+            tell(number, "heads", keep)
             hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device))
             sites["mlp_in", number] = mlp_in = block.final_layer_norm(hidden)
-            hidden = hidden + _mlp(block, mlp_in, selection(number, "mlp", block.fc1.out_features, device))
+            keep = selection(number, "mlp", block.fc1.out_features, device)
+            if number in self.tests:
+                out, keep = _cascade(block, self.tests[number], mlp_in, keep, dense_rows.to(device))
+            else:
+                out = _mlp(block, mlp_in, keep)
+            tell(number, "mlp", keep)
+            hidden = hidden + out
         return hidden
 
     def _attention(self, number: int, layer: SparseLayer, attn_in: Tensor, keep: Tensor, visible: Tensor) -> Tensor:
@@ -214,10 +235,22 @@ def _folded_bias(projection: Any, mean: Tensor | None) -> Tensor | None:
     )
 
 
-def _mlp(block: Any, mlp_in: Tensor, keep: Tensor) -> Tensor:
-    """fc2(relu(fc1 x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d)."""
+def _cascade(block: Any, test: SecondTest, mlp_in: Tensor, keep: Tensor, dense_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`_mlp` over the candidates ``keep`` (B, n) that pass the second test, and which those are: (B, d), (B, n) bool.
+
+    Reads the upper plane of the candidates and both planes of what passes. Rows of ``dense_rows`` (B,) skip the test.
+    """
     units = keep.any(dim=0).nonzero().flatten()
-    hidden = F.linear(mlp_in, _units(block.fc1.weight, units), _bias(block.fc1, units))
+    passed = keep.clone()
+    passed[:, units] &= test.passed(mlp_in, units) | dense_rows[:, None]
+    units = passed.any(dim=0).nonzero().flatten()
+    return _mlp(block, mlp_in, passed, test.planes.weight(units).to(mlp_in)), passed
+
+
+def _mlp(block: Any, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = None) -> Tensor:
+    """fc2(relu(fc1 x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of fc1, if read."""
+    units = keep.any(dim=0).nonzero().flatten()
+    hidden = F.linear(mlp_in, _units(block.fc1.weight, units) if rows is None else rows, _bias(block.fc1, units))
     hidden = torch.where(keep[:, units], torch.relu(hidden), 0.0)
     out = hidden @ _units(block.fc2.weight.t(), units)
     return out if block.fc2.bias is None else out + block.fc2.bias

@@ -20,12 +20,17 @@ from dejavu_train.sites import decoder_layers
 
 
 class Select(Protocol):
-    """What ``masking`` needs: which sites to keep, and a selection (B, T, n) for them; None is dense."""
+    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for fc1's weight.
+
+    None is a dense layer, and fc1 as it is.
+    """
 
     @property
     def sites(self) -> Any: ...
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None: ...
+
+    def fc1(self, layer: int) -> Tensor | None: ...
 
 
 Observe = Callable[[int, str, Tensor | None, Tensor], None]
@@ -52,13 +57,20 @@ def masking(
     sites: dict[tuple[str, int], Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
+    exchanged: list[tuple[Any, Tensor]] = []
     for layer, block in enumerate(decoder_layers(model)):
+        weight = selector.fc1(layer)
+        if weight is not None:
+            exchanged.append((block.fc1.weight, block.fc1.weight.data))
+            block.fc1.weight.data = weight.to(block.fc1.weight)
         handles += _hook_layer(layer, block, selector, needed, sites, sparse, observe, (means or {}).get(layer))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for parameter, own in exchanged:
+            parameter.data = own
 
 
 def _hook_layer(

@@ -41,17 +41,29 @@ class Predicted:
     Args:
         bundle: thresholds may be exchanged later through ``bundle``, the weights may not.
         device: where the predictors live; with a model over several GPUs inputs are brought here.
+        model: whose fc1 the second tests of cascades read. Without it a cascade's candidates are its selection.
     """
 
-    def __init__(self, bundle: Bundle, device: torch.device | str = "cpu") -> None:
+    def __init__(self, bundle: Bundle, device: torch.device | str = "cpu", model: OPTForCausalLM | None = None) -> None:
         self.bundle = bundle
         self.device = torch.device(device)
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.entries}
+        self._tests = {} if model is None else bundle.second_tests(decoder_layers(model))
+        self._fc1: dict[int, Tensor] = {}
 
     @property
     def sites(self) -> set[tuple[str, int]]:
         """Which (site, layer) must be handed to ``__call__``."""
-        return {(entry.site, entry.site_layer) for entry in self.bundle.entries.values() if not entry.dense}
+        tested = {("mlp_in", layer) for layer in self._tests if not self.bundle.entries[layer, "mlp"].dense}
+        return {(e.site, e.site_layer) for e in self.bundle.entries.values() if not e.dense} | tested
+
+    def fc1(self, layer: int) -> Tensor | None:
+        """(n, d) what a layer with a cascade multiplies with, as its planes hold it; None: the model's own fc1."""
+        if layer not in self._tests or self.bundle.entries[layer, "mlp"].dense:
+            return None
+        if layer not in self._fc1:
+            self._fc1[layer] = self._tests[layer].planes.weight()
+        return self._fc1[layer]
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
         """Select for one layer and target.
@@ -64,8 +76,10 @@ class Predicted:
         if entry is None or entry.dense:
             return None
         inputs = sites[entry.site, entry.site_layer]
-        logits = self.predictors[layer, target](inputs.to(self.device, torch.float32))
-        return select(logits, entry).to(inputs.device)
+        keep = select(self.predictors[layer, target](inputs.to(self.device, torch.float32)), entry).to(inputs.device)
+        if target == "mlp" and layer in self._tests:
+            keep = keep & self._tests[layer].passed(sites["mlp_in", layer]).to(keep.device)
+        return keep
 
 
 class Given:
@@ -78,6 +92,9 @@ class Given:
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
         return self.masks.get((layer, target))
+
+    def fc1(self, layer: int) -> None:
+        return None
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
         self._bundle = bundle
         if self.backend == "mask":
-            self._selector, self._means = Predicted(bundle, self.device), bundle.head_means(self.device)
+            self._selector, self._means = Predicted(bundle, self.device, self), bundle.head_means(self.device)
         elif self.backend == "gather":
             self._decoder = GatherDecoder(self, bundle, self.kv_policy)
         else:

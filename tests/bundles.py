@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from dejavu_train.bundle import Bundle, Entry, tensor_name
-from dejavu_train.opt_model import read_shape, weight_hash
+from dejavu_train.opt_model import load_opt, read_shape, weight_hash
+from dejavu_train.planes import choose_grid
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.stored_predictor import as_stored, stored_tensors
 
@@ -13,11 +14,13 @@ GRID = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
 
 
 def make_bundle(
-    model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False, means: bool = False, dtype: str = "float16"
-) -> Bundle:
+    model: Path, rank: int = 8, seed: int = 0, lookahead: bool = False, means: bool = False, dtype: str = "float16",
+    cascade: bool = False,
+) -> Bundle:  # fmt: skip
     """Random predictors with honest curves.
 
-    With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means.
+    With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means;
+    with ``cascade`` neurons are tested once more, at bars around the pre-activations of random inputs.
     """
     shape = read_shape(str(model))
     generator = torch.Generator().manual_seed(seed)
@@ -42,6 +45,14 @@ def make_bundle(
             if lookahead:
                 site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
             facts = {"active_density": 0.1 + 0.1 * layer, "curve": curve, "dtype": dtype}
+            if cascade and target == "mlp":
+                fc1 = load_opt(str(model)).model.decoder.layers[layer].fc1
+                scale, steps = choose_grid(fc1.weight.detach())
+                bar = torch.linspace(-0.5, 1.0, n_out)
+                parts = {"fc1_scale": scale, "fc1_steps": steps, "bar": bar[torch.randperm(n_out, generator=generator)]}
+                tensors |= {tensor_name(layer, target, name): tensor for name, tensor in parts.items()}
+                facts |= {"kind": "cascade", "passes": 0.9}
+                curve["selected"] = [0.5 * density for density in GRID]
             if means and target == "heads":
                 other = torch.Generator().manual_seed(layer)  # the predictors stay those of a bundle without means
                 tensors[tensor_name(layer, target, "mean")] = torch.randn(n_out, shape.head_dim, generator=other).half()

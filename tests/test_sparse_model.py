@@ -135,6 +135,36 @@ def test_predictors_in_few_bits_agree(dense, tiny_opt, dtype):
         close(sparse(dense, rounded, "gather")(ids).logits, sparse(dense, rounded, "mask")(ids).logits)
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("start", [0, 5])
+def test_cascades_agree(dense, tiny_opt, start, lookahead):
+    tested = make_bundle(tiny_opt, lookahead=lookahead, cascade=True).at(0.6, 0.5)
+    ids = tokens(2, 20)
+    own = [block.fc1.weight.clone() for block in dense.model.decoder.layers]
+    with torch.no_grad():
+        expected = sparse(dense, tested, "mask", sparse_from=start)(ids).logits
+        model = sparse(dense, tested, "gather", sparse_from=start)
+        sets = gather_sets(model)
+        close(model(ids).logits, expected)
+        filtered = sparse(dense, make_bundle(tiny_opt, lookahead=lookahead).at(0.6, 0.5), "mask")(ids).logits
+    assert (filtered - expected).abs().max() > 1e-2 * expected.abs().max()  # the second test took something out
+    selected = mask_sets(dense, tested, ids)[1, "mlp"][:, start:]
+    assert torch.equal(torch.stack(sets[1, "mlp"], dim=1), selected) or start  # later layers see other inputs then
+    assert 0.1 < selected.float().mean() < 0.5
+    for block, before in zip(dense.model.decoder.layers, own, strict=True):
+        assert torch.equal(block.fc1.weight, before)  # whatever a backend does, the model keeps its weights
+
+
+def test_a_cascade_generates_alike(dense, tiny_opt):
+    tested = make_bundle(tiny_opt, cascade=True, dtype="int4").at(0.6, 0.5)
+    ids = tokens(2, 6)
+    made = [
+        sparse(dense, tested, backend, sparse_from="prompt").generate(ids, max_new_tokens=12, do_sample=False)
+        for backend in ("mask", "gather")
+    ]
+    assert torch.equal(*made)
+
+
 def test_top_k_agrees_and_has_exact_counts(dense, tiny_opt):
     top = make_bundle(tiny_opt).at(0.25, 0.5, top_k=True)
     ids = tokens(2, 20)
