@@ -216,6 +216,19 @@ def mlp_bytes(
     return weight_bytes * d_model * n_units * (density + min(density, recall * active_density))
 
 
+def cascade_bytes(
+    density: float, selected: float, recall: float, active_density: float, n_units: int, d_model: int
+) -> float:
+    """Bytes of fc1 and fc2 that a cascade reads per token, 16 bits a weight.
+
+    Of the candidates (``density``) fc1's upper four bits, with a step and a bar each; of what passes (``selected``) the
+    other twelve, with a scale; fc2 as ever.
+    """
+    candidates = density * (d_model / 2 + 8)
+    rest = selected * (1.5 * d_model + 4)
+    return n_units * (candidates + rest + 2 * d_model * min(selected, recall * active_density))
+
+
 def head_bytes(density: float, n_heads: int, head_dim: int, d_model: int, weight_bytes: int = 2) -> float:
     """Bytes of the q, k, v and output projections of the selected heads."""
     return 4.0 * weight_bytes * density * n_heads * head_dim * d_model

@@ -3,26 +3,26 @@
 For every (layer, target) one pass over the rows gives a curve: for each density of a grid the logit threshold that
 selects it, and what that selection keeps. The pass streams: logits are counted in the 65,536 values of fp16, so
 memory is the same for any number of rows, and a quantile is exact to the resolution that the kernels compare at.
-Predictors are rounded to their deployed dtype first. With calibrate text, sensitivity.py adds what each density costs
+Predictors are rounded to their deployed dtype first, and a cascade's second test is set before its filter's curve is
+taken. With calibrate text, sensitivity.py adds what each density costs
 in nats, and allocate.py shares the budget out by it.
 
 Letters: N rows, d model width, n units.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dejavu_train.allocate import (
     Point,
     allocate,
+    cascade_bytes,
     density_for_mass,
     head_bytes,
     least_cost,
@@ -30,30 +30,20 @@ from dejavu_train.allocate import (
     parse_budget,
     read_curve,
     spend,
+    union_density,
 )
 from dejavu_train.bundle import PREDICTOR_DTYPES, Bundle, Entry, tensor_name
-from dejavu_train.curves import (
-    HEAD_GRID,
-    HEAD_PROBES,
-    MLP_GRID,
-    MLP_PROBES,
-    Tally,
-    head_curve,
-    spread_blocks,
-    spread_loss,
-    union_densities,
-)
+from dejavu_train.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
 from dejavu_train.errors import UserError
+from dejavu_train.measure import blocks_of, measure, set_bars
 from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, weight_hash
+from dejavu_train.planes import SecondTest
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.sensitivity import Probe, loss_increases
 from dejavu_train.stored_predictor import as_stored, predictor_bytes, read_predictor, stored_tensors
 
 logger = logging.getLogger(__name__)
-Target = Literal["mlp", "heads"]
 Key = tuple[int, str]
-
-BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -76,6 +66,9 @@ class CalibrateConfig:
     """Predictor weights as deployed: float16, bfloat16, float32, int8, or int4 (neurons; heads then int8).
 
     int8 and int4 have a scale per row. int4 is trained through its rounding, so set it before training."""
+    cascade: float | None = None
+    """Test what the MLP's predictor selects once more, on fc1's upper four bits, so that this share of the contribution
+    passes (0.999); only then is the rest of a row read. mlp_density is that of the candidates. null: no second test."""
     rows: int = 20_000
     """Rows of the calibrate set that set the thresholds."""
     sensitivity_tokens: int = 2048
@@ -89,7 +82,7 @@ class CalibrateConfig:
 
     def check(self, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
-        for name in ("mlp_density", "head_density", "retained_mass"):
+        for name in ("mlp_density", "head_density", "retained_mass", "cascade"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
                 raise UserError(f"calibrate.{name} must lie above 0 and at most at 1, got {value:g}")
@@ -98,6 +91,8 @@ class CalibrateConfig:
                 raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
         if self.rows < 1 or self.batch_size < 1:
             raise UserError("calibrate.rows and calibrate.batch_size must be at least 1")
+        if self.cascade is not None and shape.d_model % 8:
+            raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
         if self.selection not in ("threshold", "top_k"):
             raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
         if self.budget is not None:
@@ -145,6 +140,7 @@ def calibrate(
     entries: dict[Key, Entry] = {}
     tensors: dict[str, Tensor] = {}
     predictors: dict[Key, LowRankPredictor] = {}
+    tests: dict[Key, SecondTest] = {}
     unions: dict[Key, list[float]] = {}
     text: dict[str, Any] = {}
     for layer in range(shape.n_layers):
@@ -156,10 +152,15 @@ def calibrate(
             site = ShardReader(activations_folder, facts["site_layer"], "calibrate")
             own = ShardReader(activations_folder, layer, "calibrate")
             text = own.manifest.text
-            blocks = _blocks(dense, layer, target, facts["site"], site, own, config.rows, where)
-            curve, active_density, frequency, logits = measure(predictor, target, blocks, config.batch_size > 1)
+            blocks = blocks_of(dense, layer, target, facts["site"], site, own, config.rows, where)
+            if target == "mlp" and config.cascade is not None:
+                tests[layer, target], parts = set_bars(dense.model.decoder.layers[layer], blocks(), config.cascade)
+                stored |= parts
+            test = tests.get((layer, target))
+            measured = measure(predictor, target, blocks(), config.batch_size > 1, test)
             if config.batch_size > 1:
-                unions[layer, target] = union_densities(logits, curve["threshold"], config.batch_size)
+                thresholds = measured.curve["threshold"]
+                unions[layer, target] = union_densities(measured.logits, thresholds, config.batch_size)
             predictors[layer, target] = predictor
             entries[layer, target] = Entry(
                 layer=layer,
@@ -171,14 +172,16 @@ def calibrate(
                 n_out=facts["n_out"],
                 nonlinearity=facts["nonlinearity"],
                 bias=facts["bias"],
+                kind="low_rank" if test is None else "cascade",
+                passes=None if test is None else config.cascade,
                 dtype=config.dtype_of(target),
                 keep_dense=layer in config.dense_layers,
-                active_density=active_density,
-                curve=curve,
+                active_density=measured.active_density,
+                curve=measured.curve,
             )
             for name, tensor in stored.items():
                 tensors[tensor_name(layer, target, name)] = tensor
-            tensors[tensor_name(layer, target, "frequency")] = frequency.float().cpu()
+            tensors[tensor_name(layer, target, "frequency")] = measured.frequency.float().cpu()
             if target == "heads":
                 mean = LayerWeights.load(activations_folder, layer, own.manifest.weight_hash).head_mean
                 if bool(mean.any()):  # all zeros: skipped heads are dropped
@@ -189,63 +192,11 @@ def calibrate(
         chosen = _take(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         say(f"sensitivity of every layer on {tokens} tokens")
-        measured = _sensitivities(dense, predictors, entries, tensors, chosen)
-        for key, losses in measured.items():
+        for key, losses in _sensitivities(dense, predictors, tests, entries, tensors, chosen).items():
             entries[key].curve["loss_increase"] = losses
     facts_kept = {"text": text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
     bundle = Bundle(model, weight_hash(model), shape, entries, tensors, facts_kept)
     return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
-
-
-def _blocks(
-    dense: Any, layer: int, target: str, site: str, inputs: Any, own: Any, rows: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(inputs (N, d), active (N, n) bool, contribution (N, n)) of evenly spread blocks, ``rows`` rows in all."""
-    block = dense.model.decoder.layers[layer]
-    norms = torch.linalg.vector_norm(block.fc2.weight.float(), dim=0)
-    for start, stop in spread_blocks(own.rows, rows, BLOCK_ROWS):
-        x = inputs.read(site, start, stop).to(device).float()
-        if target == "heads":
-            contribution = own.read("head_norm", start, stop).to(device).float()
-            yield x, contribution > 0, contribution
-            continue
-        active = own.read("mlp_active", start, stop).to(device).bool()
-        mlp_in = x if (site, inputs.layer) == ("mlp_in", layer) else own.read("mlp_in", start, stop).to(device).float()
-        activation = F.relu(F.linear(mlp_in.to(block.fc1.weight.dtype), block.fc1.weight, block.fc1.bias)).float()
-        yield x, active, activation * norms * active
-
-
-@torch.no_grad()
-def measure(
-    predictor: LowRankPredictor, target: str, blocks: Iterator[tuple[Tensor, Tensor, Tensor]], keep_logits: bool = False
-) -> tuple[dict[str, list[float]], float | None, Tensor, Tensor]:
-    """Curve, true density, frequency (n) and (heads, or when asked) a sample of the logits (N, n) of one predictor.
-
-    The frequency of a neuron is how often it is active; of a head, its mean contribution. The true density of heads
-    is not defined: every head contributes something.
-    """
-    tally = Tally()
-    frequency: Tensor | float = 0.0
-    rows = 0
-    kept: list[Tensor] = []
-    contributions: list[Tensor] = []
-    for x, active, contribution in blocks:
-        logits = predictor(x)
-        rows += x.shape[0]
-        frequency = frequency + (contribution if target == "heads" else active).double().sum(0)
-        if target == "heads":
-            contributions.append(contribution.cpu())
-        else:
-            tally.add(logits, active, contribution)
-        if target == "heads" or (keep_logits and rows <= 8 * BLOCK_ROWS):
-            kept.append(logits.half().cpu() if target == "mlp" else logits.cpu())
-    if rows == 0:
-        raise UserError("the calibrate set has no rows; collect more documents")
-    all_logits = torch.cat(kept) if kept else torch.empty(0)
-    frequency = torch.as_tensor(frequency) / rows
-    if target == "heads":
-        return (head_curve(all_logits, torch.cat(contributions), HEAD_GRID), None, frequency, all_logits)
-    return tally.curve(MLP_GRID), float(frequency.mean()), frequency, all_logits
 
 
 def _take(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
@@ -267,22 +218,21 @@ def _take(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
 def _sensitivities(
     dense: Any,
     predictors: Mapping[Key, LowRankPredictor],
+    tests: Mapping[Key, SecondTest],
     entries: Mapping[Key, Entry],
     tensors: Mapping[str, Tensor],
     windows: Sequence[Sequence[int]],
 ) -> dict[Key, list[float]]:
     """``loss_increase`` over the grid of every entry."""
     probes = {}
-    wanted = {"mlp": MLP_PROBES, "heads": HEAD_PROBES}
+    wanted: dict[Key, tuple[float, ...]] = {}
     for key, entry in entries.items():
-        thresholds = [read_curve(entry.curve, density)["threshold"] for density in wanted[entry.target]]
+        wanted[key] = HEAD_PROBES if entry.target == "heads" else CASCADE_PROBES if key in tests else MLP_PROBES
+        thresholds = [read_curve(entry.curve, density)["threshold"] for density in wanted[key]]
         mean = tensors[tensor_name(*key, "mean")] if entry.replacement == "mean" else None
-        probes[key] = Probe(predictors[key], entry.site, entry.site_layer, thresholds, mean)
+        probes[key] = Probe(predictors[key], entry.site, entry.site_layer, thresholds, mean, tests.get(key))
     measured = loss_increases(dense, probes, windows)
-    return {
-        key: spread_loss(wanted[entries[key].target], losses, entries[key].curve["density"])
-        for key, losses in measured.items()
-    }
+    return {key: spread_loss(wanted[key], losses, entries[key].curve["density"]) for key, losses in measured.items()}
 
 
 def choose_densities(
@@ -321,6 +271,7 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
     budget = parse_budget(config.budget or "")
     shape = bundle.shape
     choices: dict[Key, list[Point]] = {}
+    cascades = {key for key, entry in bundle.entries.items() if entry.kind == "cascade"}
     for key, entry in bundle.entries.items():
         if "loss_increase" not in entry.curve:
             raise UserError("calibrate.budget needs sensitivities; set calibrate.sensitivity_tokens above 0")
@@ -329,7 +280,8 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
         if not entry.keep_dense:
             for i, density in enumerate(entry.curve["density"]):
                 read = unions[key][i] if key in unions else density
-                cost = predictor_bytes(entry) + _unit_bytes(entry, shape, read, entry.curve["recall"][i])
+                passed = union_density(entry.curve["selected"][i], config.batch_size) if key in cascades else None
+                cost = predictor_bytes(entry) + _unit_bytes(entry, shape, read, entry.curve["recall"][i], passed)
                 if cost < dense_cost:
                     points.append(Point(cost, entry.curve["loss_increase"][i], density))
         choices[key] = points
@@ -345,8 +297,11 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
     return {key: point.density for key, point in chosen.items() if key in bundle.entries}
 
 
-def _unit_bytes(entry: Entry, shape: OPTShape, density: float, recall: float) -> float:
+def _unit_bytes(entry: Entry, shape: OPTShape, density: float, recall: float, selected: float | None = None) -> float:
+    """Bytes of weights at ``density``; ``selected``: what passes the second test of a cascade."""
     if entry.target == "heads":
         return head_bytes(density, shape.n_heads, shape.head_dim, shape.d_model)
     active = 1.0 if density == 1.0 else (entry.active_density or 1.0)
+    if selected is not None:
+        return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model)
     return mlp_bytes(density, recall, active, shape.d_ffn, shape.d_model)

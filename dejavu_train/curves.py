@@ -18,6 +18,7 @@ MLP_GRID = tuple(float(x) for x in np.geomspace(0.001, 1.0, 61))
 HEAD_GRID = tuple(float(x) for x in np.linspace(1 / 48, 1.0, 48))
 # Densities whose loss is measured; between them the loss follows a line in (log density, log loss).
 MLP_PROBES = (0.005, 0.015, 0.04, 0.1, 0.25)
+CASCADE_PROBES = (*MLP_PROBES, 0.999)  # a cascade loses something even where its filter lets everything through
 HEAD_PROBES = (0.085, 0.25, 0.5, 0.7, 0.85, 0.95)
 
 

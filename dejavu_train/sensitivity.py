@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dejavu_train.planes import SecondTest
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.sites import decoder_layers
 
@@ -40,6 +41,8 @@ class Probe:
     site_layer: int
     thresholds: Sequence[float]
     mean: Tensor | None = None
+    test: SecondTest | None = None
+    """Of a cascade: what passes it of those above the threshold is selected."""
 
 
 @contextmanager
@@ -91,7 +94,10 @@ def loss_increases(
         for key, probe in probes.items():
             logits = probe.predictor.to(device)(run.sites[probe.site, probe.site_layer].float())  # (1, T, n)
             thresholds = torch.tensor(list(probe.thresholds), device=device).reshape(-1, 1, 1)
-            divergence = _rerun(model, run, key, logits > thresholds, probe.mean)
+            keep = logits > thresholds
+            if probe.test is not None:
+                keep = keep & probe.test.passed(run.sites["mlp_in", key[0]])
+            divergence = _rerun(model, run, key, keep, probe.mean)
             sums[key] += divergence.double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
         if progress is not None:

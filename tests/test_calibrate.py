@@ -1,5 +1,6 @@
 """Calibration on the tiny model: thresholds give the densities they promise, and wrong wishes are one line."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,11 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from dejavu_train import calibrate as cal
+from dejavu_train.allocate import read_curve
 from dejavu_train.bundle import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import OPTShape, load_opt, weight_hash
 from dejavu_train.predictor import LowRankPredictor, svd_start
-from dejavu_train.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
+from dejavu_train.shards import ActivationManifest, LayerWeights, ShardEntry, ShardReader, ShardWriter, pack_bits
 from dejavu_train.sites import head_contribution, record
 
 ROWS = 640
@@ -90,8 +92,6 @@ def calibrated(run, **changes):
 
 def measured_density(run, bundle, layer, target):
     _, folder = run
-    from dejavu_train.shards import ShardReader
-
     entry = bundle.entries[layer, target]
     x = ShardReader(folder / "activations", entry.site_layer, "calibrate").read(entry.site, 0, ROWS).float()
     with torch.no_grad():
@@ -162,9 +162,49 @@ def test_a_budget_knows_that_a_batch_reads_a_union(run):
     assert four.mean_density("mlp") + four.mean_density("heads") < one.mean_density("mlp") + one.mean_density("heads")
 
 
+def test_the_second_test_lets_through_what_was_asked(run):
+    bundle = calibrated(run, mlp_density=0.9, cascade=0.95)
+    entry = bundle.entries[1, "mlp"]
+    assert (entry.kind, entry.passes) == ("cascade", 0.95) and bundle.entries[1, "heads"].kind == "low_rank"
+    model = load_opt(run[0])
+    block = model.model.decoder.layers[1]
+    mlp_in = ShardReader(run[1] / "activations", 1, "calibrate").read("mlp_in", 0, ROWS).float()
+    with torch.no_grad():
+        passed = bundle.second_tests(model.model.decoder.layers)[1].passed(mlp_in)
+        activation = torch.relu(block.fc1(mlp_in))
+        contribution = activation * torch.linalg.vector_norm(block.fc2.weight, dim=0)
+        candidates = bundle.predictor(1, "mlp")(mlp_in) > entry.curve["threshold"][-4]
+    assert float((contribution * passed).sum() / contribution.sum()) == pytest.approx(0.95, abs=0.01)
+    density = entry.curve["density"][-4]
+    both = candidates & passed
+    assert float(candidates.float().mean()) == pytest.approx(density, abs=0.01)
+    assert float(both.float().mean()) == pytest.approx(entry.curve["selected"][-4], abs=0.01)
+    recall = float((both & (activation > 0)).sum() / (activation > 0).sum())
+    assert recall == pytest.approx(entry.curve["recall"][-4], abs=0.01)
+    kept = float((contribution * both).sum() / contribution.sum())
+    assert kept == pytest.approx(entry.curve["retained_mass"][-4], abs=0.01) and kept < 0.96
+
+
+def test_a_budget_knows_what_a_cascade_reads(run, tmp_path):
+    dense = 8 * 48 * 48 * 2 * 2
+    bundle = calibrated(run, budget=str(int(0.75 * dense)), cascade=0.98, dtype="int4")
+    bundle.save_pretrained(tmp_path / "bundle")
+    assert Bundle.from_pretrained(tmp_path / "bundle").entries == bundle.entries
+    read = 0.0
+    for entry in bundle.entries.values():
+        passed = read_curve(entry.curve, entry.density)["selected"] if entry.kind == "cascade" else None
+        read += 0.0 if entry.dense else cal.predictor_bytes(entry)
+        read += cal._unit_bytes(entry, bundle.shape, entry.density, entry.recall, None if entry.dense else passed)
+    assert 0.6 * dense < read <= 0.75 * dense * 1.02
+    with pytest.raises(UserError, match="fc1_steps is missing"):
+        tensors = {name: t for name, t in bundle.tensors.items() if name != "layers.0.mlp.fc1_steps"}
+        dataclasses.replace(bundle, tensors=tensors).save_pretrained(tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"cascade": 1.5}, "calibrate.cascade must lie above 0 and at most at 1"),
         ({"budget": "100"}, "cannot be met: the least that can be read is"),
         ({"budget": "lots"}, "a budget is a perplexity allowance"),
         ({"budget": "1%", "sensitivity_tokens": 0}, "needs sensitivities"),
