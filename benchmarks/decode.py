@@ -5,14 +5,15 @@ weights; tokens are random and forced. The predictors really run; their threshol
 activations to the stated densities, and fc1's bias is shifted so that the stated share of neurons is live. Rank,
 densities and live share in a row are measured, not asked.
 
-    python -m benchmarks.decode --models 6.7b --engines dense sparse --prompts 128 512
+    python -m benchmarks.decode --models 6.7b
+    python -m benchmarks.decode --models 6.7b --cells "engine=dense,sparse prompt=128,512" "batch=8 mlp_density=0.29"
 """
 
 import argparse
 import csv
+import dataclasses
 import datetime
 import gc
-import itertools
 import math
 import statistics
 import time
@@ -23,12 +24,12 @@ import torch
 import triton
 
 from benchmarks.decode_breakdown import breakdown
+from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_hf import hugging_face
 from benchmarks.decode_problem import (
     RANKS,
     SHAPES,
     STD,
-    UNION,
     measured,
     random_predictors,
     random_weights,
@@ -68,7 +69,9 @@ def append(path: Path, row: dict[str, Any]) -> None:
         if new:
             writer.writeheader()
         writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
-    print({k: v for k, v in row.items() if k not in ("date", "gpu", "torch", "triton")}, flush=True)
+    shown = "model engine batch prompt options mlp_density row_density head_density live_share p50_ms share45 note".split()
+    parts = [f"{row[k]:.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in shown]
+    print(" | ".join(parts), flush=True)
 
 
 def summary(times: list[float], batch: int) -> dict[str, float]:
@@ -94,58 +97,50 @@ def best_bandwidth() -> float:
     return weight.nbytes / min(times) / 1e6
 
 
-def override(variant: str) -> None:
-    """Launch settings for one cell, as "listed=1,4 qkv=4,4,4 packed=32,256,8 wide=8,1024,8 out=8,8": for tuning."""
-    from kernels import dense_wide, listed_gemv, out_projection, packed_rows, qkv
-
-    for part in variant.split():
-        name, numbers = part.split("=")
-        v = tuple(int(number) for number in numbers.split(","))
-        if name == "listed":
-            listed_gemv.listed_share = lambda d, v=v: v[:2]
-            listed_gemv.listed_block = lambda d, v=v: v[2]
-        elif name == "qkv":
-            qkv.qkv_settings = lambda d, v=v: RowSettings(*v)
-        elif name == "packed":
-            packed_rows.packed_settings = lambda d, v=v: v
-        elif name == "wide":
-            dense_wide.wide_settings = lambda d, v=v: v
-        elif name == "out":
-            out_projection.selected_settings = lambda d, v=v: RowSettings(0, *v)
-        else:
-            raise SystemExit(f"error: unknown setting {name}")
-
-
-def run_engine(args: argparse.Namespace, name: str, weights: DecodeWeights, kind: str, batch: int, prompt: int) -> dict:
+def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dict[str, Any]:
     """One cell of our engine: row values."""
-    shape, rank = weights.shape, args.rank or RANKS[name]
+    shape, rank = weights.shape, cell.rank or RANKS[name]
     predictors = None
-    density, head_density = args.mlp_density, args.head_density
-    if args.union and batch > 1:
-        density, head_density = UNION[name][batch], 1.0
-    if kind == "sparse":
-        single, single_heads = (1 - (1 - union) ** (1 / batch) for union in (density, head_density))
-        dtype = torch.int8 if args.int8 else torch.float16
-        predictors = random_predictors(shape, rank, single, single_heads, args.lookahead, dtype)
+    if cell.engine == "sparse":
+        single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
+        predictors = random_predictors(shape, rank, *single, cell.site, getattr(torch, cell.predictors))
     engine = DecodeEngine(
-        weights, predictors, batch=batch, context=min(2048, prompt + args.steps + 32), kv_policy=args.kv_policy,
-        pdl=not args.no_pdl, look_ahead=args.look_ahead, one_kernel=args.one_kernel, pack_rows=not args.stripes,
-        crossover=not args.no_crossover,
+        weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + 32), kv_policy=cell.kv_policy,
+        pdl=cell.pdl, look_ahead=cell.look_ahead, one_kernel=cell.one_kernel, pack_rows=cell.pack_rows,
+        crossover=cell.crossover,
     )  # fmt: skip
     with torch.no_grad():
-        start(engine, prompt, args.steps + 30)
-        if predictors:
-            set_thresholds(engine, density, head_density)
+        start(engine, cell.prompt, steps + 30)
+        if engine.predictors:
+            set_thresholds(engine, cell.mlp_density, cell.head_density)
         row = measured(engine)
-        times = step_times(engine.step, args.steps)
-        row |= summary(times, batch)
-        if args.breakdown:
-            row["note"] = " ".join(f"{k}={v:.2f}us" for k, v in breakdown(engine).items())
-    row["positions"] = f"{prompt}-{prompt + args.steps}"
-    row["rank"] = rank if kind == "sparse" else 0
-    dense = sorted({form.target for form in engine.forms.values() if not form.sparse})
-    if dense:  # all layers of these shapes are alike
-        row["note"] = f"{' and '.join(dense)} dense: sparse does not pay " + row.get("note", "")
+        row |= summary(step_times(engine.step, steps), cell.batch)
+        notes = []
+        dense = sorted({form.target for form in engine.forms.values() if not form.sparse})
+        if dense:  # all layers of these shapes are alike
+            notes.append(f"{' and '.join(dense)} dense: sparse does not pay")
+        if cell.breakdown:
+            notes += [f"{name}={time:.2f}us" for name, time in breakdown(engine).items()]
+    row["positions"] = f"{cell.prompt}-{cell.prompt + steps}"
+    row["rank"] = rank if engine.predictors else 0
+    row["note"] = " ".join(notes)
+    return row
+
+
+def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, best: float) -> dict[str, Any]:
+    """Row values of any cell. A cell that does not fit or fails is a row that says so."""
+    shape = SHAPES[name]
+    try:
+        if weights is None:
+            return summary(hugging_face(shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps), cell.batch)
+        row = run_engine(cell, name, weights, steps)
+    except torch.cuda.OutOfMemoryError:
+        needed, room = bytes_needed(shape, cell.batch, cell.prompt + steps), torch.cuda.mem_get_info()[1]
+        return {"note": f"does not fit: more than {needed / 1e9:.1f} GB and scratch, of {room / 1e9:.1f}"}
+    except Exception as error:  # a cell that fails must not cost the others
+        return {"note": f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    row["floor_ms"], row["floor45_ms"] = row["gb_per_step"] / best, row["gb_per_step"] / 4.5
+    row["share_of_floor"], row["share45"] = row["floor_ms"] / row["p50_ms"], row["floor45_ms"] / row["p50_ms"]
     return row
 
 
@@ -159,83 +154,34 @@ def bytes_needed(shape: OPTShape, batch: int, positions: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["6.7b"], choices=list(SHAPES))
-    kinds = ["dense", "sparse", "hf", "hf-compile"]
-    parser.add_argument("--engines", nargs="+", default=["dense", "sparse"], choices=kinds)
-    parser.add_argument("--prompts", nargs="+", type=int, default=[128])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--mlp-density", type=float, default=0.1, help="of what the batch's rows select together")
-    parser.add_argument("--head-density", type=float, default=0.5, help="the same for heads")
-    parser.add_argument("--union", action="store_true", help="batches: attention dense, MLP at the densities of UNION")
-    parser.add_argument("--int8", action="store_true", help="MLP predictors in int8 with a scale a row")
+    help_cells = "key=value[,value...] words, see benchmarks/decode_cells.py; default: those of the committed table"
+    parser.add_argument("--cells", nargs="+", metavar="CELLS", help=help_cells)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--live-share", type=float, default=0.6)
-    parser.add_argument("--rank", type=int, default=None, help="default: 4 %% of the dense MLP's bytes")
-    parser.add_argument("--kv-policy", default="backfill")
-    parser.add_argument("--lookahead", type=int, default=0, help="half-blocks between the MLP predictor's site and fc1")
-    parser.add_argument("--look-ahead", default="stream", choices=["fused", "inline", "stream"])
-    parser.add_argument("--one-kernel", action="store_true", help="select and fc1 in one kernel")
-    parser.add_argument("--stripes", action="store_true", help="fc2 by stripes with a ticket, not from a packed list")
-    parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--no-crossover", action="store_true", help="sparse also where the dense form is faster")
-    parser.add_argument("--breakdown", action="store_true", help="time each operation in a graph of its own")
-    parser.add_argument("--variants", nargs="+", default=[""], help="launch settings to try, see `override`")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.csv"))
     args = parser.parse_args()
+    asked = [cell for text in args.cells or () for cell in read_cells(text)]
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
     began = time.monotonic()
     best = best_bandwidth()
-    gc.collect()
-    torch.cuda.empty_cache()
     facts = conditions() | {"best_tb_s": best}
-    options = " ".join(
-        (["no-pdl"] if args.no_pdl else [])
-        + (["no-crossover"] if args.no_crossover else [])
-        + ([f"lookahead={args.lookahead}-{args.look_ahead}"] if args.lookahead else [])
-        + (["int8"] if args.int8 else [])
-        + (["stripes"] if args.stripes else [])
-        + (["one-kernel"] if args.one_kernel else [])
-        + ([f"kv={args.kv_policy}"] if args.kv_policy != "backfill" else [])
-    )
     for name in args.models:
-        shape = SHAPES[name]
-        ours = [kind for kind in args.engines if not kind.startswith("hf")]
         weights = None
-        for kind in [kind for kind in args.engines if kind.startswith("hf")] + ours:
-            for batch in args.batches:
-                for prompt, variant in itertools.product(args.prompts, args.variants if kind in ours else [""]):
-                    if time.monotonic() - began > args.time_limit:
-                        print("time limit: cells left out from here", name, kind, batch, prompt, flush=True)
-                        return 0
-                    row: dict[str, Any] = facts | {
-                        "model": name, "engine": kind, "batch": batch, "prompt": prompt,
-                        "options": f"{options} {variant}".strip(),
-                    }  # fmt: skip
-                    try:
-                        override(variant)
-                        if kind.startswith("hf"):
-                            times = hugging_face(shape, kind == "hf-compile", prompt, batch, args.steps)
-                            row |= summary(times, batch)
-                        else:
-                            if weights is None:
-                                weights = random_weights(shape, args.live_share)
-                            row |= run_engine(args, name, weights, kind, batch, prompt)
-                            row["floor_ms"] = row["gb_per_step"] / best
-                            row["share_of_floor"] = row["floor_ms"] / row["p50_ms"]
-                            row["floor45_ms"] = row["gb_per_step"] / 4.5
-                            row["share45"] = row["floor45_ms"] / row["p50_ms"]
-                    except torch.cuda.OutOfMemoryError:
-                        needed, room = bytes_needed(shape, batch, prompt + args.steps), torch.cuda.mem_get_info()[1]
-                        row["note"] = f"does not fit: more than {needed / 1e9:.1f} GB and scratch, of {room / 1e9:.1f}"
-                    except Exception as error:  # a cell that fails must not cost the others
-                        row["note"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                    append(args.out, row)
-                    gc.collect()
-                    torch.cuda.empty_cache()
-        del weights
-        gc.collect()
-        torch.cuda.empty_cache()
+        for cell in asked or required_cells(name):
+            if time.monotonic() - began > args.time_limit:
+                print("time limit: left out from here:", name, cell, flush=True)
+                return 0
+            if cell.engine.startswith("hf"):
+                weights = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            if weights is None and not cell.engine.startswith("hf"):
+                weights = random_weights(SHAPES[name], args.live_share)
+            row = facts | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
+            row |= {"mlp_density": "", "head_density": "", "rank": ""}  # asked; what a row holds is measured
+            append(args.out, row | run_cell(cell, name, weights, args.steps, best))
     return 0
 
 

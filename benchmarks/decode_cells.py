@@ -1,0 +1,90 @@
+"""The cells of the decoding benchmark: what one row of benchmarks/results/decode.csv measures."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from benchmarks.decode_problem import UNION
+
+ENGINES = ("dense", "sparse", "hf", "hf-compile")
+NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One engine under one condition.
+
+    Args:
+        engine: dense and sparse are ours; hf is transformers' generate(), hf-compile the same with a static cache.
+        mlp_density, head_density: of what the rows of the batch select together; 1 = no predictor, dense.
+        rank: of the MLP predictors; 0 = 4 % of the dense MLP's bytes in fp16.
+        predictors: dtype of the MLP predictors, float16 or int8.
+        site: half-blocks between the site that the MLP's predictor reads and fc1.
+        look_ahead: where a predictor of an earlier site runs; see `DecodeEngine`, as the others below.
+        breakdown: time each operation as well, into the note.
+    """
+
+    engine: str = "sparse"
+    batch: int = 1
+    prompt: int = 128
+    mlp_density: float = 0.1
+    head_density: float = 0.5
+    rank: int = 0
+    predictors: str = "float16"
+    site: int = 0
+    look_ahead: str = "stream"
+    kv_policy: str = "backfill"
+    pdl: bool = True
+    one_kernel: bool = False
+    pack_rows: bool = True
+    crossover: bool = True
+    breakdown: bool = False
+
+    @property
+    def options(self) -> str:
+        """What differs from the defaults, beside what has a column of its own."""
+        changed = (
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if field.name not in NOT_OPTIONS and getattr(self, field.name) != field.default
+        )
+        return " ".join(changed)
+
+
+def read_cells(text: str) -> list[Cell]:
+    """Words key=value[,value...] to the cells of all their combinations.
+
+    >>> [(cell.engine, cell.batch) for cell in read_cells("engine=dense,sparse batch=2")]
+    [('dense', 2), ('sparse', 2)]
+    """
+    kinds = {field.name: field.type for field in dataclasses.fields(Cell)}
+    choices: dict[str, list[object]] = {}
+    for word in text.split():
+        name, _, values = word.partition("=")
+        kind = kinds.get(name)
+        if kind is None or not values:
+            raise SystemExit(f"error: a cell has no '{word}'; write key=value, keys are {', '.join(kinds)}")
+        choices[name] = [value == "True" if kind is bool else kind(value) for value in values.split(",")]  # type: ignore[operator]
+    for engine in choices.get("engine", []):
+        if engine not in ENGINES:
+            raise SystemExit(f"error: engine must be one of {', '.join(ENGINES)}, got {engine}")
+    return [Cell(**dict(zip(choices, picked, strict=True))) for picked in itertools.product(*choices.values())]  # type: ignore[arg-type]
+
+
+def required_cells(model: str) -> list[Cell]:
+    """The cells that the committed table holds for one model; sparse ones first, so that fc2 is laid out twice only."""
+    prompts = (128, 256, 512, 1024) if model in ("6.7b", "30b", "66b") else (128,)
+    sparse = [Cell(prompt=prompt, breakdown=prompt == 256) for prompt in prompts]
+    dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]
+    if model in ("6.7b", "66b"):
+        sparse += [
+            Cell(prompt=256, site=site, look_ahead=how)
+            for site, how in ((1, "inline"), (1, "stream"), (1, "fused"), (2, "stream"))
+        ]
+        for batch, union in UNION[model].items():
+            sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
+            dense.append(Cell("dense", batch))
+    if model == "66b":  # the paper's operating point for its 175B model
+        sparse.insert(0, Cell(mlp_density=0.195, head_density=0.37))
+    hugging_face = [Cell("hf-compile"), Cell("hf")] if model in ("1.3b", "6.7b") else []
+    return [*hugging_face, *sparse, *dense]
