@@ -50,6 +50,7 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
             "look_ahead": lambda: variants.look_ahead(study, (0.08, 0.10, 0.13, 0.15, 0.20), not study.brief),
             "tuning": lambda: variants.tuning(study),
             "losses_and_starts": lambda: variants.losses_and_starts(study),
+            "allocation": lambda: variants.allocation(study),
             "bytes": lambda: variants.bytes_section(study, shares),
         }
     return work

@@ -7,6 +7,7 @@ config as it stands. Letters: L layers, N rows, S rows of a step, d model width,
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ class Rows:
 
 
 @torch.no_grad()
-def record_rows(model: PlainOPT, parts: Sequence[Batch], limit: int) -> Rows:
-    """Hidden states at the scored positions of ``parts``, at most ``limit`` rows."""
+def record_rows(model: PlainOPT, parts: Sequence[Batch], limit: int, gates: Any = None) -> Rows:
+    """Hidden states at the scored positions of ``parts``, at most ``limit`` rows; with ``gates`` the sparse model's."""
     kept: dict[str, list[list[Tensor]]] = {name: [[] for _ in model.layers] for name in ("attn_in", "mlp_in")}
     rows = 0
     tokens = []
@@ -53,7 +54,10 @@ def record_rows(model: PlainOPT, parts: Sequence[Batch], limit: int) -> Rows:
         part = part.to(model.device)
         tokens.append(part.ids[part.scored])
         sites: Sites = {}
-        model.blocks(model.start(part.ids), sites=sites)
+        hidden = model.start(part.ids)
+        if gates is not None:
+            gates.begin(part, hidden, model)
+        model.blocks(hidden, gates, sites=sites)
         for name, layers in kept.items():
             for layer, found in enumerate(layers):
                 found.append(sites[name, layer][part.scored].half())

@@ -20,10 +20,16 @@ BITS = {"fp32": 32, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2
 def quantised(weight: Tensor, kind: str) -> Tensor:
     """``weight`` (..., rows, columns) as it reads back from ``kind``, with one scale per row; gradients pass through.
 
-    Integers are symmetric; the scale of int4 and below minimises the squared error over a few clipping points.
+    Integers are symmetric; the scale of int4 and below minimises the squared error over a few clipping points. A kind
+    such as ``int4/32`` has a scale for every 32 columns of a row instead.
     """
     if kind == "fp32":
         return weight
+    if "/" in kind:
+        plain, group = grouped_kind(kind)
+        columns = weight.shape[-1]
+        parts = F.pad(weight, (0, -columns % group)).unflatten(-1, (-1, group))
+        return quantised(parts, plain).flatten(-2)[..., :columns]
     with torch.no_grad():
         if kind == "fp16":
             back = weight.half().to(weight.dtype)
@@ -42,8 +48,18 @@ def quantised(weight: Tensor, kind: str) -> Tensor:
     return weight + (back - weight).detach()
 
 
+def grouped_kind(kind: str) -> tuple[str, int]:
+    """``int4/32`` -> (``int4``, 32)."""
+    plain, _, group = kind.partition("/")
+    return plain, int(group)
+
+
 def stored_bytes(rows: int, columns: int, kind: str) -> float:
-    """Bytes of a matrix with one fp16 scale per row (none for fp16)."""
+    """Bytes of a matrix with one fp16 scale per row or group (none for fp16)."""
+    if "/" in kind:
+        plain, group = grouped_kind(kind)
+        groups = -(-columns // group)
+        return rows * columns * BITS[plain] / 8 + 2 * rows * groups
     return rows * columns * BITS[kind] / 8 + (0 if kind in ("fp16", "fp32") else 2 * rows)
 
 

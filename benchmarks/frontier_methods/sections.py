@@ -163,8 +163,11 @@ def fitted(
 ) -> tuple[Predictors, float]:
     """Predictors trained layer by layer, and the seconds it took."""
     norms, tables = changes.pop("norms", None), changes.pop("tables", ())
-    nonlinearity = changes.pop("nonlinearity", "none")
+    nonlinearity, bias = changes.pop("nonlinearity", "none"), changes.pop("bias", True)
     predictors = study.predictors(rank, kind, distance, start, nonlinearity)
+    if not bias:
+        predictors.bias.data.zero_()
+        predictors.bias.requires_grad_(False)
     rows: Rows = study.rows()
     if tables:
         add_tables(study.model, predictors, study.tune_parts, rows, tables, study.sizes.tune_tokens)

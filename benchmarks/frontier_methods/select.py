@@ -47,6 +47,7 @@ class Gates:
         offsets: (L, d) added to the output of every sparse MLP.
         fc2_floor: contributions at or below this are not worth their fc2 row, per layer.
         from_position: earlier positions are dense.
+        together: windows that are decoded as one batch; the union of what they select is counted as well.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Gates:
         offsets: Tensor | None = None,
         fc2_floor: Sequence[float] | None = None,
         from_position: int = 0,
+        together: int = 1,
     ) -> None:
+        self.together = together
         self.model, self.mlp_scorer, self.head_scorer = model, mlp, heads
         dense: list[float | None] = [None] * model.n_layers
         self.mlp_thresholds = list(mlp_thresholds) if mlp_thresholds is not None else list(dense)
@@ -74,7 +77,7 @@ class Gates:
 
     def reset(self) -> None:
         self.tokens = 0.0
-        names = ("selected", "hits", "active", "mass", "mass_kept", "survivors", "heads", "head_mass", "head_mass_kept")
+        names = ("selected", "hits", "active", "mass", "mass_kept", "survivors", "heads", "steps", "rows", "hit_rows")
         # on the device, so that counting never waits for it
         zeros = torch.zeros(self.model.n_layers, dtype=torch.float64, device=self.model.device)
         self.sums = {name: zeros.clone() for name in names}
@@ -128,7 +131,29 @@ class Gates:
         self._count("active", layer, live.sum(-1, keepdim=True))
         self._count("mass", layer, contribution.sum(-1, keepdim=True))
         self._count("mass_kept", layer, (contribution * read).sum(-1, keepdim=True))
+        if self.together > 1:
+            self._count_union(layer, keep, read)
         return activation * read
+
+    def _count_union(self, layer: int, keep: Tensor, read: Tensor) -> None:
+        groups = keep.shape[0] // self.together
+        used = groups * self.together
+        # windows far apart in the order of the text form a batch; steps at which all of them have a token
+        whole = self.valid[:used].bool().unflatten(0, (self.together, groups)).all(0)
+        self.sums["steps"][layer] += whole.sum()
+        for name, mask in (("rows", keep), ("hit_rows", read)):
+            union = mask[:used].unflatten(0, (self.together, groups)).any(0)
+            self.sums[name][layer] += (union & whole).sum()
+
+    def union_share(self) -> float:
+        """Bytes that one step of a batch reads over the dense MLP's."""
+        model, total = self.model, 0.0
+        for layer in range(model.n_layers):
+            steps = max(float(self.sums["steps"][layer]), 1.0)
+            rows, hits = (float(self.sums[name][layer]) / steps for name in ("rows", "hit_rows"))
+            scorer = self.mlp_scorer if self.mlp_thresholds[layer] is not None or self.top_k is not None else None
+            total += sum(mlp_parts(model, scorer, layer, rows, hits).values())
+        return total / (2 * WEIGHT_BYTES * model.d * model.f * model.n_layers)
 
     def heads(self, layer: int, sites: Sites, out: Tensor) -> Tensor:
         threshold = self.head_thresholds[layer]

@@ -1,17 +1,24 @@
 """One thing changed at a time: losses and starts, bits and hints, tuning, look-ahead. Compared on ``choose``."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.frontier_methods import baselines, sections
+from benchmarks.frontier_methods.allocation import batch_plan, of_ranks, ranks_and_densities
+from benchmarks.frontier_methods.fit import fit, record_rows
 from benchmarks.frontier_methods.plan import Plan
 from benchmarks.frontier_methods.predictors import Predictors
 from benchmarks.frontier_methods.sections import as_trained, fitted, scaled, tuned
+from benchmarks.frontier_methods.select import WEIGHT_BYTES, Gates
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tune import TuneConfig
 from dejavu_train.allocate import density_for_mass, read_curve
+from dejavu_train.errors import UserError
+
+RANK_SHARES = (0.06, 0.08, 0.10, 0.13)
 
 
 def losses_and_starts(study: Study) -> None:
@@ -34,6 +41,7 @@ def losses_and_starts(study: Study) -> None:
         ("random start", {"start": "random"}),
         ("svd start", {"start": "svd"}),
         ("relu, random start", {"start": "random", "nonlinearity": "relu"}),
+        ("no bias", {"bias": False}),
         ("lr 2e-3", {"learning_rate": 2e-3}),
         ("lr 1.5e-2", {"learning_rate": 1.5e-2}),
         ("steps / 3", {"steps": study.sizes.fit_steps // 3}),
@@ -42,6 +50,78 @@ def losses_and_starts(study: Study) -> None:
     for name, changes in variants:
         predictors, seconds = fitted(study, rank, **changes)
         study.frontier("training", name, predictors, sections.CHOOSE_SHARES, on="choose", train_seconds=seconds)
+    own_activations(study)
+
+
+def own_activations(study: Study) -> None:
+    """As many steps again on the sparse model's activations (errors of earlier layers included), or the dense one's."""
+    predictors, seconds = fitted(study, scaled(study.model.d, 64))
+    plan = study.plan(predictors)
+    thresholds = plan.thresholds(plan.densities(0.1, "measured"))
+    gates = Gates(study.model, mlp=copy.deepcopy(predictors), mlp_thresholds=thresholds)
+    own = record_rows(study.model, study.sets["train"], study.sizes.rows, gates)
+    config = sections.config_of(study, rescale=False, learning_rate=3e-3)
+    for name, rows in (("the dense model's", study.rows()), ("the sparse model's", own)):
+        made = copy.deepcopy(predictors).requires_grad_(True)
+        more = fit(study.model, rows, made, config)["seconds"]
+        label = f"trained again on {name} activations"
+        study.frontier("training", label, made, sections.CHOOSE_SHARES, on="choose", train_seconds=seconds + more)
+
+
+def allocation(study: Study) -> None:
+    """Ranks shared out with densities; a batch's union known or not; counts that adapt to the token or do not."""
+    model = study.model
+    trained = {rank: fitted(study, rank, "int4")[0] for rank in (scaled(model.d, r) for r in (16, 32, 64, 96))}
+    plans = {rank: study.plan(predictors) for rank, predictors in trained.items()}
+    middle = scaled(model.d, 64)
+    for rank in trained:
+        study.frontier("allocation", f"rank {rank} in all layers", trained[rank], RANK_SHARES, plan=plans[rank])
+    for share in RANK_SHARES:
+        ranks, densities = ranks_and_densities(plans, share)
+        found = [
+            plans[r].thresholds([d] * model.n_layers)[i] for i, (r, d) in enumerate(zip(ranks, densities, strict=True))
+        ]
+        gates = Gates(model, mlp=of_ranks(model, trained, ranks), mlp_thresholds=found)
+        scored = study.report.score(gates)
+        detail = {"ranks": ranks, "densities": [round(d, 4) for d in densities]}
+        study.write(
+            "allocation", "ranks shared out", scored, gates.report(), sharing="measured", asked=share, detail=detail
+        )
+    batches(study, plans[middle])
+    for share in sections.CHOOSE_SHARES:
+        densities = plans[middle].densities(share, "measured")
+        for name, options in (
+            ("counts by threshold", {"mlp_thresholds": plans[middle].thresholds(densities)}),
+            ("the same count for every token", {"top_k": [max(1, round(d * model.f)) for d in densities]}),
+        ):
+            gates = Gates(model, mlp=trained[middle], **options)
+            scored = study.report.score(gates)
+            study.write("allocation", name, scored, gates.report(), sharing="measured", asked=share)
+
+
+def batches(study: Study, plan: Plan, size: int = 8) -> None:
+    """The bytes of a batch of ``size`` shared out knowing its union, or as if every token read for itself."""
+    model = study.model
+    wide = batch_plan(plan, study.sets["calibrate"], size)
+    dense = 2 * WEIGHT_BYTES * model.d * model.f * model.n_layers
+    for budget in (0.15, 0.2, 0.3, 0.4):
+        low, high = 0.0, 1.0
+        blind: list[float] = []
+        for _ in range(30):  # the single token's budget whose union reads just that
+            middle = (low + high) / 2
+            try:
+                blind = plan.densities(middle, "measured")
+            except UserError:
+                low = middle
+                continue
+            low, high = (middle, high) if wide.total(blind) <= budget * dense else (low, middle)
+        for name, densities in (("one token", blind), (f"a batch of {size}", wide.densities(budget, "measured"))):
+            gates = Gates(model, mlp=plan.scorer, mlp_thresholds=plan.thresholds(densities), together=size)
+            scored = study.report.score(gates)
+            report = gates.report() | {"mlp_share": gates.union_share()}
+            detail = {"densities": [round(d, 4) for d in densities]}
+            label = f"batch of {size}, shared out for {name}"
+            study.write("allocation", label, scored, report, sharing="measured", asked=budget, detail=detail)
 
 
 def tuning(study: Study) -> None:
@@ -83,10 +163,10 @@ def bytes_section(study: Study, shares: Sequence[float]) -> None:
     """Weights in fewer bits, cascades, the previous token's hint, fc2 rows that are not worth reading."""
     model = study.model
     base, _ = fitted(study, scaled(model.d, 64), "fp16")
-    for kind in ("fp16", "fp8", "int8", "int4", "int3", "int2"):
+    for kind in ("fp16", "fp8", "int8", "int4", "int4/32", "int3", "int2"):
         other = base.stored_as(kind)
         study.frontier("bytes", f"r64 trained in fp16, stored in {kind}", other, sections.CHOOSE_SHARES, on="choose")
-    for kind in ("int4", "int3"):
+    for kind in ("int4", "int4/32", "int3"):
         aware, _ = fitted(study, scaled(model.d, 64), kind)
         study.frontier("bytes", f"r64 trained in {kind}", aware, sections.CHOOSE_SHARES, on="choose")
     stored = base.stored_as("int8")
