@@ -69,8 +69,8 @@ def append(path: Path, row: dict[str, Any]) -> None:
         if new:
             writer.writeheader()
         writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
-    shown = "model engine batch prompt options mlp_density row_density head_density live_share p50_ms share45 note".split()
-    parts = [f"{row[k]:.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in shown]
+    shown = "model engine batch prompt options mlp_density row_density head_density live_share p50_ms share45 note"
+    parts = [f"{row[k]:.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in shown.split()]
     print(" | ".join(parts), flush=True)
 
 
