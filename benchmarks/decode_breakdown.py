@@ -1,4 +1,7 @@
-"""Times the operations of a decoding step one by one: each alone in a CUDA graph, over all layers, in step order."""
+"""Times the operations of a decoding step one by one: each alone in a CUDA graph, over all layers, in step order.
+
+Each graph starts from the state before the step, so that the K/V that selected heads lack is computed as in the step.
+"""
 
 import statistics
 from collections.abc import Callable
@@ -30,13 +33,16 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
                 label = "down" if args[3] is None else "fc1"
             elif name == "dense_rows":
                 label = "fc1" if args[4] == "relu" else "lm_head"
-            calls.setdefault(label, []).append((getattr(engine.core.ops_plain, name), args, kwargs))
+            calls.setdefault(label, []).append((getattr(watched.plain, name), args, kwargs))
 
-    engine.core.ops_plain = engine.core.ops  # type: ignore[attr-defined]
-    with Watched(engine, watch):
+    watched = Watched(engine, watch)
+    state = [(tensor, tensor.clone()) for tensor in (engine.core.watermark, engine.state.position)]
+    with watched:
         engine.core.eager("greedy", False)
     result = {}
     for label, todo in calls.items():
+        for tensor, before in state:
+            tensor.copy_(before)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for function, args, kwargs in todo:
