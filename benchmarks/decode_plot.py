@@ -10,12 +10,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def best(rows: list[dict[str, str]], model: str, engine: str) -> list[tuple[int, float, float]]:
-    """(prompt, ms, floor in ms) of the fastest row of each prompt: batch 1, MLP 10 %, no look-ahead."""
+    """(prompt, ms, floor in ms) of the fastest row of each prompt: batch 1, MLP 10 %, predictors at their own site."""
     found: dict[int, tuple[float, float]] = {}
     for row in rows:
         if (row["model"], row["engine"], row["batch"]) != (model, engine, "1") or not row["p50_ms"]:
             continue
-        if "lookahead" in row["options"] or (engine == "sparse" and not 0.09 < float(row["mlp_density"]) < 0.11):
+        if "site=" in row["options"] or (engine == "sparse" and not 0.09 < float(row["mlp_density"]) < 0.11):
             continue
         point = float(row["p50_ms"]), float(row["floor45_ms"])
         found[int(row["prompt"])] = min(point, found.get(int(row["prompt"]), point))
