@@ -161,8 +161,9 @@ def predict_select_reference(
     return mask
 
 
-@triton.jit(do_not_specialize=["n"])
-def _select_kernel(
+@triton.jit
+def select_block(
+    pid,
     hidden_ptr,
     up_ptr,
     up_scale_ptr,
@@ -180,8 +181,7 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One batch row: a program's whole tile of `up` is static, so it is in registers before the wait."""
-    pid = tl.program_id(0)
+    """One batch row, block pid: its whole tile of `up` is static, so it is in registers before the wait."""
     rows = pid * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
     r = tl.arange(0, CHUNK)
@@ -224,6 +224,31 @@ def _select_kernel(
     bits = chosen.to(tl.int32)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
     store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _select_kernel(
+    hidden_ptr,
+    up_ptr,
+    up_scale_ptr,
+    bias_ptr,
+    threshold_ptr,
+    threshold,
+    row_state_ptr,
+    ids_ptr,
+    counts_ptr,
+    row_bits_ptr,
+    logits_ptr,
+    n,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    select_block(
+        tl.program_id(0), hidden_ptr, up_ptr, up_scale_ptr, bias_ptr, threshold_ptr, threshold, row_state_ptr, ids_ptr,
+        counts_ptr, row_bits_ptr, logits_ptr, n, RANK, CHUNK, BLOCK, PDL,
+    )  # fmt: skip
 
 
 def predict_select(
