@@ -58,7 +58,9 @@ def contribution(logits: Tensor, batch: Batch) -> Tensor:
     # softplus(-z) = softplus(z) - z: one softplus over (B, n) serves both sides, the active part is a thin correction.
     cost = cost * (count / cost.sum().clamp_min(1e-12))
     weight = torch.where(batch.active, cost, NEGATIVE_WEIGHT)
-    return (torch.einsum("bn,bn->", weight, F.softplus(logits)) - torch.einsum("bn,bn->", cost, logits)) / count
+    # dot products: nothing of size (B, n) is written for the sums, and their gradient is a product by a number
+    total = torch.dot(weight.flatten(), F.softplus(logits).flatten()) - torch.dot(cost.flatten(), logits.flatten())
+    return total / count
 
 
 def share(logits: Tensor, batch: Batch) -> Tensor:

@@ -292,7 +292,8 @@ class ShardReader:
                 count += high - low
         like = self._dataset(0, name)
         dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
-        result = torch.empty((count, *like.shape[1:]), dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the mode of the caller is not that of the threads that write
+            result = torch.empty((count, *like.shape[1:]), dtype=dtype, device=device)
         try:
             fill(result, wanted)
         except OSError as error:

@@ -4,58 +4,19 @@ import math
 
 import pytest
 import torch
+from frontier_helpers import (  # noqa: F401
+    activation,
+    fixture_hf,
+    fixture_model,
+    fixture_parts,
+    fixture_reference,
+    fixture_rows,
+    sites_of,
+)
 from torch.nn import functional as F
 
 from benchmarks.frontier_methods import baselines, fit, heads, plan, predictors, score, select, sets, tune
-from benchmarks.frontier_methods.plain_opt import PlainOPT
 from dejavu_train.errors import UserError
-from dejavu_train.opt_model import load_opt
-
-
-@pytest.fixture(scope="module")
-def hf(tiny_opt):
-    return load_opt(str(tiny_opt))
-
-
-@pytest.fixture(scope="module")
-def model(hf):
-    return PlainOPT(hf)
-
-
-def make_parts(seed, count=12):
-    generator = torch.Generator().manual_seed(seed)
-    chosen = []
-    for i in range(count):
-        length = int(torch.randint(20, 40, (1,), generator=generator))
-        chosen.append((i // 2, [2, *torch.randint(4, 300, (length,), generator=generator).tolist()]))
-    return sets.batches(chosen, 6)
-
-
-@pytest.fixture(scope="module")
-def parts():
-    return {name: make_parts(i) for i, name in enumerate(("train", "calibrate", "report"))}
-
-
-@pytest.fixture(scope="module")
-def reference(model, parts):
-    return score.Reference(model, parts["report"])
-
-
-@pytest.fixture(scope="module")
-def rows(model, parts):
-    return fit.record_rows(model, parts["train"], 10_000)
-
-
-def sites_of(model, part):
-    found: dict = {}
-    with torch.no_grad():
-        model.blocks(model.start(part.ids), sites=found)
-    return found
-
-
-def activation(model, found, layer):
-    weights = model.layers[layer]
-    return F.relu(F.linear(found["mlp_in", layer], weights.fc1_weight, weights.fc1_bias))
 
 
 def test_plain_opt_equals_transformers(hf, model, parts):

@@ -173,7 +173,9 @@ def test_many_rows_are_read_past_the_library(tiny_opt, text_file):
     stretches = [(first + 7, first + 9), (3, first + 5), (0, 3)]  # across two shards, in any order
     for name in ("mlp_in", "mlp_active", "head_norm", "position", "generated"):
         wanted = torch.cat([reader.read_stored(name, *stretch) for stretch in stretches])
-        got = reader.read_rows(name, stretches, CPU)
+        with torch.inference_mode():  # as in validation
+            got = reader.read_rows(name, stretches, CPU)
+            assert not got.is_inference()  # the threads that fill it are in no such mode
         assert got.dtype == wanted.dtype and torch.equal(got, wanted)
 
 
