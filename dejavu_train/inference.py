@@ -79,7 +79,7 @@ class InferConfig:
     prompt: int = _option(32, "tokens of the prompt while timing")
     new_tokens: int = _option(64, "timed, and generated")
     generate: str | None = _option(None, "a prompt to continue")
-    backend: str = _option("gather", "of --generate")
+    backend: str = _option("gather", "of --generate: dense, gather, triton, engine, dense-engine")
     device: str = _option("auto", "auto, cpu or cuda[:N]")
     device_map: str | None = _option(None, "auto: a model over several GPUs; needs accelerate")
     dtype: str = _option("float32", "float32, float16 or bfloat16")
@@ -103,11 +103,12 @@ class InferConfig:
             raise UserError("--new_tokens must be at least 1, and --sparse_from not negative")
         if self.text_set not in SETS:
             raise UserError(f"--text_set must be one of {', '.join(SETS)}, got {self.text_set}")
-        if self.backend not in (*BACKENDS, "dense"):
-            raise UserError(f"--backend must be dense or one of {', '.join(BACKENDS)}, got {self.backend}")
+        known = ("dense", *BACKENDS, *ENGINES)
+        if self.backend not in known:
+            raise UserError(f"--backend must be one of {', '.join(known)}, got {self.backend}")
         for backend in self.timing_backends:
-            if backend not in ("dense", *BACKENDS, *ENGINES):
-                raise UserError(f"--timing_backends: {backend} is none of dense, {', '.join((*BACKENDS, *ENGINES))}")
+            if backend not in known:
+                raise UserError(f"--timing_backends: {backend} is none of {', '.join(known)}")
         if self.verify not in ("sampled", "full"):
             raise UserError(f"--verify must be sampled or full, got {self.verify}")
 
@@ -327,12 +328,18 @@ def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> An
 def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -> str:
     assert config.generate is not None
     ids = torch.tensor([[2, *tokenizer(config.generate, add_special_tokens=False)["input_ids"]]])
-    model = _sparse(config, dense, bundle, config.backend)
-    ids = ids.to(model.device)
-    room = model.config.max_position_embeddings
+    room = dense.config.max_position_embeddings
     if ids.shape[1] >= room:
         raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
     new_tokens = min(config.new_tokens, room - ids.shape[1])
+    if config.backend in ENGINES:
+        from dejavu_train.decode import DecodeEngine  # imports triton
+
+        engine = DecodeEngine(dense, _moved(config, bundle) if config.backend == "engine" else None)
+        made = engine.generate(ids.tolist(), new_tokens)
+        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
+    model = _sparse(config, dense, bundle, config.backend)
+    ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
