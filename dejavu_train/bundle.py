@@ -157,14 +157,15 @@ class Bundle:
         scale = self.tensors[tensor_name(layer, target, part + "_scale")].float()
         return row_codes(stored, entry.d_in if part == "down" else entry.rank), scale
 
+    def cascades(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """By layer (scale, steps, bar), each (d_ffn,): the grid of fc1's planes and the bars of the second test."""
+        parts = ("fc1_scale", "fc1_steps", "bar")
+        layers = [layer for (layer, _), entry in self.entries.items() if entry.kind == "cascade"]
+        return {i: tuple(self.tensors[tensor_name(i, "mlp", part)] for part in parts) for i in layers}  # type: ignore[misc]
+
     def second_tests(self, blocks: Any) -> dict[int, SecondTest]:
         """By layer the second test of its cascade, for the decoder layers ``blocks`` of the bundle's model."""
-        found = {}
-        for layer, target in self.entries:
-            if self.entries[layer, target].kind == "cascade":
-                grid = [self.tensors[tensor_name(layer, target, part)] for part in ("fc1_scale", "fc1_steps", "bar")]
-                found[layer] = second_test(blocks[layer].fc1, *grid)
-        return found
+        return {layer: second_test(blocks[layer].fc1, *grid) for layer, grid in self.cascades().items()}
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibrate``; orders the static selection."""

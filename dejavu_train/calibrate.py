@@ -282,7 +282,7 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
                 read = unions[key][i] if key in unions else density
                 passed = union_density(entry.curve["selected"][i], config.batch_size) if key in cascades else None
                 cost = predictor_bytes(entry) + _unit_bytes(entry, shape, read, entry.curve["recall"][i], passed)
-                if cost < dense_cost:
+                if cost < dense_cost and density < 1.0:  # density 1 is the dense layer, which has no second test
                     points.append(Point(cost, entry.curve["loss_increase"][i], density))
         choices[key] = points
     for target in ("mlp", "heads"):

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from dejavu_train import decode_reference
 from kernels import (
     batched,
+    cascade,
     dense_gemv,
     dense_wide,
     flash_decode,
     gather_gemv,
     head_select,
+    layer_norm,
     listed_gemv,
     lookahead,
     out_projection,
@@ -36,6 +38,8 @@ def operations(kind: str) -> SimpleNamespace:
             predict_select=select.predict_select,
             gather_gemv=gather_gemv.gather_gemv,
             listed_gemv=listed_gemv.listed_gemv,
+            cascade=cascade.cascade,
+            layer_norm=layer_norm.layer_norm,
             project_heads=out_projection.project_heads,
             select_gather=select_gather.select_gather,
             scatter_gemv=scatter_gemv.scatter_gemv,
@@ -62,6 +66,8 @@ def operations(kind: str) -> SimpleNamespace:
         predict_select=decode_reference.predict_select,
         gather_gemv=decode_reference.gather_gemv,
         listed_gemv=listed_gemv.listed_gemv_reference,
+        cascade=decode_reference.cascade,
+        layer_norm=decode_reference.layer_norm,
         project_heads=out_projection.project_heads_reference,
         scatter_gemv=decode_reference.scatter_gemv,
     )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.cascade import CascadeWeights, cascade_reference
 from kernels.gather_gemv import gather_gemv_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.scatter_gemv import scatter_gemv_reference
@@ -50,6 +51,25 @@ def gather_gemv(
         out.copy_(y)
     else:
         out.set_dense(y)
+
+
+def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
+    """See `kernels.layer_norm.layer_norm`."""
+    out.copy_(layer_norm_reference(x, ln, out.dtype))
+
+
+def cascade(
+    x: Tensor,
+    weights: CascadeWeights,
+    selection: Selection,
+    out: Tensor,
+    row_state: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.cascade.cascade`; the list becomes that of what passed."""
+    y, passed = cascade_reference(x, weights, selection.to_mask(len(x)), row_state)
+    out.copy_(y)
+    selection.set_mask(passed)
 
 
 def scatter_gemv(

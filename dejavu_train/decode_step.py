@@ -1,8 +1,9 @@
 """One decoding step of the engine: its static buffers, its kernels in order, and the CUDA graph that replays them.
 
 A layer of a sparse step, one batch row: head_select (LayerNorm, head predictor) - qkv - flash_decode - project_heads -
-predict_select (LayerNorm, predictor, list) - listed_gemv (fc1) - pack - packed_rows (fc2). A dense one: qkv_dense -
-flash_decode - project_heads - dense_rows - dense_wide. LayerNorms are prologues, biases and residuals epilogues.
+predict_select (LayerNorm, predictor, list) - listed_gemv (fc1; cascade, where there is a second test) - pack -
+packed_rows (fc2). A dense one: qkv_dense - flash_decode - project_heads - dense_rows - dense_wide. LayerNorms are
+prologues, biases and residuals epilogues.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from dejavu_train.decode_ops import operations
 from dejavu_train.decode_weights import DecodeWeights, TargetPredictor
 from kernels import (
+    cascade,
     flash_decode,
     gather_gemv,
     head_select,
@@ -47,7 +49,8 @@ class DecodeStep:
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
         for layer, old in enumerate(weights.layers):
-            weights.layers[layer] = old.with_fc2(transposed=(layer, "mlp") in predictors)
+            mlp = predictors.get((layer, "mlp"))
+            weights.layers[layer] = old.with_fc2(transposed=mlp is not None).with_planes(mlp.grid if mlp else None)
         self.ops = operations(ops)
         self._pdl = pdl
         self._pack_rows = pack_rows
@@ -60,9 +63,9 @@ class DecodeStep:
         self._allocate(ops == "triton")
 
     def _can_select_and_gather(self) -> bool:
-        """Whether every MLP predictor reads its own site, thresholds, and serves one row."""
+        """Whether every MLP predictor reads its own site, thresholds, serves one row, and is no cascade."""
         found = [predictor for (_, target), predictor in self.predictors.items() if target == "mlp"]
-        own = all((p.site, p.site_layer) == ("mlp_in", p.layer) and p.top_k is None for p in found)
+        own = all((p.site, p.site_layer) == ("mlp_in", p.layer) and p.top_k is p.grid is None for p in found)
         return self.batch == 1 and bool(found) and own
 
     def _can_fuse(self, layer: int) -> bool:
@@ -122,6 +125,9 @@ class DecodeStep:
                 folded = self.weights.layers[layer].out.float() @ predictor.mean.flatten()
                 self._out_bias[layer] = self.weights.layers[layer].out_bias.float() + folded
         block = listed_gemv.listed_block(d) if batch == 1 else 64
+        self._tested: Any = self._hidden_dense
+        if triton_ops and any(predictor.grid is not None for predictor in self.predictors.values()):
+            self._tested = cascade.cascade_rows(shape.d_ffn, d, batch, block, device)
         for key, predictor in self.predictors.items():
             heads = predictor.target == "heads"
             self.selections[key] = (
@@ -239,7 +245,14 @@ class DecodeStep:
             own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
             source, norm = (self._normalised, None) if own else (x, weights.norm2)
             chosen = self.selections[layer, "mlp"]
-            if self.batch == 1:
+            if weights.cascade is not None:
+                if not own:
+                    ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
+                hidden = self._tested
+                ops.cascade(
+                    self._normalised, weights.cascade, chosen, hidden, row_state=self.state.row_state, pdl=pdl
+                )  # fmt: skip
+            elif self.batch == 1:
                 # A list made half a block ago is older than the launch before: its first rows may be read early.
                 early = not own and self._lookahead is None
                 ops.listed_gemv(

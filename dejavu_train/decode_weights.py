@@ -3,7 +3,8 @@
 fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
 stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
 (h, 3, head_dim, d), so that a head is one contiguous range; the out-projection as stored (d, h * head_dim): a head's
-columns of a row are contiguous, and every output row has one owner.
+columns of a row are contiguous, and every output row has one owner. Where an MLP runs as a cascade, fc1 exists as its
+planes only.
 """
 
 import dataclasses
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import DTYPES, OPTShape
+from dejavu_train.planes import Planes
+from kernels.cascade import CascadeWeights
 from kernels.layer_norm import LayerNormWeights
 from kernels.select import PredictorWeights
 
+Grid = tuple[Tensor, Tensor, Tensor]
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 
 
@@ -37,6 +41,26 @@ class LayerWeights:
     fc2: Tensor
     fc2_bias: Tensor
     fc2_transposed: bool = False
+    cascade: CascadeWeights | None = None
+
+    def whole_fc1(self) -> Tensor:
+        """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
+        if self.cascade is None:
+            return self.fc1
+        upper, lower = self.cascade.parts()
+        return upper.add_(lower).to(self.fc1.dtype)
+
+    def with_planes(self, grid: Grid | None) -> "LayerWeights":
+        """fc1 as planes of this grid with bars, or None: as it is. From planes it comes back as they hold it."""
+        if (grid is None) == (self.cascade is None):
+            return self
+        if grid is None:
+            return dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
+        planes = Planes.of(self.fc1, *grid[:2])
+        cascade = CascadeWeights(
+            planes.upper, planes.rest, planes.step, planes.scale, self.fc1_bias.float(), grid[2].to(self.fc1.device)
+        )
+        return dataclasses.replace(self, fc1=self.fc1.new_empty(0, self.fc1.shape[1]), cascade=cascade)
 
     def with_fc2(self, transposed: bool) -> "LayerWeights":
         """The same layer with fc2 this way round; the old layout is left to its owner."""
@@ -155,6 +179,8 @@ class DecodeWeights:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
             yield from (layer.qkv, layer.out, layer.fc1, layer.fc2)
+            if layer.cascade is not None:
+                yield from (layer.cascade.upper, layer.cascade.rest)
         yield self.lm_head
 
 
@@ -162,7 +188,7 @@ class DecodeWeights:
 class TargetPredictor:
     """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
     (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
-    frequency (n) fp32 on the CPU, how often each unit is needed, or None."""
+    frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`."""
 
     layer: int
     target: str
@@ -176,6 +202,7 @@ class TargetPredictor:
     density: float
     mean: Tensor | None = None
     frequency: Tensor | None = None
+    grid: Grid | None = None
 
 
 def load_predictors(
@@ -192,6 +219,7 @@ def load_predictors(
     """
     predictors = {}
     means = bundle.head_means(device)
+    grids = bundle.cascades()
     for (layer, target), entry in bundle.entries.items():
         if entry.threshold is None and entry.top_k is None:
             calibrated = entry.keep_dense or bool(entry.curve)
@@ -231,5 +259,6 @@ def load_predictors(
             entry.density,
             means.get(layer) if target == "heads" else None,
             bundle.frequency(layer, target),
+            grids.get(layer) if target == "mlp" else None,
         )
     return predictors

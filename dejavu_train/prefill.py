@@ -58,7 +58,7 @@ def _run(
         attended = attended.transpose(1, 2).reshape(len(rows), longest, h * hd)
         x = x + F.linear(attended, layer.out).float() + layer.out_bias.float()
         n = layer_norm_reference(x, layer.norm2, dtype)
-        hidden = F.linear(n, layer.fc1, layer.fc1_bias).relu()
+        hidden = F.linear(n, layer.whole_fc1(), layer.fc1_bias).relu()
         product = hidden @ layer.fc2 if layer.fc2_transposed else F.linear(hidden, layer.fc2)
         x = x + product.float() + layer.fc2_bias.float()
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]

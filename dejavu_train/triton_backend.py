@@ -2,7 +2,8 @@
 
 Serves ``generate()`` with everything that transformers does there (beams, left padding, assisted decoding); the decode
 engine is the fast form. Dense columns of a prompt run as in ``gather``. q, k and v exist a second time, grouped by head
-(a quarter of the model's weights); a model that barely fits the GPU wants the engine.
+(a quarter of the model's weights), and so does fc1 of a cascade, as planes; a model that barely fits the GPU wants the
+engine.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.gather import GatherDecoder
 from dejavu_train.opt_model import OPTShape
 from dejavu_train.sparse_cache import SparseCache, SparseLayer
-from kernels import flash_decode, gather_gemv, head_select, layer_norm, qkv, scatter_gemv, select
+from kernels import cascade, flash_decode, gather_gemv, head_select, layer_norm, qkv, scatter_gemv, select
 from kernels.attention_common import HEAD_DIMS, INTERPRET
 from kernels.launch import MAX_BATCH
 
@@ -51,6 +52,10 @@ class TritonDecoder(GatherDecoder):
         for predictor in self._predictors.values():
             self._by_site.setdefault((predictor.site_layer, predictor.site), []).append(predictor)
         self._qkv = [_grouped(block.self_attn, shape) for block in self.blocks]
+        self._planes = {
+            layer: cascade.CascadeWeights(**vars(test.planes), bias=test.bias, bar=test.bar)
+            for layer, test in self.tests.items()
+        }
         self._norms = [
             tuple(
                 layer_norm.LayerNormWeights(norm.weight.detach(), norm.bias.detach(), norm.eps)
@@ -86,7 +91,10 @@ class TritonDecoder(GatherDecoder):
                 if chosen is None
                 else gather_gemv.LiveRows.empty(self.shape.d_ffn, batch, x.device)
             )
-            gather_gemv.gather_gemv(middle, block.fc1.weight, block.fc1.bias, chosen, "relu", made, norm2)
+            if chosen is not None and number in self._planes:
+                made = self._tested(number, middle, norm2, chosen, row_state)
+            else:
+                gather_gemv.gather_gemv(middle, block.fc1.weight, block.fc1.bias, chosen, "relu", made, norm2)
             scatter_gemv.scatter_gemv(made, block.fc2.weight.t(), block.fc2.bias, middle, None, after)
             if self.on_select is not None:
                 self.on_select(number, "heads", column, heads.to_mask(batch))
@@ -94,6 +102,21 @@ class TritonDecoder(GatherDecoder):
                 self.on_select(number, "mlp", column, keep)
             x = after
         return x.to(hidden.dtype)
+
+    def _tested(
+        self,
+        number: int,
+        x: Tensor,
+        norm: layer_norm.LayerNormWeights,
+        chosen: select.Selection,
+        row_state: Tensor,
+    ) -> gather_gemv.LiveRows:
+        """fc1 of a cascade; ``chosen`` becomes what passes the second test."""
+        normalised = torch.empty(x.shape, dtype=self.blocks[number].fc1.weight.dtype, device=x.device)
+        layer_norm.layer_norm(x, norm, normalised)
+        made = cascade.cascade_rows(self.shape.d_ffn, self.shape.d_model, len(x), chosen.block, x.device)
+        cascade.cascade(normalised, self._planes[number], chosen, made, row_state)
+        return made
 
     def _predict(
         self,

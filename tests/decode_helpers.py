@@ -1,6 +1,7 @@
 """A random OPT with kernel-sized heads, random predictors, and the masked forward pass that decoding must equal."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.opt_model import OPTShape
+from dejavu_train.planes import choose_grid, second_test
 from dejavu_train.predictor import LowRankPredictor
 from kernels.select import quantize_rows
 
@@ -44,10 +46,14 @@ class RandomBundle:
     entries: dict = field(default_factory=dict)
     predictors: dict = field(default_factory=dict)
     means: dict = field(default_factory=dict)
+    grids: dict = field(default_factory=dict)  # of cascades, by layer
     stored: dict = field(default_factory=dict)  # (layer, target, part): int8 codes and scales
 
     def codes(self, layer, target, part):
         return self.stored[layer, target, part]
+
+    def cascades(self):
+        return self.grids
 
     def frequency(self, layer, target):
         return torch.linspace(0.01, 1.0, self.shape.units(target))
@@ -62,7 +68,7 @@ class RandomBundle:
 def random_bundle(
     model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"),
     dense_layers=(),
-    means=False, int8=False,
+    means=False, int8=False, cascade=False,
 ):  # fmt: skip
     """lookahead: half-blocks between a predictor's site and its target, cut off at the first site."""
     shape = OPTShape.from_config(model.config)
@@ -93,6 +99,9 @@ def random_bundle(
                 density=0.5,
                 dtype="int8" if int8 else "float32",
             )
+        if cascade:
+            weight = model.model.decoder.layers[layer].fc1.weight.detach()
+            bundle.grids[layer] = (*choose_grid(weight), torch.linspace(-1.0, 1.0, shape.d_ffn))
         if means and "heads" in targets:
             bundle.means[layer] = torch.randn(shape.n_heads, shape.head_dim)
     return bundle
@@ -144,7 +153,15 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
         x = x + layer.self_attn.out_proj(attended.reshape(steps, -1))
         n = layer.final_layer_norm(x)
         select("mlp_in", i, n)
-        hidden = F.relu(layer.fc1(n))
+        fc1 = layer.fc1
+        if bundle is not None and i in bundle.grids and (i, "mlp") in masks:
+            test = second_test(fc1, *bundle.grids[i])
+            passed = test.passed(n)
+            if margins is not None:
+                margins.append((test.scores(n) - test.bar).abs().amin(1))
+            masks[i, "mlp"] = masks[i, "mlp"] & (passed | (torch.arange(steps) < sparse_from)[:, None])
+            fc1 = partial(F.linear, weight=test.planes.weight(), bias=test.bias)
+        hidden = F.relu(fc1(n))
         hidden = hidden * masks.get((i, "mlp"), torch.ones_like(hidden))
         x = x + layer.fc2(hidden)
     return model.lm_head(decoder.final_layer_norm(x)), masks

@@ -42,6 +42,8 @@ def test_dense_engine_generates_what_hugging_face_does(model):
         {},
         {"relu": True},
         {"int8": True},
+        {"cascade": True},
+        {"cascade": True, "lookahead": 1, "dense_layers": (1,)},
         {"top_k": 0.4},
         {"lookahead": 1},
         {"lookahead": 2, "int8": True},

@@ -28,7 +28,7 @@ def sparse(folder, device, backend, policy="backfill", **bundle):
     ("policy", "n", "options", "generation"),
     [
         ("backfill", 4, {"means": True, "dtype": "int8"}, {}),
-        ("stale", 3, {"lookahead": True}, {}),
+        ("stale", 3, {"lookahead": True, "cascade": True, "dtype": "int4"}, {}),
         ("always", 3, {}, {"num_beams": 2}),
     ],
     ids=str,
