@@ -60,6 +60,8 @@ def test_every_section_writes_its_rows(study, monkeypatch):
     for do in work.values():
         do()
     head_sections.look_ahead(study)
+    monkeypatch.setattr(sections, "CANDIDATES", ((64, "int4", (0.6,)),))
+    sections.winners(study, (0.6,), full=True)
     rows = plot.read_rows(study.output / "frontier.csv")
     assert tuple(rows[0]) == COLUMNS
     methods = {row["method"] for row in rows}

@@ -39,7 +39,7 @@ def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
         name = f"cascade r{rank} {kind}, {mass:.2%} of the mass, {len(tables)} tables"
         study.frontier("cascade", name, tests, shares, plan=plan, train_seconds=seconds)
         study.frontier("cascade", name, tests, sections.CHOOSE_SHARES, plan=plan, on="choose", train_seconds=seconds)
-        for share in targets:
+        for share in targets if full else ():
             made = copy.deepcopy(predictors)
             try:
                 fold_thresholds(made, plan.thresholds(plan.densities(share, "measured")))
