@@ -1,0 +1,135 @@
+"""Times fc1 of a cascade against fc1 over all candidates: appends rows to a CSV.
+
+    python benchmarks/cascade.py --out benchmarks/results/cascade.csv
+    python benchmarks/cascade.py --sweep            # launch settings instead
+
+Both read the same list of candidates; `cascade` reads a quarter of each row and the rest of what passes (`live`, as a
+share of the candidates). Which neurons pass is drawn beforehand: bars are far below or above any score.
+"""
+
+import argparse
+import time
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import BenchRow, Rows, measure, sets_for
+from kernels.cascade import CascadeWeights, cascade, cascade_rows
+from kernels.gather_gemv import LiveRows, gather_gemv
+from kernels.launch import gather_settings
+from kernels.listed_gemv import listed_block, listed_gemv, listed_rows
+from kernels.select import Selection
+
+SHAPES = {768: 3072, 2048: 8192, 4096: 16384, 7168: 28672, 9216: 36864, 12288: 49152}
+CASES = ((0.05, 0.6), (0.1, 0.4), (0.2, 0.2), (0.3, 0.15))
+
+
+class Problem:
+    """Weights of several layers with one list of candidates each; fp16 rows and planes of random bits."""
+
+    def __init__(self, d: int, batch: int, density: float, passing: float, seed: int = 0) -> None:
+        self.d, self.n, self.batch = d, SHAPES[d], batch
+        self.block = listed_block(d) if batch == 1 else 64
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.masks: list[Tensor] = []
+        union = 1 - (1 - density) ** batch
+        self.sets = sets_for(int(self.n * d * 0.5 * union), 2 * self.n * d, 6 * 2**30)
+        self.x = torch.randn(batch, d, device="cuda", generator=generator).half()
+        self.fc1, self.planes, self.selections = [], [], []
+        ones = torch.ones(self.n, device="cuda")
+        for _ in range(self.sets):
+            self.fc1.append(torch.empty(self.n, d, dtype=torch.float16, device="cuda").normal_(0, d**-0.5))
+            words = torch.randint(
+                -(2**31), 2**31 - 1, (self.n, d // 2), dtype=torch.int32, device="cuda", generator=generator
+            )
+            bar = torch.where(torch.rand(self.n, device="cuda", generator=generator) < passing, -1e30, 1e30)
+            upper, rest = words[:, : d // 8].contiguous(), words[:, d // 8 :].contiguous()
+            self.planes.append(CascadeWeights(upper, rest, ones * 1e-2, ones * 1e-5, ones * 0.0, bar))
+            mask = torch.rand(batch, self.n, device="cuda", generator=generator) < density
+            self.masks.append(mask)
+            self.selections.append(Selection.from_mask(mask, self.block))
+        self.bias = torch.zeros(self.n, dtype=torch.float16, device="cuda")
+
+    def bytes(self, i: int, provider: str) -> int:
+        """What one step must read."""
+        candidates = self.masks[i].any(0)
+        if provider != "cascade":
+            return int(candidates.sum()) * 2 * self.d
+        passed = candidates & (self.planes[i].bar < 0)
+        return int(candidates.sum()) * (self.d // 2 + 12) + int(passed.sum()) * (3 * self.d // 2 + 4)
+
+    def time(
+        self, provider: str, share: int | None = None, warps: int | None = None, pdl: bool = True
+    ) -> tuple[float, float, float]:
+        """Microseconds p20, p50, p80."""
+        live: LiveRows
+        if provider == "cascade":
+            live = cascade_rows(self.n, self.d, self.batch, self.block, "cuda", share)
+
+            def step(i: int) -> None:
+                cascade(self.x, self.planes[i], self.selections[i], live, None, pdl, warps)
+        elif self.batch == 1:
+            live = listed_rows(self.n, self.d, "cuda", self.block)
+
+            def step(i: int) -> None:
+                listed_gemv(self.x, None, self.fc1[i], self.bias, self.selections[i], live, pdl=pdl)
+        else:
+            programs = gather_settings(self.d, self.batch, False, self.n).programs
+            live = LiveRows.empty(self.n, self.batch, "cuda", programs=programs)
+
+            def step(i: int) -> None:
+                gather_gemv(self.x, self.fc1[i], self.bias, self.selections[i], "relu", live, pdl=pdl)
+
+        if self.batch > 1 and provider == "cascade":
+            # row_bits become what passed; without putting them back a second replay would test fewer rows.
+            bits = [selection.row_bits.clone() for selection in self.selections]
+
+            def restore() -> None:
+                for selection, kept in zip(self.selections, bits, strict=True):
+                    selection.row_bits.copy_(kept)
+
+            return measure(step, self.sets, before=restore)
+        return measure(step, self.sets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="benchmarks/results/cascade.csv")
+    parser.add_argument("--d", type=int, nargs="*", default=[4096, 9216])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1])
+    parser.add_argument("--sweep", action="store_true", help="programs a block and warps, at 10 % of candidates")
+    parser.add_argument("--seconds", type=float, default=600.0, help="stop before the next case after so long")
+    args = parser.parse_args()
+    rows, start = Rows(args.out), time.monotonic()
+    for d in args.d:
+        for batch in args.batch:
+            for density, passing in CASES[1:2] if args.sweep else CASES:
+                if time.monotonic() - start > args.seconds:
+                    return
+                problem = Problem(d, batch, density, passing)
+                variants: list[tuple[str, int | None, int | None]] = [
+                    ("listed" if batch == 1 else "gather", None, None)
+                ]
+                variants.append(("cascade", None, None))
+                if args.sweep:
+                    variants += [("cascade", share, warps) for share in (1, 2, 4, 8) for warps in (2, 4, 8)]
+                for provider, share, warps in variants:
+                    if time.monotonic() - start > args.seconds:
+                        return
+                    p20, p50, p80 = problem.time(provider, share, warps)
+                    size = problem.bytes(0, provider)
+                    conditions = f"graph, pdl, {problem.sets} sets" + (
+                        f", share {share} warps {warps}" if share else ""
+                    )
+                    rows.add(
+                        BenchRow(
+                            "fc1", provider, problem.n, d, density, passing, batch, 0, "float16", p20, p50, p80, size,
+                            size / p50 / 1000, conditions,
+                        )
+                    )  # fmt: skip
+                del problem
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
