@@ -9,9 +9,40 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_problem import Watched
 from benchmarks.harness import step_times
 from dejavu_train.decode import DecodeEngine
+
+LABELS = {
+    "listed_gemv": "fc1",
+    "dense_hidden": "fc1",
+    "scatter_gemv": "fc2",
+    "packed_rows": "fc2",
+    "dense_wide": "fc2",
+    "dense_add": "fc2",
+    "project_heads": "out_projection",
+}
+
+
+class Watched:
+    """Within it an engine's step shows each operation after it ran."""
+
+    def __init__(self, engine: DecodeEngine, watch: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self.engine, self.watch, self.plain = engine, watch, engine.core.ops
+
+    def __enter__(self) -> None:
+        def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                self.watch(name, args, kwargs)
+                return result
+
+            return call
+
+        made = {name: function and wrapped(name, function) for name, function in vars(self.plain).items()}
+        self.engine.core.ops = type(self.plain)(**made)
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.core.ops = self.plain
 
 
 def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
@@ -19,21 +50,12 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
     calls: dict[str, list[tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]]] = {}
 
     def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not name.endswith(":before"):
-            label = name
-            if name == "scatter_gemv":
-                label = "fc2"
-            elif name == "listed_gemv":
-                label = "fc1"
-            elif name in ("dense_wide", "packed_rows"):
-                label = "fc2"
-            elif name == "project_heads":
-                label = "out_projection"
-            elif name == "gather_gemv":
-                label = "down" if args[3] is None else "fc1"
-            elif name == "dense_rows":
-                label = "fc1" if args[4] == "relu" else "lm_head"
-            calls.setdefault(label, []).append((getattr(watched.plain, name), args, kwargs))
+        label = LABELS.get(name, name)
+        if name == "gather_gemv":
+            label = "down" if args[3] is None else "fc1"
+        elif name == "dense_rows":
+            label = "fc1" if args[4] == "relu" else "lm_head"
+        calls.setdefault(label, []).append((getattr(watched.plain, name), args, kwargs))
 
     watched = Watched(engine, watch)
     state = [(tensor, tensor.clone()) for tensor in (engine.core.watermark, engine.state.position)]

@@ -70,6 +70,7 @@ def main() -> int:
             axes[-1].plot(*zip(*points, strict=True) if points else ((), ()), style, color=colour, label=label)
     axes[-1].set(title="Batches, MLP at its union", xlabel="rows", ylabel="ms a step", xscale="log")
     axes[-1].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+    axes[-1].minorticks_off()
     axes[-1].set_ylim(bottom=0)
     axes[-1].legend(fontsize=6)
     where = f"{rows[-1]['gpu']}, {rows[-1]['date']}, commit {rows[-1]['commit']}"

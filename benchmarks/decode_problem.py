@@ -7,14 +7,13 @@ Thresholds are set on the model's own activations to stated densities of what th
 import itertools
 import math
 import statistics
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
 from dejavu_train.decode_weights import DecodeWeights, TargetPredictor
 from dejavu_train.opt_model import OPTShape
+from kernels.layer_norm import layer_norm_reference
 from kernels.select import PredictorWeights, predict_reference
 
 SHAPES = {
@@ -87,144 +86,82 @@ def random_predictors(
     return result
 
 
-class Watched:
-    """Runs an engine's step eagerly and shows each operation: to set thresholds and to read counts."""
-
-    def __init__(self, engine: DecodeEngine, watch: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self.engine, self.watch, self.plain = engine, watch, engine.core.ops
-
-    def __enter__(self) -> None:
-        def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self.watch(name + ":before", args, kwargs)
-                result = function(*args, **kwargs)
-                self.watch(name, args, kwargs)
-                return result
-
-            return call
-
-        made = {name: function and wrapped(name, function) for name, function in vars(self.plain).items()}
-        self.engine.core.ops = type(self.plain)(**made)
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.core.ops = self.plain
+def logits_of(engine: DecodeEngine, predictor: TargetPredictor) -> torch.Tensor:
+    """(B, n) fp32: what a predictor said in the last step, in plain torch from the residual stream that it left."""
+    layer, later = engine.weights.layers[predictor.site_layer], predictor.site == "mlp_in"
+    weights = predictor.weights
+    if predictor.folded is not None:
+        eye = torch.eye(len(predictor.folded), dtype=predictor.folded.dtype, device=predictor.folded.device)
+        weights = PredictorWeights(predictor.folded, eye, predictor.bias)
+    x = engine.core.x[2 * predictor.site_layer + later]
+    return predict_reference(x, weights, layer.norm2 if later else layer.norm1)
 
 
-def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float, n_steps: int = 6) -> None:
-    """Thresholds at quantiles of the logits on the model's own activations, layer after layer in one step each.
+def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float, n_steps: int = 9) -> None:
+    """Thresholds at quantiles of the logits on the model's own activations.
 
     The densities are of the union over the batch: the quantile is that of each unit's largest logit over the rows.
+    Thresholds change what later layers see: the first third of the steps is forgotten.
     """
-    seen: dict[int, list[torch.Tensor]] = {}
-
-    def put(threshold: torch.Tensor, logits: torch.Tensor, density: float) -> None:
-        pool = seen.setdefault(threshold.data_ptr(), [])
-        pool.append(logits.amax(0))
-        values = torch.cat(pool).sort(descending=True).values
-        threshold.fill_(values[min(round(density * len(values)), len(values) - 1)])
-
-    def up(predictor: PredictorWeights, hidden: torch.Tensor) -> torch.Tensor:
-        scale = 1.0 if predictor.up_scale is None else predictor.up_scale
-        return hidden @ predictor.up.float().T * scale + (0.0 if predictor.bias is None else predictor.bias)
-
-    def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name == "predict_select:before":
-            x, predictor, threshold = args[:3]
-            put(threshold, predict_reference(x, predictor, kwargs["ln"]), mlp_density)
-        elif name == "select_gather:before":
-            hidden, mlp, threshold = args[:3]
-            put(threshold, up(mlp, hidden), mlp_density)
-        elif name == "qkv_select:before":
-            mlp, hidden, threshold = args[11:14]
-            put(threshold, up(mlp, hidden), mlp_density)
-        elif name in ("head_select:before", "site_predict:before") and args[2] is not None:
-            x, norm, folded, bias, threshold = args[:5]
-            put(threshold, predict_reference(x, PredictorWeights(folded, _eye(folded), bias), norm), head_density)
-
-    with Watched(engine, watch):
-        for _ in range(n_steps):
-            engine.core.eager("greedy", False)
-
-
-def _eye(folded: torch.Tensor) -> torch.Tensor:
-    return torch.eye(len(folded), dtype=folded.dtype, device=folded.device)
+    pools: dict[tuple[int, str], list[torch.Tensor]] = {key: [] for key in engine.predictors}
+    for step in range(n_steps):
+        engine.core.eager("greedy", False)
+        for key, predictor in engine.predictors.items():
+            if step <= n_steps // 3:
+                pools[key].clear()
+            pools[key].append(logits_of(engine, predictor).amax(0))
+            values = torch.cat(pools[key]).sort(descending=True).values
+            density = mlp_density if predictor.target == "mlp" else head_density
+            predictor.threshold.fill_(values[min(round(density * len(values)), len(values) - 1)])
 
 
 def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
-    """Densities and live share over some eager steps, and the bytes that a step must read."""
-    shape, size = engine.shape, 2
-    d, hd = shape.d_model, shape.head_dim
-    rows = {"heads": [0, 0], "mlp": [0, 0]}
-    live, single = [0, 0], [0.0, 0]
-    total = 0.0
+    """Densities and live share over some eager steps, and the bytes that a step must read.
 
-    def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal total
-        context = float((engine.state.position + 1).sum())
-        if name == "qkv_dense":
-            total += 3 * d * d * size + shape.n_heads * context * hd * 2 * size
-        elif name in ("qkv", "qkv_select"):
-            n = int(args[3].counts.sum())
-            rows["heads"][0] += n
-            rows["heads"][1] += shape.n_heads
-            # A head of the union reads the K/V of the rows that select it: on average their share of the contexts.
-            each = float(args[3].to_mask(engine.batch).sum()) / engine.batch
-            total += 3 * n * hd * d * size + each * context * hd * 2 * size
-            if name == "qkv_select":
-                total += args[11].up.nbytes
-        elif name in ("head_select", "site_predict") and args[2] is not None:
-            total += args[2].nbytes + (args[9].down.nbytes if name == "site_predict" else 0)
-        elif name == "predict_select":
-            total += args[1].down.nbytes + args[1].up.nbytes
-        elif name == "packed_rows":
-            n = int(args[0].count)
-            live[0] += n
-            total += n * d * size
-        elif name == "project_heads":
-            selection = args[4] if engine.batch == 1 else None
-            total += (d if selection is None else int(selection.counts.sum()) * hd) * d * size
-        elif name == "scatter_gemv":
-            h = args[0]
-            if isinstance(h, torch.Tensor):
-                total += h.shape[1] * d * size
-            else:
-                n = int(h.counts.sum())
-                live[0] += n
-                total += n * d * size
-        elif name == "select_gather":
-            chosen = args[0] @ args[1].up.float().T + args[1].bias > args[2]
-            n = int(chosen.sum())
-            total += n * d * size + args[1].up.nbytes
-            rows["mlp"][0] += n
-            rows["mlp"][1] += shape.d_ffn
-            live[1] += n
-        elif name in ("gather_gemv", "listed_gemv"):
-            selection = args[3 if name == "gather_gemv" else 4]
-            weight = args[1 if name == "gather_gemv" else 2]
-            n = weight.shape[0] if selection is None else int(selection.counts.sum())
-            total += n * d * size
-            if selection is not None:
-                rows["mlp"][0] += n
-                rows["mlp"][1] += shape.d_ffn
-                live[1] += n
-                single[0] += float(selection.to_mask(engine.batch).float().mean())
-                single[1] += 1
-        elif name in ("dense_rows", "dense_hidden"):
-            total += args[2].nbytes
-        elif name in ("dense_add", "dense_wide"):
-            total += args[1].nbytes
-
-    with Watched(engine, watch):
-        for _ in range(n_steps):
-            engine.core.eager("greedy", False)
-    share = {target: got / of if of else 1.0 for target, (got, of) in rows.items()}
+    Rows of the union are read once; of fc2 those that are live for a row that selects them; K/V of a head for each row
+    that selects it.
+    """
+    shape, size = engine.shape, engine.weights.embedding.element_size()
+    row = shape.d_model * size
+    selected = {"mlp": [0.0, 0.0], "heads": [0.0, 0.0]}  # of the union, of single rows; shares, summed
+    live, total = [0.0, 0.0], 0.0
+    for _ in range(n_steps):
+        engine.core.eager("greedy", False)
+        total += engine.weights.lm_head.nbytes
+        context = engine.state.position.double()  # the step has moved on by one
+        for number, layer in enumerate(engine.weights.layers):
+            chosen: dict[str, torch.Tensor] = {}
+            for target in ("mlp", "heads"):
+                predictor = engine.predictors.get((number, target))
+                n = shape.units(target)
+                chosen[target] = torch.ones(engine.batch, n, dtype=torch.bool, device=engine.device)
+                if predictor is not None:
+                    chosen[target] = logits_of(engine, predictor) > predictor.threshold
+                    read = (predictor.folded,) if predictor.folded is not None else _matrices(predictor)
+                    total += sum(matrix.nbytes for matrix in read)
+                selected[target][0] += float(chosen[target].any(0).double().mean())
+                selected[target][1] += float(chosen[target].double().mean())
+            total += 4 * shape.head_dim * row * int(chosen["heads"].any(0).sum())
+            total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
+            n = alive = int(chosen["mlp"].any(0).sum())
+            if (number, "mlp") in engine.predictors:
+                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1.dtype)
+                active = torch.nn.functional.linear(x, layer.fc1, layer.fc1_bias) > 0
+                alive = int((active & chosen["mlp"]).any(0).sum())
+                live = [live[0] + alive, live[1] + n]
+            total += (n + alive) * row
+    steps = n_steps * shape.n_layers
     return {
-        "mlp_density": share["mlp"],
-        "row_density": single[0] / single[1] if single[1] else share["mlp"],
-        "head_density": share["heads"],
+        "mlp_density": selected["mlp"][0] / steps,
+        "row_density": selected["mlp"][1] / steps,
+        "head_density": selected["heads"][0] / steps,
         "live_share": live[0] / live[1] if live[1] else 1.0,
         "gb_per_step": total / n_steps / 1e9,
     }
+
+
+def _matrices(predictor: TargetPredictor) -> tuple[torch.Tensor, torch.Tensor]:
+    return predictor.weights.down, predictor.weights.up
 
 
 def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
