@@ -11,6 +11,7 @@ short by ``--seconds`` leaves a table.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 import traceback
@@ -47,7 +48,7 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
         work |= {
             "head_look_ahead": lambda: head_sections.look_ahead(study),
             "block": lambda: head_sections.whole_block(study),
-            "look_ahead": lambda: variants.look_ahead(study, (0.08, 0.10, 0.13, 0.15, 0.20), not study.brief),
+            "look_ahead": lambda: variants.look_ahead(study),
             "tuning": lambda: variants.tuning(study),
             "losses_and_starts": lambda: variants.losses_and_starts(study),
             "allocation": lambda: variants.allocation(study),
@@ -79,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = resolve_device(args.device)
     sizes = GPU_SIZES if args.full else Sizes()
     if args.tokens:
-        import dataclasses
-
         sizes = dataclasses.replace(sizes, report_tokens=args.tokens)
     started = time.perf_counter()
     output = Path(args.output)

@@ -1,7 +1,6 @@
 """A model, its four sets of text, and one way to put any method into rows of the table."""
 
 import csv
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -190,42 +189,59 @@ class Study:
         return made
 
 
+Parts = tuple[dict[str, list[Batch]], list[Batch]]
+
+
+def read_parts(model_name: str, text: str, sizes: Sizes) -> Parts:
+    """The four sets as batches, and the train batches that predictors are tuned on.
+
+    Raises:
+        UserError: a tokenizer or text that cannot be read.
+    """
+    tokenizer, texts = load_tokenizer(model_name), read_texts(text, model_name)
+    wanted = {
+        "train": sizes.rows,
+        "calibrate": sizes.calibrate_tokens,
+        "choose": sizes.choose_tokens,
+        "report": sizes.report_tokens,
+    }
+    sets = {
+        name: batches(take(tokenizer, texts[name], sizes.window, tokens, seed), sizes.batch)
+        for seed, (name, tokens) in enumerate(wanted.items())
+    }
+    return sets, batches(take(tokenizer, texts["train"], sizes.window, sizes.tune_tokens, 4), sizes.tune_batch)
+
+
 def open_study(
-    model_name: str, text: str, output: Path, device: torch.device, sizes: Sizes, label: str, extra: Sequence[str] = ()
+    model_name: str,
+    text: str,
+    output: Path,
+    device: torch.device,
+    sizes: Sizes,
+    label: str,
+    extra: Sequence[str] = (),
+    parts: Parts | None = None,
 ) -> Study:
-    """Load a model and its text.
+    """Load a model and its text (or take its ``parts``, read before).
 
     Raises:
         UserError: a model or text that cannot be read.
     """
     hf = load_opt(model_name)
-    tokenizer = load_tokenizer(model_name)
     model = PlainOPT(hf, device)
     if model.d >= BRIEF_WIDTH and sizes == GPU_SIZES:
         sizes = BRIEF_SIZES
-    tokenizer = load_tokenizer(model_name)
-    model = PlainOPT(hf, device)
-    if model.d >= 768 and sizes.tune_batch > 16:
-        sizes = dataclasses.replace(sizes, tune_batch=16)
-    texts = read_texts(text, model_name)
-    sets = {}
-    for name, tokens, seed in (
-        ("train", sizes.rows, 0),
-        ("calibrate", sizes.calibrate_tokens, 1),
-        ("choose", sizes.choose_tokens, 2),
-        ("report", sizes.report_tokens, 3),
-    ):
-        sets[name] = batches(take(tokenizer, texts[name], sizes.window, tokens, seed), sizes.batch)
-    tuned = batches(take(tokenizer, texts["train"], sizes.window, sizes.tune_tokens, 4), sizes.tune_batch)
+    sets, tuned = parts or read_parts(model_name, text, sizes)
     output.mkdir(parents=True, exist_ok=True)
     study = Study(
         label, Path(text).name, model, sizes, output, sets, tuned,
         Reference(model, sets["report"]), Reference(model, sets["choose"]),
     )  # fmt: skip
+    tokenizer = load_tokenizer(model_name) if extra else None
     for path in extra:
         documents = read_heldout(path)
-        parts = batches(take(tokenizer, documents, sizes.window, sizes.report_tokens, 5), sizes.batch)
-        study.extra[Path(path).stem] = Reference(model, parts)
+        more = batches(take(tokenizer, documents, sizes.window, sizes.report_tokens, 5), sizes.batch)
+        study.extra[Path(path).stem] = Reference(model, more)
     assert START_TOKEN == int(sets["report"][0].ids[0, 0])
     return study
 

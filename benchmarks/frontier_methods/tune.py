@@ -144,6 +144,8 @@ class TuneConfig:
     """The first multiplier: nats per token that the whole MLP's bytes are worth; None: 0.3, or from a plan."""
     head_price: float | None = None
     """The same for all heads; None: 0.06."""
+    bias_rate: float = 1.0
+    """Learning rate of the biases over that of the rest: they must move as far as the budget asks."""
     share_from: float | None = None
     """Begin at this share and narrow it to ``mlp_share`` over the first half."""
 
@@ -169,7 +171,11 @@ def tune(
     extras = [tensor for tensor in (replacement, offsets) if tensor is not None]
     for tensor in parameters + extras:
         tensor.requires_grad_(True)
-    param_groups: list[dict[str, Any]] = [{"params": parameters}]
+    biases = {id(module.bias) for module in groups}
+    param_groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if id(p) not in biases]},
+        {"params": [module.bias for module in groups], "lr": config.bias_rate * config.learning_rate},
+    ]
     if extras:
         param_groups.append({"params": extras, "lr": 0.3 * config.learning_rate})
     optimiser = torch.optim.Adam(param_groups, lr=config.learning_rate, betas=(0.9, 0.95))

@@ -206,8 +206,9 @@ def cascade(study: Study, filter_: Predictors, plan: Plan) -> None:
             study.frontier("bytes", label, scorer, sections.CHOOSE_SHARES, on="choose", plan=made)
 
 
-def look_ahead(study: Study, shares: Sequence[float], tune_them: bool) -> None:
+def look_ahead(study: Study) -> None:
     """Quality against the distance of the site, in half-blocks; tuned predictors for the distances that goals name."""
+    shares = (0.06, 0.07, 0.08, 0.10, 0.13) if study.brief else (0.08, 0.10, 0.13, 0.15, 0.20)
     rank = scaled(study.model.d, 64)
     trained = {}
     for distance in (0, 1, 2, 4):
@@ -216,7 +217,7 @@ def look_ahead(study: Study, shares: Sequence[float], tune_them: bool) -> None:
         label = f"layer by layer, distance {distance}"
         study.frontier("look-ahead", label, predictors, shares, plan=plan, train_seconds=seconds)
         trained[distance] = predictors, plan
-    for distance in (0, 1, 2) if tune_them else ():
+    for distance in (0, 1, 2) if not study.brief else ():
         made, history, _ = tuned(study, trained[distance][0], 0.105, plan=trained[distance][1])
         label, more = f"tuned at 10.5%, distance {distance}", {"train_seconds": history["seconds"]}
         as_trained(study, "look-ahead", label, made, **more)
