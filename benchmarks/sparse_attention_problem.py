@@ -83,19 +83,21 @@ class Problem:
             self.x, self.ln, s.predictor, s.bias, self.threshold, self.position, self.row_state, s.attn_in, s.own, pdl
         )
 
-    def project(self, i: int, pdl: bool = True, settings: dense_gemv.RowSettings | None = None) -> None:
+    def project(self, i: int, pdl: bool = True, settings: qkv.TileSettings | None = None) -> None:
         s = self.data[i]
         qkv.qkv(s.attn_in, s.qkv, s.qkv_bias, s.selection, self.position, s.watermark, None, self.q, s.k, s.v,
                 self.order, "backfill", pdl, settings)  # fmt: skip
 
-    def attend(self, i: int, pdl: bool = True, dense: bool = False, positions: int | None = None) -> None:
+    def attend(
+        self, i: int, pdl: bool = True, dense: bool = False, positions: int | None = None, warps: int | None = None
+    ) -> None:
         s = self.data[i]
         flash_decode.flash_decode(self.q, s.k, s.v, None if dense else s.selection, self.position,
                                   None if dense else s.watermark, None, self.mixed, self.scratch, pdl,
-                                  positions=positions)  # fmt: skip
+                                  positions=positions, warps=warps)  # fmt: skip
 
     def out(
-        self, i: int, pdl: bool = True, dense: bool = False, settings: dense_gemv.RowSettings | None = None
+        self, i: int, pdl: bool = True, dense: bool = False, settings: out_projection.ProjectSettings | None = None
     ) -> None:
         s = self.data[i]
         out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, s.order,

@@ -1,112 +1,136 @@
-"""Tries launch settings of the attention block's kernels and of dense fc2 and LM head, each in a chain of its own.
+"""Tries launch settings of the attention block's kernels and of dense fc1, fc2 and LM head, each in a chain of its own.
 
-python -m benchmarks.sparse_attention_sweep --models 6.7b
+    python -m benchmarks.sparse_attention_sweep --models 6.7b --kernels qkv out
+
+Compiling takes longer than measuring: --once runs every candidate one time, so that several processes can fill the
+compiler's cache first.
 """
 
 import argparse
 import itertools
 import math
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from benchmarks.harness import measure
 from benchmarks.sparse_attention_problem import ALL_SHAPES, Problem
 from kernels import dense_gemv, dense_wide
+from kernels.dense_gemv import RowSettings
 from kernels.layer_norm import LayerNormWeights
+from kernels.out_projection import ProjectSettings
+from kernels.qkv import TileSettings
+
+KERNELS = ("select", "qkv", "attention", "out", "qkv-dense", "attention-dense", "out-dense", "fc1", "fc2", "lm-head")
+STEPS = 12  # of a graph, at least: its start, some microseconds, is shared out over them
 
 
-def sweep(name: str, context: int, until: float) -> None:
-    """Launch settings of the row kernels and of flash-decoding, each in a chain of its own."""
-    shape = ALL_SHAPES[name]
-    for density, dense in ((1.0, True), (0.5, False)):
-        problem = Problem(shape, context, density)
-        problem.sets = min(problem.sets, 8)
-        size = problem.bytes()
-        found = []
-        for programs, n_rows, warps in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4), (4, 8, 16)):
-            tile = n_rows * shape.d_model * 2
-            if tile > 36000 or programs * warps > 64 or tile * programs < 12000 or tile / warps > 6000:
-                continue
-            if time.time() > until:
-                break
-            settings = dense_gemv.RowSettings(programs, n_rows, warps)
-            step = problem.dense_project if dense else problem.project
-            times = measure(lambda i, step=step, settings=settings: step(i, True, settings), problem.sets, 12)
-            found.append((times[1], f"p{programs} r{n_rows} w{warps}"))
-        found.sort()
-        label = "qkv dense" if dense else "qkv 50 %"
-        best = "  ".join(f"{t:.2f} [{what}]" for t, what in found[:8])
-        print(f"sweep {name} {label} ({size['qkv'] / 1e6:.1f} MB): {best} ... {found[-1:]}", flush=True)
-        for positions in (64, 128, 256):
-            times = measure(
-                lambda i, p=positions, problem=problem, dense=dense: problem.attend(i, True, dense, p), problem.sets, 12
-            )
-            print(f"sweep {name} attention {label} positions {positions}: {times[1]:.2f} us", flush=True)
-        time_of = measure(lambda i, problem=problem: problem.select(i, True), problem.sets, 12)[1]
-        print(f"sweep {name} select {time_of:.2f} us", flush=True)
-        found = []
-        for programs, n_rows, warps in itertools.product((2, 4, 6, 8), (1, 2, 4, 8, 16, 32), (2, 4, 8)):
-            tile = n_rows * shape.d_model * 2
-            if dense and (tile > 36000 or programs * warps > 64 or tile * programs < 12000 or tile / warps > 6000):
-                continue
-            if not dense and (programs > 2 or n_rows < 4):
-                continue
-            if time.time() > until:
-                break
-            settings = dense_gemv.RowSettings(programs, n_rows, warps)
-            step = lambda i, s=settings, problem=problem, dense=dense: problem.out(i, True, dense, s)  # noqa: E731
-            found.append((measure(step, problem.sets, 12)[1], f"p{programs} r{n_rows} w{warps}"))
-        found.sort()
-        best = "  ".join(f"{t:.2f} [{what}]" for t, what in found[:6])
-        print(f"sweep {name} out {label} ({size['out'] / 1e6:.1f} MB): {best}", flush=True)
-        torch.cuda.empty_cache()
-    # fc2 dense: few long rows.
-    d = shape.d_model
-    mats = [torch.empty(d, shape.d_ffn, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(4)]
-    y, base, to = torch.randn(1, shape.d_ffn, device="cuda"), torch.zeros(1, d, device="cuda"), torch.empty(1, d).cuda()
+def tiles() -> Iterable[TileSettings]:
+    """Tiles of 16 rows and one warp fill the machine evenly; of 32, they share the input."""
+    sizes = ((128, 4), (128, 6), (128, 8), (256, 3), (256, 4), (256, 6), (512, 2), (512, 3))
+    for (rows, warps), (block, stages) in itertools.product(((16, 1), (16, 2), (32, 2), (32, 4)), sizes):
+        if (rows + 8) * block * 2 * stages <= 100_000 and block * rows / warps <= 8192:
+            yield TileSettings(rows, 8, block, stages, warps)
+
+
+def row_candidates(d: int) -> Iterable[RowSettings]:
+    for programs, rows, (width, warps) in itertools.product(
+        (2, 3, 4, 6, 8), (1, 2, 4), ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
+    ):
+        held = rows * d * 2  # bytes of the rows in flight; twice that and the input are in registers
+        if 8000 <= held * programs <= 131_072 and held / warps <= 5000 and programs * warps <= 32:
+            yield RowSettings(programs, rows, warps, width)
+
+
+def output_candidates() -> Iterable[ProjectSettings]:
+    for rows, (width, warps) in itertools.product((2, 4, 8, 16), ((512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8))):
+        if rows * width / warps <= 4096:
+            yield ProjectSettings(rows, width, warps)
+
+
+def candidates(kernel: str, problem: Problem) -> tuple[Callable[[int, Any], None], Iterable[Any], int]:
+    """(step of a set under some settings, the settings, bytes that a step reads)."""
+    shape, size = problem.shape, problem.bytes()
+    d, ffn = shape.d_model, shape.d_ffn
+
+    def many(rows: int, columns: int) -> list[torch.Tensor]:
+        return [torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(4)]
+
+    if kernel == "select":
+        return lambda i, _: problem.select(i), (None,), shape.n_heads * d * 2
+    if kernel == "qkv":
+        return lambda i, s: problem.project(i, True, s), tiles(), size["qkv"]
+    if kernel == "qkv-dense":
+        return lambda i, s: problem.dense_project(i, True, s), row_candidates(d), size["qkv"]
+    if kernel.startswith("attention"):
+        dense = kernel.endswith("dense")
+        choices = ((32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+        return lambda i, s: problem.attend(i, True, dense, *s), choices, size["cache"]
+    if kernel.startswith("out"):
+        dense = kernel.endswith("dense")
+        return lambda i, s: problem.out(i, True, dense, s), output_candidates(), size["out"]
+    if kernel == "fc2":
+        mats, y = many(d, ffn), torch.randn(1, ffn, device="cuda")
+        base, to = torch.zeros(1, d, device="cuda"), torch.empty(1, d, device="cuda")
+        wide = [
+            c for c in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)) if 512 <= c[0] * c[1] / c[2] <= 4096
+        ]
+        return (
+            lambda i, c: dense_wide.dense_wide(y, mats[i % 4], mats[i % 4][0, :d], base, to, True, c),
+            wide,
+            2 * d * ffn,
+        )
+    n = ffn if kernel == "fc1" else shape.vocab_size
+    mats, out = many(n, d), torch.empty(1, n, device="cuda")
+    ln = LayerNormWeights(torch.ones(d, device="cuda").half(), torch.zeros(d, device="cuda").half())
+    return (
+        lambda i, s: dense_gemv.dense_rows(problem.x, ln, mats[i % 4], None, "none", out, True, s),
+        row_candidates(d),
+        2 * n * d,
+    )
+
+
+def sweep(name: str, kernel: str, density: float, once: bool, until: float) -> None:
+    dense = kernel.endswith("dense")
+    problem = Problem(ALL_SHAPES[name], 256, 1.0 if dense else density, gaps=not dense)
+    step, choices, size = candidates(kernel, problem)
     found = []
-    for choice in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)):
-        if choice[0] * choice[1] / choice[2] > 4096 or choice[0] * choice[1] / choice[2] < 512 or time.time() > until:
-            continue
-        step = lambda i, c=choice: dense_wide.dense_wide(y, mats[i], mats[i][0, :d], base, to, True, c)  # noqa: E731
-        found.append((measure(step, 4, 8)[1], choice))
-    found.sort()
-    best = "  ".join(f"{t:.1f} {what} {mats[0].nbytes / t / 1e6:.2f} TB/s" for t, what in found[:5])
-    print(f"sweep {name} fc2 dense: {best}", flush=True)
-    # The LM head: one long matrix.
-    d = shape.d_model
-    weights = [torch.empty(50272, d, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(3)]
-    x, out = torch.randn(1, d, device="cuda"), torch.empty(1, 50272, device="cuda")
-    ln = LayerNormWeights(torch.ones(d, dtype=torch.float16, device="cuda"), torch.zeros(d, device="cuda").half())
-    found = []
-    for programs, n_rows, warps in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4), (4, 8, 16)):
-        tile = n_rows * d * 2
-        if tile > 36000 or programs * warps > 64 or tile * programs < 12000 or tile / warps > 6000:
-            continue
+    for settings in choices:
         if time.time() > until:
             break
-        settings = dense_gemv.RowSettings(programs, n_rows, warps)
-        times = measure(
-            lambda i, settings=settings: dense_gemv.dense_rows(x, ln, weights[i], None, "none", out, True, settings),
-            3,
-            8,
-        )
-        found.append((times[1], f"p{programs} r{n_rows} w{warps}"))
+        try:
+            if once:
+                step(0, settings)
+                continue
+
+            def run(i: int, settings: Any = settings) -> None:
+                step(i % problem.sets, settings)
+
+            times = measure(run, max(problem.sets, STEPS), 15, problem.reset)
+        except Exception as error:  # too much shared memory, for instance: a candidate less
+            print(f"sweep {name} {kernel} {settings}: {type(error).__name__} {str(error)[:80]}", flush=True)
+            continue
+        found.append((times[1], str(settings).partition("(")[2].rstrip(")") if settings else ""))
     found.sort()
-    print(f"sweep {name} LM head ({weights[0].nbytes / 1e6:.0f} MB): "
-          + "  ".join(f"{t:.1f} [{what}] {weights[0].nbytes / t / 1e6:.2f} TB/s" for t, what in found[:6]))  # fmt: skip
+    for microseconds, what in found[:8]:
+        print(f"sweep {name} {kernel}: {microseconds:.2f} us {size / microseconds / 1e6:.2f} TB/s [{what}]", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(ALL_SHAPES), choices=list(ALL_SHAPES))
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--density", type=float, default=0.5)
+    parser.add_argument("--once", action="store_true", help="run every candidate once, to compile it")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which nothing new starts")
     args = parser.parse_args()
     until = time.time() + args.time_limit
-    for name in args.models:
-        sweep(name, args.context, until)
+    for name, kernel in itertools.product(args.models, args.kernels):
+        if time.time() < until:
+            sweep(name, kernel, args.density, args.once, until)
+            torch.cuda.empty_cache()
     return 0
 
 

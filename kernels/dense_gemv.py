@@ -1,8 +1,10 @@
+# mypy: disable-error-code="assignment"
 """A dense matrix times one normalised vector: y[i] = act(sum_j w[i, j] n[j] + bias[i]),  n = LayerNorm(x).
 
 x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. Programs stride over the rows, ROWS at a time; the rows
 that come next are always on their way before these are summed, the first ones before the wait for the stage before
-(weights depend on nothing). x stays in registers, spread over all threads of a program.
+(weights depend on nothing). x stays in registers, in one-dimensional pieces spread over all threads of a program: a
+width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
 """
 
 from dataclasses import dataclass
@@ -12,23 +14,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
+from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, use_pdl
 from kernels.batched import dense_hidden
+from kernels.launch import load_vector
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """programs: per multiprocessor; rows: of a step."""
+    """programs: per multiprocessor; rows: of a step; width: columns of a piece of a row, at most."""
 
     programs: int
     rows: int
     warps: int
+    width: int = 1024
+
+    def block(self, d: int) -> int:
+        """Columns of a piece of a row of d."""
+        return min(self.width, max(16, triton.next_power_of_2(d)))
 
 
 def row_settings(d: int) -> RowSettings:
-    """Launch settings by width, from benchmarks/sparse_attention.py --sweep."""
-    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(4, 1, 8)
+    """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
+    if d < 2048:
+        return RowSettings(4, 2, 4, 512)
+    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(2, 2, 8)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
@@ -87,6 +97,46 @@ def norm_parameters(norm_weight, norm_bias, c0, c1, D: tl.constexpr, D1: tl.cons
 
 
 @triton.jit
+def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read."""
+    tiles = ()
+    for r in tl.static_range(ROWS):
+        width = tl.where(line + r < n_rows, D, 0)
+        at = weight + (line + r).to(tl.int64) * D
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+            column = j * BLOCK + c
+            tiles = tiles + (tl.load(at + column, mask=column < width, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def normalised_vector(
+    x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
+):
+    """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D."""
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    xs = load_vector(x, c, D, BLOCK)
+    gains = load_vector(norm_weight, c, D, BLOCK)
+    shifts = load_vector(norm_bias, c, D, BLOCK)
+    total = xs[0]
+    for j in tl.static_range(1, STEPS):
+        total += xs[j]
+    mean = tl.sum(total, 0) / D
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(STEPS):
+        centred = xs[j] - mean
+        if (j + 1) * BLOCK > D:
+            centred = tl.where(j * BLOCK + c < D, centred, 0.0)
+        squares += centred * centred
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + EPS)
+    n = ()
+    for j in tl.static_range(STEPS):
+        value = (xs[j] - mean) * scale * gains[j].to(tl.float32) + shifts[j].to(tl.float32)
+        n = n + (value.to(TYPE).to(tl.float32),)
+    return n
+
+
+@triton.jit
 def _dense_rows_kernel(
     x,
     norm_weight,
@@ -96,37 +146,34 @@ def _dense_rows_kernel(
     out,
     n_rows,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    c0 = tl.arange(0, D0)
-    c1 = c0
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    c = tl.arange(0, BLOCK)
+    first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    w0, w1 = load_rows(weight, tl.program_id(0) * ROWS, n_rows, c0, c1, D, D0, D1, ROWS)
-    g0, a0, g1, a1 = norm_parameters(norm_weight, norm_bias, c0, c1, D, D1)
+    w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
     start_dependents(PDL)
-    n0, n1 = normalised(x, g0, a0, g1, a1, c0, c1, D, D1, EPS, weight.dtype.element_ty)
-    for line in range(tl.program_id(0) * ROWS, n_rows, step):
-        next0, next1 = load_rows(weight, line + step, n_rows, c0, c1, D, D0, D1, ROWS)
-        value = tl.sum(w0.to(tl.float32) * n0[None, :], 1)
-        if D1 > 0:
-            value += tl.sum(w1.to(tl.float32) * n1[None, :], 1)
-        lines = line + tl.arange(0, ROWS)
-        inside = lines < n_rows
-        if HAS_BIAS:
-            value += tl.load(bias + lines, mask=inside, other=0.0).to(tl.float32)
-        if RELU:
-            value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
-        tl.store(out + lines, value, mask=inside)
-        w0 = next0
-        w1 = next1
+    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    for begin in range(first, n_rows, step):
+        coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
+        for r in tl.static_range(ROWS):
+            acc = w[r * STEPS].to(tl.float32) * n[0]
+            for j in tl.static_range(1, STEPS):
+                acc += w[r * STEPS + j].to(tl.float32) * n[j]
+            if begin + r < n_rows:
+                value = tl.sum(acc, 0)
+                if HAS_BIAS:
+                    value += tl.load(bias + begin + r).to(tl.float32)
+                if RELU:
+                    value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+                tl.store(out + begin + r, value)
+        w = coming
 
 
 def dense_rows(
@@ -155,7 +202,6 @@ def dense_rows(
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
     settings = settings or row_settings(d)
-    d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, x.device)
     _dense_rows_kernel[(min(n_sms(x.device) * settings.programs, triton.cdiv(n, settings.rows)),)](
         x,
@@ -166,13 +212,12 @@ def dense_rows(
         out,
         n,
         D=d,
-        D0=d0,
-        D1=d1,
+        BLOCK=settings.block(d),
         ROWS=settings.rows,
         HAS_BIAS=bias is not None,
         RELU=activation == "relu",
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=settings.warps if d >= 2048 else 4,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )

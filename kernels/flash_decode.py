@@ -6,6 +6,8 @@ for the heads i that row b selects; zeros for the others, whose K/V are not read
 range of BLOCK positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of a
 head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic.
 It also sets watermark[b, i] = position[b] + 1. Positions that were never written ("stale") are skipped through `valid`.
+Position, watermark and selection are older than the launch before this one, and so are the K/V below the watermark:
+they are read before the wait for it, while q/k/v are still computed.
 Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
 q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32; watermark (B, h) int32.
 """
@@ -19,8 +21,14 @@ import triton.language as tl
 from kernels.attention_common import check_device, check_head_dim, check_shape, start_dependents, use_pdl
 from kernels.select import Selection
 
-BLOCK = 64  # positions of a program; scratch is made for the smallest
-WARPS = {64: 4, 128: 8, 256: 16}
+BLOCK = 32  # the fewest positions of a program; scratch is made for them
+WARPS = {32: 2, 64: 4, 128: 8}
+PARTS = 16  # partial results combined at a time
+
+
+def block_positions(capacity: int) -> int:
+    """Positions of a program, from benchmarks/sparse_attention_sweep.py: small ones wait for less."""
+    return BLOCK if capacity <= 1024 else 2 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ def _flash_decode_kernel(
     HEAD_TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     POSITIONS: tl.constexpr,
     ALL: tl.constexpr,
     HAS_WATERMARK: tl.constexpr,
@@ -105,24 +114,31 @@ def _flash_decode_kernel(
     usual = tl.zeros([HEAD_TILE], tl.float32)
     if HAS_MEAN:
         usual = tl.load(mean + head * HEAD_DIM + c, mask=inside, other=0.0)
-    start_dependents(PDL)
-    last = tl.load(position + b)
+    last = tl.load(position + b, cache_modifier=".cg")
+    first = split * POSITIONS
+    p = first + tl.arange(0, POSITIONS)
+    at = (pair.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
     if ALL:
         selected = last >= 0
     else:
-        selected = ((tl.load(row_bits + head) >> b) & 1) != 0
-    first = split * POSITIONS
+        selected = ((tl.load(row_bits + head, cache_modifier=".cg") >> b) & 1) != 0
+    ready = last  # positions below were filled in by an earlier step
+    if HAS_WATERMARK:
+        ready = tl.minimum(last, tl.load(watermark + pair, cache_modifier=".cg"))
+    early = (p < tl.where(selected, ready, 0))[:, None] & inside[None, :]
+    k_early = tl.load(k_cache + at, mask=early, other=0.0, cache_modifier=".cg")
+    v_early = tl.load(v_cache + at, mask=early, other=0.0, cache_modifier=".cg")
+    start_dependents(PDL)
     if selected:
         if first <= last:
-            p = first + tl.arange(0, POSITIONS)
+            query = tl.load(q + pair * HEAD_DIM + c, mask=inside, other=0.0) * scale
             seen = p <= last
+            late = (seen & (p >= ready))[:, None] & inside[None, :]
+            k = tl.load(k_cache + at, mask=late, other=k_early, cache_modifier=".cg").to(tl.float32)
+            v = tl.load(v_cache + at, mask=late, other=v_early, cache_modifier=".cg").to(tl.float32)
             if STALE:
                 seen = seen & (tl.load(valid + pair * capacity + p, mask=seen, other=0) != 0)
-            at = (pair.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
-            mask = seen[:, None] & inside[None, :]
-            k = tl.load(k_cache + at, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(v_cache + at, mask=mask, other=0.0).to(tl.float32)
-            query = tl.load(q + pair * HEAD_DIM + c, mask=inside, other=0.0) * scale
+                v = tl.where(seen[:, None], v, 0.0)
             scores = tl.where(seen, tl.sum(k * query[None, :], 1), float("-inf"))
             # A range whose positions are all missing must not give NaN: its weight below is exactly zero.
             top = tl.maximum(tl.max(scores, 0), -1e30)
@@ -148,14 +164,22 @@ def _flash_decode_kernel(
                 live = s < n_live
                 tops = tl.load(largest + pair * SPLITS + s, mask=live, other=-1e30, cache_modifier=".cg")
                 sums = tl.load(total + pair * SPLITS + s, mask=live, other=0.0, cache_modifier=".cg")
-                factor = tl.exp(tops - tl.max(tops, 0))
-                parts = tl.load(
-                    partial + (pair * SPLITS + s)[:, None] * HEAD_DIM + c[None, :],
-                    mask=live[:, None] & inside[None, :],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                result = tl.sum(parts * factor[:, None], 0) / tl.sum(sums * factor)
+                highest = tl.max(tops, 0)
+                result = tl.zeros([HEAD_TILE], tl.float32)
+                for part in range(0, n_live, PARTS):
+                    s = part + tl.arange(0, PARTS)
+                    there = s < n_live
+                    factor = tl.exp(
+                        tl.load(largest + pair * SPLITS + s, mask=there, other=-1e30, cache_modifier=".cg") - highest
+                    )
+                    parts = tl.load(
+                        partial + (pair * SPLITS + s)[:, None] * HEAD_DIM + c[None, :],
+                        mask=there[:, None] & inside[None, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    result += tl.sum(parts * factor[:, None], 0)
+                result = result / tl.sum(sums * tl.exp(tops - highest))
                 tl.store(out + pair * HEAD_DIM + c, result - usual, mask=inside)
                 tl.store(tickets + pair, 0)
                 if HAS_WATERMARK:
@@ -178,8 +202,9 @@ def flash_decode(
     pdl: bool = False,
     mean: torch.Tensor | None = None,
     positions: int | None = None,
+    warps: int | None = None,
 ) -> None:
-    """See the module's formula; selection None = all heads; positions: of a program, 64, 128 or 256.
+    """See the module's formula; selection None = all heads; positions: of a program, 32, 64 or 128.
 
     Errors: shapes, head dims, a CPU tensor.
     """
@@ -194,8 +219,7 @@ def flash_decode(
     check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
-    # Few heads leave room for larger programs, many do not: measured at d = 4096 and 9216.
-    positions = positions or (2 * BLOCK if selection is None and n_heads * head_dim <= 4096 else BLOCK)
+    positions = positions or block_positions(capacity)
     splits = triton.cdiv(capacity, positions)
     check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
     pdl = use_pdl(pdl, q.device)
@@ -220,12 +244,13 @@ def flash_decode(
         HEAD_TILE=triton.next_power_of_2(head_dim),
         SPLITS=splits,
         SPLIT_TILE=triton.next_power_of_2(splits),
+        PARTS=min(PARTS, triton.next_power_of_2(splits)),
         POSITIONS=positions,
         ALL=selection is None,
         HAS_WATERMARK=watermark is not None,
         STALE=valid is not None,
         HAS_MEAN=mean is not None,
         PDL=pdl,
-        num_warps=WARPS[positions],
+        num_warps=warps or WARPS[positions],
         launch_pdl=pdl,
     )

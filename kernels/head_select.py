@@ -13,9 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_device, check_shape, start_dependents, two_tiles, use_pdl
+from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.dense_gemv import normalised_vector
+from kernels.launch import column_block, load_vector
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
+
+WARPS = 8
 
 
 def head_select_reference(
@@ -47,59 +51,40 @@ def _head_select_kernel(
     capacity,
     B: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
     HAS_PREDICTOR: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Program i normalises every row, keeps its slice of columns and decides head i for all rows.
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     head = tl.program_id(0)
-    c0 = tl.arange(0, D0)
-    g0 = tl.load(norm_weight + c0).to(tl.float32)
-    a0 = tl.load(norm_bias + c0).to(tl.float32)
+    c = tl.arange(0, BLOCK)
     if HAS_PREDICTOR:
-        w0 = tl.load(predictor + head * D + c0).to(tl.float32)
+        w = load_vector(predictor + head * D, c, D, BLOCK)
         offset = tl.load(bias + head)
         limit = tl.load(threshold)
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
-        m1 = c1 < D
-        g1 = tl.load(norm_weight + c1, mask=m1, other=0.0).to(tl.float32)
-        a1 = tl.load(norm_bias + c1, mask=m1, other=0.0).to(tl.float32)
-        if HAS_PREDICTOR:
-            w1 = tl.load(predictor + head * D + c1, mask=m1, other=0.0).to(tl.float32)
     start_dependents(PDL)
     bits = 0
     for b in tl.static_range(B):
-        at = tl.load(position + b)
-        x0 = tl.load(x + b * D + c0)
-        total = tl.sum(x0)
-        if D1 > 0:
-            x1 = tl.load(x + b * D + c1, mask=m1, other=0.0)
-            total += tl.sum(x1)
-        mean = total / D
-        square = tl.sum((x0 - mean) * (x0 - mean))
-        if D1 > 0:
-            square += tl.sum(tl.where(m1, (x1 - mean) * (x1 - mean), 0.0))
-        scale = 1.0 / tl.sqrt(square / D + EPS)
-        n0 = ((x0 - mean) * scale * g0 + a0).to(attn_in.dtype.element_ty)
-        kept_row = attn_in + (b * capacity + at).to(tl.int64) * D
-        tl.store(kept_row + c0, n0, mask=(c0 >= head * SLICE) & (c0 < head * SLICE + SLICE))
-        if D1 > 0:
-            n1 = ((x1 - mean) * scale * g1 + a1).to(attn_in.dtype.element_ty)
-            tl.store(kept_row + c1, n1, mask=m1 & (c1 >= head * SLICE) & (c1 < head * SLICE + SLICE))
+        n = normalised_vector(x + b * D, norm_weight, norm_bias, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
+        kept_row = attn_in + (b * capacity + tl.load(position + b)).to(tl.int64) * D
+        for j in tl.static_range(STEPS):
+            column = j * BLOCK + c
+            own = (column >= head * SLICE) & (column < tl.minimum(head * SLICE + SLICE, D))
+            tl.store(kept_row + column, n[j].to(attn_in.dtype.element_ty), mask=own)
         if HAS_PREDICTOR:
-            logit = tl.sum(w0 * n0.to(tl.float32))
-            if D1 > 0:
-                logit += tl.sum(w1 * n1.to(tl.float32))
+            products = w[0].to(tl.float32) * n[0]
+            for j in tl.static_range(1, STEPS):
+                products += w[j].to(tl.float32) * n[j]
+            logit = tl.sum(products, 0)
             state = tl.load(row_state + b)
             chosen = (((logit + offset) > limit) & (state > 0)) | (state == 2)
             bits |= chosen.to(tl.int32) << b
     if HAS_PREDICTOR:
         tl.store(row_bits + head, bits)
-        tl.store(counts + head, (bits != 0).to(tl.int32))
+        tl.store(counts + head, tl.where(bits != 0, 1, 0))
 
 
 def head_select(
@@ -124,7 +109,6 @@ def head_select(
     if predictor is not None:
         check_shape("counts", selection.counts, n_heads)
         check_shape("predictor", predictor, n_heads, d)
-    d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, x.device)
     _head_select_kernel[(n_heads,)](
         x,
@@ -141,13 +125,12 @@ def head_select(
         attn_in.shape[1],
         B=batch,
         D=d,
-        D0=d0,
-        D1=d1,
+        BLOCK=column_block(d, WARPS),
         SLICE=triton.cdiv(d, n_heads),
         HAS_PREDICTOR=predictor is not None,
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=8,
+        num_warps=WARPS,
         launch_pdl=pdl,
     )
 

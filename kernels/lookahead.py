@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with the attention's first two kernels.
 
 Stage 1 (`site_predict`), one grid: programs < h decide a head each and keep attn_in; the others give A_ROWS of
@@ -9,17 +10,29 @@ One batch row. Formulas, shapes and layouts as in `head_select`, `select` and `q
 hidden (rank) fp32.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, two_tiles, use_pdl
+from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
 from kernels.batch_kernels import store_selection
-from kernels.dense_gemv import RowSettings
+from kernels.dense_gemv import normalised_vector, row_pieces
 from kernels.head_select import head_select_reference
+from kernels.launch import column_block
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.qkv import POLICIES, _qkv_rows, qkv_reference, qkv_settings, row_or, write_order
+from kernels.qkv import (
+    POLICIES,
+    TileSettings,
+    positions_before,
+    qkv_reference,
+    qkv_settings,
+    qkv_tiles,
+    row_or,
+    write_order,
+)
 from kernels.select import PredictorWeights, Selection, predict_select_reference
 
 
@@ -59,8 +72,7 @@ def _site_kernel(
     hidden,
     H: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
     RANK: tl.constexpr,
     A_ROWS: tl.constexpr,
@@ -68,65 +80,42 @@ def _site_kernel(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
-    c0 = tl.arange(0, D0)
-    g0 = tl.load(norm_weight + c0).to(tl.float32)
-    a0 = tl.load(norm_bias + c0).to(tl.float32)
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
-        m1 = c1 < D
-        g1 = tl.load(norm_weight + c1, mask=m1, other=0.0).to(tl.float32)
-        a1 = tl.load(norm_bias + c1, mask=m1, other=0.0).to(tl.float32)
+    c = tl.arange(0, BLOCK)
     # All rows of a program are static, so they are on their way before the wait: one head's, or A_ROWS of `down`.
     is_head = pid < H
     matrix = predictor
     first = pid
+    stop = pid + 1
     if not is_head:
         matrix = down
         first = (pid - H) * A_ROWS
-    rows = ()
-    tails = ()
-    for i in tl.static_range(A_ROWS):
-        # A head's program asks for its own row again: no second code path, and the L1 has it.
-        line = tl.where(is_head, first, tl.minimum(first + i, RANK - 1))
-        rows = rows + (tl.load(matrix + line * D + c0),)
-        if D1 > 0:
-            tails = tails + (tl.load(matrix + line * D + c1, mask=m1, other=0.0),)
+        stop = RANK
+    rows = row_pieces(matrix, first, stop, c, D, BLOCK, A_ROWS)
     start_dependents(PDL)
-    x0 = tl.load(x + c0)
-    total = tl.sum(x0)
-    if D1 > 0:
-        x1 = tl.load(x + c1, mask=m1, other=0.0)
-        total += tl.sum(x1)
-    mean = total / D
-    square = tl.sum((x0 - mean) * (x0 - mean))
-    if D1 > 0:
-        square += tl.sum(tl.where(m1, (x1 - mean) * (x1 - mean), 0.0))
-    scale = 1.0 / tl.sqrt(square / D + EPS)
-    n0 = ((x0 - mean) * scale * g0 + a0).to(attn_in.dtype.element_ty)
-    if D1 > 0:
-        n1 = ((x1 - mean) * scale * g1 + a1).to(attn_in.dtype.element_ty)
+    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
     if is_head:
         kept_row = attn_in + tl.load(position).to(tl.int64) * D
-        tl.store(kept_row + c0, n0, mask=(c0 >= pid * SLICE) & (c0 < pid * SLICE + SLICE))
-        if D1 > 0:
-            tl.store(kept_row + c1, n1, mask=m1 & (c1 >= pid * SLICE) & (c1 < pid * SLICE + SLICE))
-        logit = tl.sum(rows[0].to(tl.float32) * n0.to(tl.float32))
-        if D1 > 0:
-            logit += tl.sum(tails[0].to(tl.float32) * n1.to(tl.float32))
-        state = tl.load(row_state)
-        chosen = (((logit + tl.load(bias + pid)) > tl.load(threshold)) & (state > 0)) | (state == 2)
-        tl.store(row_bits + pid, chosen.to(tl.int32))
-        tl.store(counts + pid, chosen.to(tl.int32))
-    else:
-        for i in tl.static_range(A_ROWS):
-            value = tl.sum(rows[i].to(tl.float32) * n0.to(tl.float32))
-            if D1 > 0:
-                value += tl.sum(tails[i].to(tl.float32) * n1.to(tl.float32))
+        for j in tl.static_range(STEPS):
+            column = j * BLOCK + c
+            own = (column >= pid * SLICE) & (column < tl.minimum(pid * SLICE + SLICE, D))
+            tl.store(kept_row + column, n[j].to(attn_in.dtype.element_ty), mask=own)
+    for i in tl.static_range(A_ROWS):
+        products = rows[i * STEPS].to(tl.float32) * n[0]
+        for j in tl.static_range(1, STEPS):
+            products += rows[i * STEPS + j].to(tl.float32) * n[j]
+        value = tl.sum(products, 0)
+        if is_head:
+            if i == 0:
+                state = tl.load(row_state)
+                chosen = (((value + tl.load(bias + pid)) > tl.load(threshold)) & (state > 0)) | (state == 2)
+                tl.store(row_bits + pid, chosen.to(tl.int32))
+                tl.store(counts + pid, chosen.to(tl.int32))
+        elif first + i < RANK:
             if RELU:
                 value = tl.maximum(value, 0.0)
-            # The last program may hold fewer rows: it repeats the last one, with the same value.
-            tl.store(hidden + tl.minimum(first + i, RANK - 1), value)
+            tl.store(hidden + first + i, value)
 
 
 def site_predict(
@@ -153,7 +142,6 @@ def site_predict(
     check_shape("hidden", hidden, 1, rank)
     if mlp.down.dtype != predictor.dtype:
         raise ValueError(f"both predictors need one dtype, got {predictor.dtype} and {mlp.down.dtype}")
-    d0, d1 = two_tiles(d)
     a_rows = 2 if d <= 4096 else 4
     pdl = use_pdl(pdl, x.device)
     _site_kernel[(n_heads + triton.cdiv(rank, a_rows),)](
@@ -172,8 +160,7 @@ def site_predict(
         hidden,
         H=n_heads,
         D=d,
-        D0=d0,
-        D1=d1,
+        BLOCK=column_block(d, 8),
         SLICE=triton.cdiv(d, n_heads),
         RANK=rank,
         A_ROWS=a_rows,
@@ -212,9 +199,10 @@ def _qkv_select_kernel(
     H_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
     POLICY: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -246,13 +234,20 @@ def _qkv_select_kernel(
         tl.store(mlp_bits + rows, bits, mask=inside)
         store_selection(bits, rows, pid, ids, counts, BLOCK)
     else:
+        last, marks = positions_before(position, watermark, 1, 1, H, H_TILE)
         start_dependents(PDL)
-        if pid == N_BLOCKS:
+        if pid == tl.num_programs(0) - 1:
             write_order(row_bits, order, H, H_TILE)
-        _qkv_rows(
-            pid - N_BLOCKS, tl.num_programs(0) - N_BLOCKS, attn_in, weight, bias, row_bits, position, watermark,
-            valid, q, k_cache, v_cache, capacity, 1, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
+        qkv_tiles(
+            pid - N_BLOCKS, tl.num_programs(0) - N_BLOCKS, attn_in, weight, bias, row_bits, last, marks, watermark,
+            valid, q, k_cache, v_cache, capacity, 1, 1, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, COLUMNS, STAGES, POLICY,
         )  # fmt: skip
+
+
+def fused_settings(head_dim: int, d: int, element_size: int) -> TileSettings:
+    """As `qkv_settings`, but with the threads that a block of the predictor wants; not swept."""
+    alone = qkv_settings(1, head_dim, d, element_size)
+    return replace(alone, rows=min(32, head_dim & -head_dim), stages=4, warps=4)
 
 
 def qkv_select(
@@ -274,7 +269,7 @@ def qkv_select(
     mlp_selection: Selection,
     policy: str = "backfill",
     pdl: bool = False,
-    settings: RowSettings | None = None,
+    settings: TileSettings | None = None,
 ) -> None:
     """Stage 2: `qkv` and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row."""
     check_device("q", q)
@@ -286,13 +281,12 @@ def qkv_select(
         raise ValueError("the predictor needs a bias here (zeros will do)")
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
-    d0, d1 = two_tiles(d)
     chunk = rank & -rank
     chunk = min(chunk, 256) if chunk >= 64 else min(triton.next_power_of_2(rank), 128)
     n_blocks = mlp_selection.counts.numel()
     pdl = use_pdl(pdl, q.device)
-    settings = settings or qkv_settings(d)
-    _qkv_select_kernel[(n_blocks + n_sms(q.device) * settings.programs,)](
+    settings = settings or fused_settings(head_dim, d, weight.element_size())
+    _qkv_select_kernel[(n_blocks + 3 * head_dim * n_heads // settings.rows,)](
         attn_in,
         weight,
         bias,
@@ -318,15 +312,16 @@ def qkv_select(
         H_TILE=triton.next_power_of_2(n_heads),
         HEAD_DIM=head_dim,
         D=d,
-        D0=d0,
-        D1=d1,
         ROWS=settings.rows,
+        PAIRS=settings.pairs,
+        COLUMNS=settings.block,
+        STAGES=settings.stages,
         POLICY=POLICIES[policy],
         RANK=rank,
         CHUNK=chunk,
         BLOCK=mlp_selection.block,
         N_BLOCKS=n_blocks,
         PDL=pdl,
-        num_warps=settings.warps if d >= 2048 else 4,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )

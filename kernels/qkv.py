@@ -7,35 +7,51 @@
 weight (h, 3, head_dim, d) head-major: one head's rows are one contiguous range. bias (h, 3, head_dim). q (B, h,
 head_dim) fp32. k_cache, v_cache (B, h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel,
 the next stage, advances it, because other programs of the same head may still be reading it.
+A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores: the (batch row,
+position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
+and batches cost no second pass over the weights, and a tile has no reduction between threads.
 Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 `qkv_dense` does all heads at t with the LayerNorm in its prologue: the dense engine needs neither attn_in nor a list.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import (
-    check_device,
-    check_head_dim,
-    check_shape,
-    n_sms,
-    start_dependents,
-    two_tiles,
-    use_pdl,
-)
+from kernels.attention_common import check_device, check_head_dim, check_shape, n_sms, start_dependents, use_pdl
 from kernels.batched import dense_qkv
-from kernels.dense_gemv import RowSettings, load_rows, norm_parameters, normalised, row_settings
+from kernels.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 
-def qkv_settings(d: int) -> RowSettings:
-    """Launch settings of the sparse kernel by width, from benchmarks/sparse_attention.py --sweep."""
-    return RowSettings(2, 2, 8) if d <= 4096 else RowSettings(2, 1, 4)
+@dataclass(frozen=True)
+class TileSettings:
+    """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them."""
+
+    rows: int
+    pairs: int
+    block: int
+    stages: int
+    warps: int
+
+
+def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
+    """Launch settings, from benchmarks/sparse_attention_sweep.py. A tile is of one head, and one of its q, k, v."""
+    if batch == 1:
+        rows, pairs, block, stages, warps = 16, 8, 128, 6, 1
+    elif batch <= 4:
+        rows, pairs, block, stages, warps = 32, 16, 128, 4, 2
+    else:
+        rows, pairs, block, stages, warps = 64, 32, 64, 4, 4
+    rows = min(rows, head_dim & -head_dim)
+    block = min(block * 2 // max(2, element_size), max(16, triton.next_power_of_2(d)))
+    return TileSettings(rows, pairs, block, stages, warps)
 
 
 def qkv_reference(
@@ -77,15 +93,10 @@ def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=
 
 
 @triton.jit
-def _nth_head(rank, heads, n, H: tl.constexpr):
-    """The n-th selected head, from the running count of selected heads."""
-    return tl.minimum(tl.sum(((rank <= n) & (heads < H)).to(tl.int32)), H - 1)
-
-
-@triton.jit
 def _place(item, rank, heads, H: tl.constexpr, HEAD_DIM: tl.constexpr, PER_HEAD: tl.constexpr, FIXED: tl.constexpr):
-    """(head, row of the head's 3 * HEAD_DIM) of a work item."""
-    head = _nth_head(rank, heads, (item - FIXED) // PER_HEAD, H)
+    """(head, row of the head's 3 * HEAD_DIM) of a work item; rank: the running count of selected heads."""
+    nth = (item - FIXED) // PER_HEAD
+    head = tl.minimum(tl.sum(((rank <= nth) & (heads < H)).to(tl.int32)), H - 1)
     row = (item - FIXED) % PER_HEAD
     if FIXED > 0:
         fixed = item - FIXED < 0
@@ -104,33 +115,25 @@ def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_values(
-    values, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
-    """The values of ROWS neighbouring rows at position p."""
-    rows = row + tl.arange(0, ROWS)
-    slots = (pair * capacity + p).to(tl.int64) * HEAD_DIM + rows % HEAD_DIM
-    if kind == 0:
-        tl.store(q + pair * HEAD_DIM + rows, values)
-    elif kind == 1:
-        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty))
-    else:
-        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty))
-        if POLICY == 2:
-            if row == 2 * HEAD_DIM:
-                tl.store(valid + pair * capacity + p, 1)
+def positions_before(position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr):
+    """(positions (B_TILE,), watermarks (H_TILE,) of a single row's heads): of the step before, to be read early."""
+    b = tl.arange(0, B_TILE)
+    heads = tl.arange(0, H_TILE)
+    last = tl.load(position + b, mask=b < B, other=0)
+    marks = tl.load(watermark + heads, mask=(heads < H) & (B == 1), other=0)
+    return last, marks
 
 
 @triton.jit
-def _qkv_rows(
+def qkv_tiles(
     pid,
     programs,
     attn_in,
     weight,
     bias,
     row_bits,
-    position,
+    last,
+    marks,
     watermark,
     valid,
     q,
@@ -138,85 +141,86 @@ def _qkv_rows(
     v_cache,
     capacity,
     B: tl.constexpr,
+    B_TILE: tl.constexpr,
     H: tl.constexpr,
     H_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Every `programs`-th tile of ROWS rows of the selected heads, the next tile ahead of the arithmetic.
+    """Every `programs`-th tile of ROWS rows of the selected heads; last, marks as `positions_before` gives them.
 
-    A tile stays in registers for all positions that its head lacks: one reduction gives a position's values of all its
-    rows. Neighbouring tiles belong to one head and have the same positions to fill in: striding shares them out evenly.
     With the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones. ROWS
     divides HEAD_DIM, so a tile is of one head and one of q, k, v.
     """
     PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
     FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
-    c0 = tl.arange(0, D0)
-    c1 = c0
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
     heads = tl.arange(0, H_TILE)
-    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
+    b = tl.arange(0, B_TILE)
+    c = tl.arange(0, BLOCK)
+    head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+    chosen = (head_bits != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
     n_tiles = (FIXED + tl.sum(chosen) * PER_HEAD) // ROWS
-    head, row = _place(pid * ROWS, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
-    line = head * (3 * HEAD_DIM) + row
-    w0, w1 = load_rows(weight, line, tl.where(pid - n_tiles < 0, line + ROWS, 0), c0, c1, D, D0, D1, ROWS)
-    if B == 1:
-        # The usual case: one position, whose input stays in registers.
-        now = tl.load(position)
-        x0 = tl.load(attn_in + now.to(tl.int64) * D + c0).to(tl.float32)
-        if D1 > 0:
-            x1 = tl.load(attn_in + now.to(tl.int64) * D + c1, mask=c1 < D, other=0.0).to(tl.float32)
     for tile in range(pid, n_tiles, programs):
-        next_head, next_row = _place((tile + programs) * ROWS, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
-        next_line = next_head * (3 * HEAD_DIM) + next_row
-        stop_line = tl.where(tile + programs - n_tiles < 0, next_line + ROWS, 0)
-        next0, next1 = load_rows(weight, next_line, stop_line, c0, c1, D, D0, D1, ROWS)
+        head, row = _place(tile * ROWS, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
         kind = row // HEAD_DIM
-        offset = tl.load(bias + head * (3 * HEAD_DIM) + row + tl.arange(0, ROWS)).to(tl.float32)
-        bits = tl.load(row_bits + head)
-        for b in range(B):
-            wanted = ((bits >> b) & 1) != 0
-            if POLICY == 1:
-                wanted = wanted | (kind > 0)
-            if wanted:
-                pair = b * H + head
-                last = tl.load(position + b)
-                first = last
-                if POLICY == 0:
-                    if kind > 0:
-                        first = tl.load(watermark + pair)
-                stop = last + 1
-                if B == 1:
-                    stop = last
-                for p in range(first, stop):
-                    at = attn_in + (b * capacity + p).to(tl.int64) * D
-                    values = tl.sum(w0.to(tl.float32) * tl.load(at + c0).to(tl.float32)[None, :], 1)
-                    if D1 > 0:
-                        tail = tl.load(at + c1, mask=c1 < D, other=0.0).to(tl.float32)
-                        values += tl.sum(w1.to(tl.float32) * tail[None, :], 1)
-                    _store_values(
-                        values + offset, kind, row, pair, p, q, k_cache, v_cache, valid, capacity, HEAD_DIM, ROWS,
-                        POLICY,
-                    )  # fmt: skip
-                if B == 1:
-                    values = tl.sum(w0.to(tl.float32) * x0[None, :], 1)
-                    if D1 > 0:
-                        values += tl.sum(w1.to(tl.float32) * x1[None, :], 1)
-                    _store_values(
-                        values + offset, kind, row, pair, last, q, k_cache, v_cache, valid, capacity, HEAD_DIM, ROWS,
-                        POLICY,
-                    )  # fmt: skip
-        head = next_head
-        row = next_row
-        w0 = next0
-        w1 = next1
+        # The pairs (row b, position first[b] .. last[b]) that this tile's head lacks, counted on through the rows.
+        wanted = ((tl.sum(tl.where(heads == head, head_bits, 0)) >> b) & 1) != 0
+        if POLICY == 1:
+            wanted = wanted | (kind > 0)
+        first = last
+        if POLICY == 0:
+            if B == 1:
+                mark = tl.sum(tl.where(heads == head, marks, 0)) + tl.zeros_like(last)
+            else:
+                mark = tl.load(watermark + b * H + head, mask=b < B, other=0)
+            first = tl.where(kind > 0, tl.minimum(mark, last), last)
+        lacking = tl.where(wanted & (b < B), last + 1 - first, 0)
+        ends = tl.cumsum(lacking, 0)
+        n_pairs = tl.sum(lacking)
+        rows = row + tl.arange(0, ROWS)
+        lines = head * (3 * HEAD_DIM) + rows
+        w_ptrs = weight + lines.to(tl.int64)[:, None] * D + c[None, :]
+        offset = tl.load(bias + lines).to(tl.float32)
+        for start in range(0, n_pairs, PAIRS):
+            j = start + tl.arange(0, PAIRS)
+            exists = j < n_pairs
+            if B == 1:
+                of_row = tl.zeros_like(j)
+                p = tl.sum(first) + j
+            else:
+                passed = ends[None, :] <= j[:, None]
+                of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
+                begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
+                p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
+            x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+            values = tl.zeros((ROWS, PAIRS), tl.float32)
+            for column in tl.range(0, D, BLOCK, num_stages=STAGES):
+                if D % BLOCK == 0:
+                    w = tl.load(w_ptrs + column, eviction_policy="evict_first")
+                    x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
+                else:
+                    w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
+                    x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
+                values = tl.dot(w, x, values, input_precision="ieee")
+            values += offset[:, None]
+            pair = of_row * H + head
+            slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
+            mask = exists[None, :] & (rows >= 0)[:, None]
+            if kind == 0:
+                tl.store(q + pair[None, :] * HEAD_DIM + rows[:, None], values, mask=mask)
+            elif kind == 1:
+                tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty), mask=mask)
+            else:
+                tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty), mask=mask)
+                if POLICY == 2:
+                    if row == 2 * HEAD_DIM:
+                        tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
 
 
 @triton.jit
@@ -234,22 +238,25 @@ def _qkv_kernel(
     order,
     capacity,
     B: tl.constexpr,
+    B_TILE: tl.constexpr,
     H: tl.constexpr,
     H_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    last, marks = positions_before(position, watermark, B, B_TILE, H, H_TILE)
     start_dependents(PDL)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == tl.num_programs(0) - 1:  # the one with the least to do
         write_order(row_bits, order, H, H_TILE)
-    _qkv_rows(
-        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, capacity, B, H, H_TILE, HEAD_DIM, D, D0, D1, ROWS, POLICY,
+    qkv_tiles(
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, last, marks, watermark, valid, q,
+        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
     )  # fmt: skip
 
 
@@ -268,43 +275,40 @@ def _qkv_dense_kernel(
     H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # As `dense_gemv`, but a row's result goes to q, or to the caches at the position. ROWS divides HEAD_DIM.
+    # As `dense_gemv`, but a row's result goes to q, or to the caches at the position.
     N_ROWS: tl.constexpr = 3 * HEAD_DIM * H
-    c0 = tl.arange(0, D0)
-    c1 = c0
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    c = tl.arange(0, BLOCK)
+    first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    w0, w1 = load_rows(weight, tl.program_id(0) * ROWS, N_ROWS, c0, c1, D, D0, D1, ROWS)
-    g0, a0, g1, a1 = norm_parameters(norm_weight, norm_bias, c0, c1, D, D1)
-    start_dependents(PDL)
+    w = row_pieces(weight, first, N_ROWS, c, D, BLOCK, ROWS)
     last = tl.load(position)
-    n0, n1 = normalised(x, g0, a0, g1, a1, c0, c1, D, D1, EPS, weight.dtype.element_ty)
-    for line in range(tl.program_id(0) * ROWS, N_ROWS, step):
-        next0, next1 = load_rows(weight, line + step, N_ROWS, c0, c1, D, D0, D1, ROWS)
-        value = tl.sum(w0.to(tl.float32) * n0[None, :], 1)
-        if D1 > 0:
-            value += tl.sum(w1.to(tl.float32) * n1[None, :], 1)
-        lines = line + tl.arange(0, ROWS)
-        value += tl.load(bias + lines).to(tl.float32)
-        head = line // (3 * HEAD_DIM)
-        row = line % (3 * HEAD_DIM)
-        rows = row + tl.arange(0, ROWS)
-        slots = (head * capacity + last).to(tl.int64) * HEAD_DIM + rows % HEAD_DIM
-        if row < HEAD_DIM:
-            tl.store(q + head * HEAD_DIM + rows, value)
-        elif row < 2 * HEAD_DIM:
-            tl.store(k_cache + slots, value.to(k_cache.dtype.element_ty))
-        else:
-            tl.store(v_cache + slots, value.to(v_cache.dtype.element_ty))
-        w0 = next0
-        w1 = next1
+    start_dependents(PDL)
+    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    for begin in range(first, N_ROWS, step):
+        coming = row_pieces(weight, begin + step, N_ROWS, c, D, BLOCK, ROWS)
+        for r in tl.static_range(ROWS):
+            acc = w[r * STEPS].to(tl.float32) * n[0]
+            for j in tl.static_range(1, STEPS):
+                acc += w[r * STEPS + j].to(tl.float32) * n[j]
+            line = begin + r
+            if line < N_ROWS:
+                value = tl.sum(acc, 0) + tl.load(bias + line).to(tl.float32)
+                head = line // (3 * HEAD_DIM)
+                row = line % (3 * HEAD_DIM)
+                slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+                if row < HEAD_DIM:
+                    tl.store(q + head * HEAD_DIM + row, value)
+                elif row < 2 * HEAD_DIM:
+                    tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+                else:
+                    tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+        w = coming
 
 
 def _check(x, weight, bias, q, k_cache, v_cache, position) -> tuple[int, int, int, int]:
@@ -337,7 +341,7 @@ def qkv(
     order: torch.Tensor,
     policy: str = "backfill",
     pdl: bool = False,
-    settings: RowSettings | None = None,
+    settings: TileSettings | None = None,
 ) -> None:
     """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy.
 
@@ -351,10 +355,10 @@ def qkv(
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
     if policy == "stale" and valid is None:
         raise ValueError('the policy "stale" needs the tensor of valid positions')
-    d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
-    settings = settings or qkv_settings(d)
-    _qkv_kernel[(n_sms(q.device) * settings.programs,)](
+    settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
+    # As many programs as all heads have tiles: the hardware hands them out, and those beyond the selected ones leave.
+    _qkv_kernel[(3 * head_dim * n_heads // settings.rows,)](
         attn_in,
         weight,
         bias,
@@ -368,16 +372,18 @@ def qkv(
         order,
         k_cache.shape[2],
         B=batch,
+        B_TILE=triton.next_power_of_2(batch),
         H=n_heads,
         H_TILE=triton.next_power_of_2(n_heads),
         HEAD_DIM=head_dim,
         D=d,
-        D0=d0,
-        D1=d1,
         ROWS=settings.rows,
+        PAIRS=settings.pairs,
+        BLOCK=settings.block,
+        STAGES=settings.stages,
         POLICY=POLICIES[policy],
         PDL=pdl,
-        num_warps=settings.warps if d >= 2048 else 4,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )
 
@@ -404,7 +410,6 @@ def qkv_dense(
     if batch > 1:
         dense_qkv(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
-    d0, d1 = two_tiles(d)
     pdl = use_pdl(pdl, q.device)
     settings = settings or row_settings(d)
     _qkv_dense_kernel[(min(n_sms(q.device) * settings.programs, 3 * n_heads * head_dim // settings.rows),)](
@@ -421,11 +426,10 @@ def qkv_dense(
         H=n_heads,
         HEAD_DIM=head_dim,
         D=d,
-        D0=d0,
-        D1=d1,
+        BLOCK=settings.block(d),
         ROWS=settings.rows,
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=settings.warps if d >= 2048 else 4,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )

@@ -10,7 +10,7 @@ from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
 from kernels.listed_gemv import listed_gemv, listed_gemv_reference, listed_rows
 from kernels.lookahead import qkv_select, qkv_select_reference, site_predict, site_predict_reference
-from kernels.out_projection import project_heads, project_heads_reference
+from kernels.out_projection import ProjectSettings, project_heads, project_heads_reference
 from kernels.packed_rows import PackedRows, pack, packed_rows, packed_rows_reference
 from kernels.select import PredictorWeights, Selection
 
@@ -124,7 +124,7 @@ def test_project_heads(device, n_heads, head_dim, d, density):
         order = torch.cat([picked, picked.new_full((n_heads + 1 - len(picked),), len(picked))]).int()
         weight[:, ~mask.repeat_interleave(head_dim, 1)[0]] = NAN  # columns of other heads are not read
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    project_heads(mixed, weight, bias, residual, selection, order, out, settings=RowSettings(1, 2, 4))
+    project_heads(mixed, weight, bias, residual, selection, order, out, settings=ProjectSettings(4, 16, 4))
     project_heads_reference(mixed, weight.nan_to_num(), bias, residual, selection, order, expected)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
