@@ -50,7 +50,8 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
             "block": lambda: head_sections.whole_block(study),
             "look_ahead": lambda: variants.look_ahead(study),
             "tuning": lambda: variants.tuning(study),
-            "losses_and_starts": lambda: variants.losses_and_starts(study),
+            "losses": lambda: variants.losses(study),
+            "starts": lambda: variants.starts(study),
             "allocation": lambda: variants.allocation(study),
             "bytes": lambda: variants.bytes_section(study, shares),
         }

@@ -21,36 +21,51 @@ from dejavu_train.errors import UserError
 RANK_SHARES = (0.06, 0.08, 0.10, 0.13)
 
 
-def losses_and_starts(study: Study) -> None:
-    """One thing changed at a time from: rank 64, int8, data-aware SVD start, contribution loss. On ``choose``."""
-    rank = scaled(study.model.d, 64)
-    variants: list[tuple[str, dict[str, Any]]] = [
-        ("contribution", {}),
-        ("paper", {"loss": "paper"}),
-        ("pos_weight", {"loss": "pos_weight"}),
-        ("share", {"loss": "share"}),
-        ("squared", {"loss": "squared"}),
-        ("root", {"loss": "root"}),
-        ("worthwhile", {"loss": "worthwhile"}),
-        ("start not rescaled", {"rescale": False}),
-        ("token tables", {"tables": tuple(range(study.model.n_layers))}),
-        ("token table of the first layer", {"tables": (0,)}),
-        ("contribution + layer output", {"distil": 10.0}),
-        ("contribution, gradient weights", {"norms": study.statistics.neuron}),
-        ("squared, gradient weights", {"loss": "squared", "norms": study.statistics.neuron}),
-        ("random start", {"start": "random"}),
-        ("svd start", {"start": "svd"}),
-        ("relu, random start", {"start": "random", "nonlinearity": "relu"}),
-        ("no bias", {"bias": False}),
-        ("lr 2e-3", {"learning_rate": 2e-3}),
-        ("lr 1.5e-2", {"learning_rate": 1.5e-2}),
-        ("steps / 3", {"steps": study.sizes.fit_steps // 3}),
-        ("steps x 3", {"steps": study.sizes.fit_steps * 3}),
-    ]
-    for name, changes in variants:
-        predictors, seconds = fitted(study, rank, **changes)
-        study.frontier("training", name, predictors, sections.CHOOSE_SHARES, on="choose", train_seconds=seconds)
+def losses(study: Study) -> None:
+    """The loss changed, from: rank 64, int8, data-aware SVD start, contribution loss. On ``choose``."""
+    one_by_one(
+        study,
+        {
+            "contribution": {},
+            "paper": {"loss": "paper"},
+            "pos_weight": {"loss": "pos_weight"},
+            "share": {"loss": "share"},
+            "squared": {"loss": "squared"},
+            "root": {"loss": "root"},
+            "worthwhile": {"loss": "worthwhile"},
+            "contribution + layer output": {"distil": 10.0},
+            "contribution, gradient weights": {"norms": study.statistics.neuron},
+            "squared, gradient weights": {"loss": "squared", "norms": study.statistics.neuron},
+        },
+    )
+
+
+def starts(study: Study) -> None:
+    """The start, the form, the learning rate, the steps and the activations changed, from the same. On ``choose``."""
+    steps = study.sizes.fit_steps
+    one_by_one(
+        study,
+        {
+            "random start": {"start": "random"},
+            "svd start": {"start": "svd"},
+            "start not rescaled": {"rescale": False},
+            "relu, random start": {"start": "random", "nonlinearity": "relu"},
+            "no bias": {"bias": False},
+            "lr 2e-3": {"learning_rate": 2e-3},
+            "lr 1.5e-2": {"learning_rate": 1.5e-2},
+            "steps / 3": {"steps": steps // 3},
+            "steps x 3": {"steps": steps * 3},
+            "token tables": {"tables": tuple(range(study.model.n_layers))},
+            "token table of the first layer": {"tables": (0,)},
+        },
+    )
     own_activations(study)
+
+
+def one_by_one(study: Study, variants: dict[str, dict[str, Any]]) -> None:
+    for name, changes in variants.items():
+        predictors, seconds = fitted(study, scaled(study.model.d, 64), **changes)
+        study.frontier("training", name, predictors, sections.CHOOSE_SHARES, on="choose", train_seconds=seconds)
 
 
 def own_activations(study: Study) -> None:
