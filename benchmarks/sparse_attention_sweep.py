@@ -1,13 +1,16 @@
-"""Tries launch settings of the attention block's kernels and of dense fc2 and LM head, each in a chain of its own.
+"""Tries launch settings of the attention block's kernels and of dense fc1, fc2 and LM head, each in a chain of its own.
 
-python -m benchmarks.sparse_attention_sweep --models 6.7b
+    python -m benchmarks.sparse_attention_sweep --models 6.7b --kernels qkv out
+
+Compiling takes longer than measuring: --once runs every candidate one time, so that several processes can fill the
+compiler's cache first.
 """
 
 import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,97 +18,119 @@ import torch
 from benchmarks.harness import measure
 from benchmarks.sparse_attention_problem import ALL_SHAPES, Problem
 from kernels import dense_gemv, dense_wide
+from kernels.dense_gemv import RowSettings
 from kernels.layer_norm import LayerNormWeights
 from kernels.out_projection import ProjectSettings
 from kernels.qkv import TileSettings
 
-
-def row_choices(d: int) -> Iterator[dense_gemv.RowSettings]:
-    """What can be in flight without spilling: 12 to 36 KB a program, 6 KB a warp, 64 warps a multiprocessor."""
-    for programs, n_rows, warps in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4), (4, 8, 16)):
-        tile = n_rows * d * 2
-        if tile <= 36000 and programs * warps <= 64 and tile * programs >= 12000 and tile / warps <= 6000:
-            yield dense_gemv.RowSettings(programs, n_rows, warps)
+KERNELS = ("select", "qkv", "attention", "out", "qkv-dense", "attention-dense", "out-dense", "fc1", "fc2", "lm-head")
+STEPS = 12  # of a graph, at least: its start, some microseconds, is shared out over them
 
 
-def tile_choices() -> Iterator[TileSettings]:
-    for rows, block, stages, warps in itertools.product((16, 32), (64, 128, 256), (3, 4, 6), (1, 2)):
-        if rows * block * stages * 2 <= 64 * 1024:
+def tiles() -> Iterable[TileSettings]:
+    """Tiles of 16 rows and one warp fill the machine evenly; of 32, they share the input."""
+    sizes = ((128, 4), (128, 6), (128, 8), (256, 3), (256, 4), (256, 6), (512, 2), (512, 3))
+    for (rows, warps), (block, stages) in itertools.product(((16, 1), (16, 2), (32, 2), (32, 4)), sizes):
+        if (rows + 8) * block * 2 * stages <= 100_000 and block * rows / warps <= 8192:
             yield TileSettings(rows, 8, block, stages, warps)
 
 
-def project_choices() -> Iterator[ProjectSettings]:
-    for rows, width, warps in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8)):
-        yield ProjectSettings(rows, width, warps)
+def row_candidates(d: int) -> Iterable[RowSettings]:
+    for programs, rows, (width, warps) in itertools.product(
+        (2, 3, 4, 6, 8), (1, 2, 4), ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
+    ):
+        held = rows * d * 2  # bytes of the rows in flight; twice that and the input are in registers
+        if 8000 <= held * programs <= 131_072 and held / warps <= 5000 and programs * warps <= 32:
+            yield RowSettings(programs, rows, warps, width)
 
 
-def best(
-    label: str, n_bytes: int, sets: int, choices: Iterable[Any], run: Callable[[int, Any], None], until: float
-) -> None:
-    """Prints the four fastest of `choices`, each given to run(set, choice)."""
+def output_candidates() -> Iterable[ProjectSettings]:
+    for rows, (width, warps) in itertools.product((2, 4, 8, 16), ((512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8))):
+        if rows * width / warps <= 4096:
+            yield ProjectSettings(rows, width, warps)
+
+
+def candidates(kernel: str, problem: Problem) -> tuple[Callable[[int, Any], None], Iterable[Any], int]:
+    """(step of a set under some settings, the settings, bytes that a step reads)."""
+    shape, size = problem.shape, problem.bytes()
+    d, ffn = shape.d_model, shape.d_ffn
+
+    def many(rows: int, columns: int) -> list[torch.Tensor]:
+        return [torch.empty(rows, columns, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(4)]
+
+    if kernel == "select":
+        return lambda i, _: problem.select(i), (None,), shape.n_heads * d * 2
+    if kernel == "qkv":
+        return lambda i, s: problem.project(i, True, s), tiles(), size["qkv"]
+    if kernel == "qkv-dense":
+        return lambda i, s: problem.dense_project(i, True, s), row_candidates(d), size["qkv"]
+    if kernel.startswith("attention"):
+        dense = kernel.endswith("dense")
+        choices = ((32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+        return lambda i, s: problem.attend(i, True, dense, *s), choices, size["cache"]
+    if kernel.startswith("out"):
+        dense = kernel.endswith("dense")
+        return lambda i, s: problem.out(i, True, dense, s), output_candidates(), size["out"]
+    if kernel == "fc2":
+        mats, y = many(d, ffn), torch.randn(1, ffn, device="cuda")
+        base, to = torch.zeros(1, d, device="cuda"), torch.empty(1, d, device="cuda")
+        wide = [
+            c for c in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)) if 512 <= c[0] * c[1] / c[2] <= 4096
+        ]
+        return (
+            lambda i, c: dense_wide.dense_wide(y, mats[i % 4], mats[i % 4][0, :d], base, to, True, c),
+            wide,
+            2 * d * ffn,
+        )
+    n = ffn if kernel == "fc1" else shape.vocab_size
+    mats, out = many(n, d), torch.empty(1, n, device="cuda")
+    ln = LayerNormWeights(torch.ones(d, device="cuda").half(), torch.zeros(d, device="cuda").half())
+    return (
+        lambda i, s: dense_gemv.dense_rows(problem.x, ln, mats[i % 4], None, "none", out, True, s),
+        row_candidates(d),
+        2 * n * d,
+    )
+
+
+def sweep(name: str, kernel: str, density: float, once: bool, until: float) -> None:
+    dense = kernel.endswith("dense")
+    problem = Problem(ALL_SHAPES[name], 256, 1.0 if dense else density, gaps=not dense)
+    step, choices, size = candidates(kernel, problem)
     found = []
-    for choice in choices:
+    for settings in choices:
         if time.time() > until:
             break
         try:
-            found.append((measure(lambda i, choice=choice: run(i, choice), sets, 12)[1], choice))
-        except Exception as error:  # shared memory, registers
-            print(f"  {choice}: {str(error).splitlines()[0][:80]}", flush=True)
-    for t, choice in sorted(found, key=lambda pair: pair[0])[:4]:
-        print(f"{label}: {t:.2f} us, {n_bytes / t / 1e6:.2f} TB/s, {choice}", flush=True)
+            if once:
+                step(0, settings)
+                continue
 
+            def run(i: int, settings: Any = settings) -> None:
+                step(i % problem.sets, settings)
 
-def sweep_attention(name: str, context: int, until: float) -> None:
-    shape = ALL_SHAPES[name]
-    problem = Problem(shape, context, 1.0)
-    size = problem.bytes()
-    rows = row_choices(shape.d_model)
-    best(f"{name} qkv dense", size["qkv"], problem.sets, rows, lambda i, c: problem.dense_project(i, True, c), until)
-    projects = list(project_choices())
-    best(f"{name} out dense", size["out"], problem.sets, projects, lambda i, c: problem.out(i, True, True, c), until)
-    half = Problem(shape, context, 0.5, gaps=True)
-    size = half.bytes()
-    best(f"{name} qkv 50 %", size["qkv"], half.sets, tile_choices(), lambda i, c: half.project(i, True, c), until)
-    best(f"{name} out 50 %", size["out"], half.sets, projects, lambda i, c: half.out(i, True, False, c), until)
-    positions = (32, 64, 128)
-    step = lambda i, c: half.attend(i, True, False, c)  # noqa: E731
-    best(f"{name} attention 50 %", size["attention"], half.sets, positions, step, until)
-
-
-def sweep_dense(name: str, until: float) -> None:
-    """fc2, few long rows, and the LM head, one long matrix."""
-    shape = ALL_SHAPES[name]
-    d = shape.d_model
-    mats = [torch.empty(d, shape.d_ffn, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(4)]
-    y, base, to = torch.randn(1, shape.d_ffn, device="cuda"), torch.zeros(1, d, device="cuda"), torch.empty(1, d).cuda()
-    wide = (c for c in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)) if 512 <= c[0] * c[1] / c[2] <= 4096)
-
-    def fc2(i: int, choice: Any) -> None:
-        dense_wide.dense_wide(y, mats[i], mats[i][0, :d], base, to, True, choice)
-
-    best(f"{name} fc2 dense", mats[0].nbytes, len(mats), wide, fc2, until)
-    heads = [torch.empty(50272, d, dtype=torch.float16, device="cuda").normal_(0, 0.02) for _ in range(3)]
-    x, out = torch.randn(1, d, device="cuda"), torch.empty(1, 50272, device="cuda")
-    ln = LayerNormWeights(torch.ones(d, dtype=torch.float16, device="cuda"), torch.zeros(d, device="cuda").half())
-
-    def lm_head(i: int, choice: Any) -> None:
-        dense_gemv.dense_rows(x, ln, heads[i], None, "none", out, True, choice)
-
-    best(f"{name} LM head", heads[0].nbytes, len(heads), row_choices(d), lm_head, until)
+            times = measure(run, max(problem.sets, STEPS), 15, problem.reset)
+        except Exception as error:  # too much shared memory, for instance: a candidate less
+            print(f"sweep {name} {kernel} {settings}: {type(error).__name__} {str(error)[:80]}", flush=True)
+            continue
+        found.append((times[1], str(settings).partition("(")[2].rstrip(")") if settings else ""))
+    found.sort()
+    for microseconds, what in found[:8]:
+        print(f"sweep {name} {kernel}: {microseconds:.2f} us {size / microseconds / 1e6:.2f} TB/s [{what}]", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(ALL_SHAPES), choices=list(ALL_SHAPES))
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--density", type=float, default=0.5)
+    parser.add_argument("--once", action="store_true", help="run every candidate once, to compile it")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which nothing new starts")
     args = parser.parse_args()
     until = time.time() + args.time_limit
-    for name in args.models:
-        sweep_attention(name, args.context, until)
-        torch.cuda.empty_cache()
-        sweep_dense(name, until)
-        torch.cuda.empty_cache()
+    for name, kernel in itertools.product(args.models, args.kernels):
+        if time.time() < until:
+            sweep(name, kernel, args.density, args.once, until)
+            torch.cuda.empty_cache()
     return 0
 
 
