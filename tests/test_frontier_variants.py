@@ -208,3 +208,26 @@ def test_refined_shares_keep_the_mean_and_lower_the_joint_loss(model, parts):
         return score.Reference(model, parts["calibrate"][:1]).score(gates).kl
 
     assert loss(found) <= loss(start)
+
+
+def test_the_criteria_of_heads_are_what_their_names_say(model, parts):
+    statistics = heads.head_statistics(model, parts["train"])
+    width = 12
+    out = torch.randn(2, 3, 4, width)
+    weight = model.layers[0].out_weight  # (d, heads x width)
+    by_head = weight.view(48, 4, width)
+
+    def scores(name, values):
+        return heads.HeadCriterion(model, name, statistics).scores(0, {}, values)
+
+    def through(values):
+        return torch.einsum("bthe,dhe->bthd", values, by_head).norm(dim=-1)
+
+    rest = out - statistics.mean[0]
+    quadratic = torch.einsum("bthe,hef,bthf->bth", rest, statistics.fisher[0], rest)
+    assert torch.allclose(scores("norm_before", out), out.norm(dim=-1))
+    assert torch.allclose(scores("norm_after", out), through(out), rtol=1e-3)
+    assert torch.allclose(scores("from_mean", out), through(rest), rtol=1e-3)
+    assert torch.allclose(scores("fisher", out).square(), quadratic.clamp_min(0), rtol=1e-3, atol=1e-9)
+    at_the_mean = statistics.mean[0].expand(1, 2, 4, width)
+    assert float(scores("from_mean", at_the_mean).max()) < 1e-3 and float(scores("fisher", at_the_mean).max()) < 1e-6

@@ -16,7 +16,7 @@ from benchmarks.frontier_methods.plain_opt import PlainOPT
 from benchmarks.frontier_methods.plan import Plan, make_plan
 from benchmarks.frontier_methods.predictors import Predictors
 from benchmarks.frontier_methods.score import Reference, Scored
-from benchmarks.frontier_methods.select import Gates
+from benchmarks.frontier_methods.select import WEIGHT_BYTES, Gates
 from benchmarks.frontier_methods.sets import Batch, batches, endless, read_texts, take
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import load_opt, load_tokenizer
@@ -163,7 +163,13 @@ class Study:
             read = gates.report()
             row = dict(more)
             if layers:
-                row["detail"] = {"densities": [round(x, 4) for x in densities], **more.get("detail", {})}
+                one = 2 * WEIGHT_BYTES * self.model.d * self.model.f
+                bytes_read = [round(sum(layer["bytes"].values()) / one, 4) for layer in read["layers"]]
+                row["detail"] = {
+                    "densities": [round(x, 4) for x in densities],
+                    "layer_shares": bytes_read,
+                    **more.get("detail", {}),
+                }
             self.write(section, method, scored, read, set=on, sharing=sharing, asked=share, **row)
             found.append(scored)
         return found
