@@ -27,21 +27,22 @@ def order_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 class Problem:
-    """density: selected heads of each row; context: positions before the token."""
+    """density: selected heads of each row; context: positions before the token; `gaps` may be switched between runs."""
 
     def __init__(self, shape: OPTShape, context: int, density: float, gaps: bool = False, batch: int = 1) -> None:
         d, h, hd = shape.d_model, shape.n_heads, shape.head_dim
         self.shape, self.context, self.density, self.batch = shape, context, density, batch
-        self.sets = min(24, sets_for(int(density * 8 * d * d), 8 * d * d + 4 * batch * context * d))
+        # At least a dozen: what a graph takes to start is shared out over its steps.
+        self.sets = max(12, min(24, sets_for(int(density * 8 * d * d), 8 * d * d + 4 * batch * context * d)))
         self.picked = max(1, round(density * h))
 
         def normal(*size: int) -> torch.Tensor:
             return torch.empty(*size, dtype=torch.float16, device="cuda").normal_(0, 0.02)
 
-        self.first = torch.full((self.sets, batch, h), context, dtype=torch.int32, device="cuda")
-        if gaps:
-            missing = 1 + torch.distributions.Geometric(self.picked / h).sample(self.first.shape)
-            self.first = (context + 1 - missing.to("cuda")).clamp_min(0).to(torch.int32)
+        self.gaps = gaps
+        missing = 1 + torch.distributions.Geometric(self.picked / h).sample((self.sets, batch, h))
+        self._filled = torch.full((self.sets, batch, h), context, dtype=torch.int32, device="cuda")
+        self._lacking = (context + 1 - missing.to("cuda")).clamp_min(0).to(torch.int32)
         self.watermark = self.first.clone()
 
         def one(i: int) -> SimpleNamespace:
@@ -73,6 +74,11 @@ class Problem:
         self.order = torch.zeros(h + 1, dtype=torch.int32, device="cuda")
         self.mixed = torch.randn(batch, d, device="cuda")
         self.scratch = flash_decode.AttentionScratch.empty(batch, h, hd, context + 1, "cuda")
+
+    @property
+    def first(self) -> torch.Tensor:
+        """(sets, B, h) int32, the watermarks before the token."""
+        return self._lacking if self.gaps else self._filled
 
     def reset(self) -> None:
         self.watermark.copy_(self.first)
