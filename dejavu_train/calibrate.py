@@ -22,9 +22,7 @@ from torch import Tensor
 from dejavu_train.allocate import (
     Point,
     allocate,
-    cascade_bytes,
     density_for_mass,
-    head_bytes,
     least_cost,
     mlp_bytes,
     parse_budget,
@@ -33,6 +31,7 @@ from dejavu_train.allocate import (
     union_density,
 )
 from dejavu_train.bundle import PREDICTOR_DTYPES, Bundle, Entry, tensor_name
+from dejavu_train.costs import predictor_bytes, unit_bytes
 from dejavu_train.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
 from dejavu_train.errors import UserError
 from dejavu_train.measure import blocks_of, measure, set_bars
@@ -40,7 +39,7 @@ from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, weight_ha
 from dejavu_train.planes import SecondTest
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.sensitivity import Probe, loss_increases
-from dejavu_train.stored_predictor import as_stored, predictor_bytes, read_predictor, stored_tensors
+from dejavu_train.stored_predictor import as_stored, read_predictor, stored_tensors
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, str]
@@ -275,13 +274,13 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
     for key, entry in bundle.entries.items():
         if "loss_increase" not in entry.curve:
             raise UserError("calibrate.budget needs sensitivities; set calibrate.sensitivity_tokens above 0")
-        dense_cost = _unit_bytes(entry, shape, 1.0, 1.0)
+        dense_cost = unit_bytes(entry, shape, 1.0, 1.0)
         points = [Point(dense_cost, 0.0, 1.0, whole=True)]
         if not entry.keep_dense:
             for i, density in enumerate(entry.curve["density"]):
                 read = unions[key][i] if key in unions else density
                 passed = union_density(entry.curve["selected"][i], config.batch_size) if key in cascades else None
-                cost = predictor_bytes(entry) + _unit_bytes(entry, shape, read, entry.curve["recall"][i], passed)
+                cost = predictor_bytes(entry) + unit_bytes(entry, shape, read, entry.curve["recall"][i], passed)
                 if cost < dense_cost and density < 1.0:  # density 1 is the dense layer, which has no second test
                     points.append(Point(cost, entry.curve["loss_increase"][i], density))
         choices[key] = points
@@ -295,13 +294,3 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
         assert budget.perplexity_increase is not None
         chosen = least_cost(choices, float(np.log1p(budget.perplexity_increase)))
     return {key: point.density for key, point in chosen.items() if key in bundle.entries}
-
-
-def _unit_bytes(entry: Entry, shape: OPTShape, density: float, recall: float, selected: float | None = None) -> float:
-    """Bytes of weights at ``density``; ``selected``: what passes the second test of a cascade."""
-    if entry.target == "heads":
-        return head_bytes(density, shape.n_heads, shape.head_dim, shape.d_model)
-    active = 1.0 if density == 1.0 else (entry.active_density or 1.0)
-    if selected is not None:
-        return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model)
-    return mlp_bytes(density, recall, active, shape.d_ffn, shape.d_model)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from dejavu_train import report
 from dejavu_train.bundle import Bundle
+from dejavu_train.costs import mlp_share
 from dejavu_train.errors import UserError
 from dejavu_train.evaluate import Held, Row, evaluate, hold_out, passes
 from dejavu_train.files import read_json, sha256_text
@@ -236,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             scored = evaluate(dense, bundle, held, rows, config.batch_tokens, config.seed, bar.update)
     timings = _time(config, dense, bundle, tokenizer, held) if config.timing else []
     shown = config.densities[0] if config.densities else None
-    found = report.results(config.model, config.bundle, config.text, config.window, held, scored, timings, shown)
+    predicted = [row for row in rows if row.selection == "predicted"]
+    read = {row: mlp_share(bundle.at(row.mlp_density, row.head_density)) for row in predicted}
+    found = report.results(config.model, config.bundle, config.text, config.window, held, scored, timings, shown, read)
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,12 @@ def results(
     scored: Sequence[Quality],
     timings: Sequence[Timing],
     layers_at: float | None = None,
+    read: Mapping[Row, float] | None = None,
 ) -> dict[str, Any]:
-    """Everything that was measured, as results.json (schema 1) holds it; its table per layer at ``layers_at``."""
+    """Everything that was measured, as results.json (schema 1) holds it; its table per layer at ``layers_at``.
+
+    ``read``: for predicted rows the bytes of the MLPs and their predictors, over the dense MLPs' (see ``costs``).
+    """
     dense = next((quality for quality in scored if quality.row.selection == "dense"), None)
     versions = {
         "python": platform.python_version(),
@@ -49,13 +53,13 @@ def results(
         "bundle": bundle,
         "versions": versions,
         "text": {"name": text_name, "tokens": held.tokens, "bytes": held.bytes, "window": window},
-        "quality": [_quality_row(quality, dense, held) for quality in scored],
+        "quality": [_quality_row(quality, dense, held, (read or {}).get(quality.row)) for quality in scored],
         "layers": layer_rows(scored, layers_at),
         "timing": [dataclasses.asdict(timing) for timing in timings],
     }
 
 
-def _quality_row(quality: Quality, dense: Quality | None, held: Held) -> dict[str, Any]:
+def _quality_row(quality: Quality, dense: Quality | None, held: Held, read: float | None) -> dict[str, Any]:
     row, nats = quality.row, float(quality.nats.sum())
     change, error = (None, None)
     if dense is not None:
@@ -74,6 +78,7 @@ def _quality_row(quality: Quality, dense: Quality | None, held: Held) -> dict[st
         "mlp_recall": _rounded(mlp.recall if row.selection != "dense" else 1.0),
         "mlp_retained_mass": _rounded(mlp.retained_mass if row.selection != "dense" else 1.0),
         "head_recall": _rounded(heads.recall) if sparse_heads else None,
+        "mlp_bytes": _rounded(1.0 if row.selection == "dense" else read),
         "tokens": held.tokens,
     }
 
@@ -160,8 +165,11 @@ def tables(found: dict[str, Any]) -> str:
         ]
         parts.append(
             table(
-                [*headings, "head recall"],
-                [[*cells, _number(row["head_recall"], 3)] for cells, row in zip(rows, found["quality"], strict=True)],
+                [*headings, "head recall", "mlp bytes"],
+                [
+                    [*cells, _number(row["head_recall"], 3), _number(row["mlp_bytes"], 3)]
+                    for cells, row in zip(rows, found["quality"], strict=True)
+                ],
             )
         )
     if found["layers"]:

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dejavu_train.bundle import Entry
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json
 from dejavu_train.opt_model import torch_dtype
@@ -75,16 +73,3 @@ def as_stored(predictor: LowRankPredictor, tensors: Mapping[str, Tensor]) -> Low
         else:
             parameter.data = row_codes(tensors[name], parameter.shape[1]) * scale.float()[:, None]
     return predictor
-
-
-def predictor_bytes(entry: Entry) -> float:
-    """Bytes of one predictor in its deployed dtype, scales included."""
-    weights = entry.rank * (entry.d_in + entry.n_out)
-    bias = 2 * entry.n_out if entry.bias else 0
-    if entry.dtype == "int8":
-        return float(weights + 4 * (entry.rank + entry.n_out) + bias)
-    if entry.dtype == "int4":
-        nibbles = entry.rank * ((entry.d_in + 1) // 2) + entry.n_out * ((entry.rank + 1) // 2)
-        return float(nibbles + 2 * (entry.rank + entry.n_out) + bias)
-    size = torch.empty(0, dtype=torch_dtype(entry.dtype)).element_size()
-    return float(size * (weights + (entry.n_out if entry.bias else 0)))

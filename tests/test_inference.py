@@ -28,6 +28,7 @@ ROW_KEYS = {
     "mlp_recall",
     "mlp_retained_mass",
     "head_recall",
+    "mlp_bytes",
     "tokens",
 }
 
@@ -91,6 +92,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
         assert row["increase_error"] is None or row["increase_error"] >= 0
         assert row["tokens"] == found["text"]["tokens"]
         assert (row["head_recall"] is None) == (row["head_density"] == 1)
+        assert (row["mlp_bytes"] is None) == (row["selection"] not in ("dense", "predicted"))
     for name in ("predicted", "oracle", "random", "static", "noncontextual"):
         assert sum(row["selection"] == name and row["head_density"] == 1 for row in rows) >= 2
     assert {row["sparse_from"] for row in rows} == {0, 16}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dejavu_train import stored_predictor as cal
-from dejavu_train.bundle import Entry
 from dejavu_train.errors import UserError
 from dejavu_train.predictor import LowRankPredictor
 
@@ -33,11 +32,3 @@ def test_stored_tensors_read_back(dtype, tolerance):
     for old, new in zip(before, back.parameters(), strict=True):
         assert new.dtype == torch.float32
         assert torch.allclose(old, new, rtol=0, atol=float(tolerance * old.abs().max()) + 1e-12)
-
-
-def test_bytes_of_a_predictor():
-    facts = {"layer": 0, "target": "mlp", "site": "mlp_in", "site_layer": 0, "rank": 4, "d_in": 12, "n_out": 20}
-    assert cal.predictor_bytes(Entry(**facts, dtype="float16")) == 2 * (4 * 32 + 20)
-    assert cal.predictor_bytes(Entry(**facts, dtype="int8", bias=False)) == 4 * 32 + 4 * 24
-    assert cal.predictor_bytes(Entry(**facts, dtype="int4")) == 4 * 6 + 20 * 2 + 2 * 24 + 2 * 20
-    assert cal.predictor_bytes(Entry(**facts | {"rank": 3}, dtype="int4", bias=False)) == 3 * 6 + 20 * 2 + 2 * 23

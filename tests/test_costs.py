@@ -1,0 +1,38 @@
+"""Bytes a bundle reads: by hand for one layer of each kind, and for the whole model."""
+
+import dataclasses
+
+import pytest
+from bundles import make_bundle
+
+from dejavu_train.bundle import Entry
+from dejavu_train.costs import entry_bytes, mlp_share, predictor_bytes
+
+FACTS = {"layer": 0, "target": "mlp", "site": "mlp_in", "site_layer": 0, "rank": 4, "d_in": 12, "n_out": 20}
+
+
+def test_bytes_of_a_predictor():
+    assert predictor_bytes(Entry(**FACTS, dtype="float16")) == 2 * (4 * 32 + 20)
+    assert predictor_bytes(Entry(**FACTS, dtype="int8", bias=False)) == 4 * 32 + 4 * 24
+    assert predictor_bytes(Entry(**FACTS, dtype="int4")) == 4 * 6 + 20 * 2 + 2 * 24 + 2 * 20
+    assert predictor_bytes(Entry(**FACTS | {"rank": 3}, dtype="int4", bias=False)) == 3 * 6 + 20 * 2 + 2 * 23
+
+
+def test_bytes_of_a_layer(tiny_opt):
+    bundle = make_bundle(tiny_opt).with_densities({(0, "mlp"): 0.5, (1, "mlp"): 1.0})
+    shape, entry = bundle.shape, bundle.entries[0, "mlp"]
+    active = entry.recall * entry.active_density
+    assert entry_bytes(entry, shape) == pytest.approx(predictor_bytes(entry) + 2 * 48 * 96 * (0.5 + active))
+    assert entry_bytes(bundle.entries[1, "mlp"], shape) == 4 * 48 * 96
+    tested = make_bundle(tiny_opt, cascade=True).with_densities({(0, "mlp"): 0.5}).entries[0, "mlp"]
+    rows = 0.5 * (24 + 8) + 0.25 * (72 + 4) + 2 * 48 * active
+    assert entry_bytes(tested, shape) == pytest.approx(predictor_bytes(tested) + 96 * rows)
+    assert entry_bytes(tested, shape) < entry_bytes(entry, shape)
+
+
+def test_share_of_the_dense_model(tiny_opt):
+    bundle = make_bundle(tiny_opt)
+    assert mlp_share(bundle.at(1.0)) == 1.0
+    assert mlp_share(bundle.at(0.1)) < mlp_share(bundle.at(0.3)) < 1.0
+    heads = {key: entry for key, entry in bundle.entries.items() if key[1] == "heads"}
+    assert mlp_share(dataclasses.replace(bundle, entries=heads)) == 1.0
