@@ -26,10 +26,10 @@ from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.qkv import (
     POLICIES,
     TileSettings,
-    positions_before,
+    place_and_state,
     qkv_reference,
     qkv_settings,
-    qkv_tiles,
+    qkv_tile,
     row_or,
     write_order,
 )
@@ -234,13 +234,15 @@ def _qkv_select_kernel(
         tl.store(mlp_bits + rows, bits, mask=inside)
         store_selection(bits, rows, pid, ids, counts, BLOCK)
     else:
-        last, marks = positions_before(position, watermark, 1, 1, H, H_TILE)
+        place, row, last, marks = place_and_state(
+            pid - N_BLOCKS, position, watermark, 1, 1, H, H_TILE, HEAD_DIM, ROWS, POLICY
+        )
         start_dependents(PDL)
         if pid == tl.num_programs(0) - 1:
             write_order(row_bits, order, H, H_TILE)
-        qkv_tiles(
-            pid - N_BLOCKS, tl.num_programs(0) - N_BLOCKS, attn_in, weight, bias, row_bits, last, marks, watermark,
-            valid, q, k_cache, v_cache, capacity, 1, 1, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, COLUMNS, STAGES, POLICY,
+        qkv_tile(
+            place, row, last, marks, attn_in, weight, bias, row_bits, watermark, valid, q, k_cache, v_cache, capacity,
+            1, 1, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, COLUMNS, STAGES, POLICY,
         )  # fmt: skip
 
 

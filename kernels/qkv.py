@@ -93,19 +93,6 @@ def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=
 
 
 @triton.jit
-def _place(item, rank, heads, H: tl.constexpr, HEAD_DIM: tl.constexpr, PER_HEAD: tl.constexpr, FIXED: tl.constexpr):
-    """(head, row of the head's 3 * HEAD_DIM) of a work item; rank: the running count of selected heads."""
-    nth = (item - FIXED) // PER_HEAD
-    head = tl.minimum(tl.sum(((rank <= nth) & (heads < H)).to(tl.int32)), H - 1)
-    row = (item - FIXED) % PER_HEAD
-    if FIXED > 0:
-        fixed = item - FIXED < 0
-        head = tl.where(fixed, item // (2 * HEAD_DIM), head)
-        row = tl.where(fixed, HEAD_DIM + item % (2 * HEAD_DIM), row)
-    return head, row
-
-
-@triton.jit
 def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
     """order[:n] = the selected heads, ascending; order[H] = n. For the output projection."""
     heads = tl.arange(0, H_TILE)
@@ -115,25 +102,40 @@ def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
 
 
 @triton.jit
-def positions_before(position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr):
-    """(positions (B_TILE,), watermarks (H_TILE,) of a single row's heads): of the step before, to be read early."""
+def place_and_state(
+    tile, position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """What a tile knows before the wait: (n, row, positions (B_TILE,), watermarks (H_TILE,) of a single row's heads).
+
+    The tile is of the n-th selected head, from that head's row `row` on. With the policy "always" the k and v rows of
+    all heads come first (n = -1 - head), then the q rows of the selected ones. Positions and watermarks are those that
+    the step before left.
+    """
+    item = tile * ROWS
+    n = item // (3 * HEAD_DIM)
+    row = item % (3 * HEAD_DIM)
+    if POLICY == 1:
+        fixed = item < 2 * HEAD_DIM * H
+        n = tl.where(fixed, -1 - item // (2 * HEAD_DIM), (item - 2 * HEAD_DIM * H) // HEAD_DIM)
+        row = tl.where(fixed, HEAD_DIM + item % (2 * HEAD_DIM), item % HEAD_DIM)
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
     last = tl.load(position + b, mask=b < B, other=0)
     marks = tl.load(watermark + heads, mask=(heads < H) & (B == 1), other=0)
-    return last, marks
+    return n, row, last, marks
 
 
 @triton.jit
-def qkv_tiles(
-    pid,
-    programs,
+def qkv_tile(
+    n,
+    row,
+    last,
+    marks,
     attn_in,
     weight,
     bias,
     row_bits,
-    last,
-    marks,
     watermark,
     valid,
     q,
@@ -152,41 +154,37 @@ def qkv_tiles(
     STAGES: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Every `programs`-th tile of ROWS rows of the selected heads; last, marks as `positions_before` gives them.
-
-    With the policy "always" the k and v rows of all heads come first, then the q rows of the selected ones. ROWS
-    divides HEAD_DIM, so a tile is of one head and one of q, k, v.
-    """
-    PER_HEAD: tl.constexpr = HEAD_DIM if POLICY == 1 else 3 * HEAD_DIM
-    FIXED: tl.constexpr = 2 * HEAD_DIM * H if POLICY == 1 else 0
+    """ROWS rows of one head; n, row, last, marks from `place_and_state`. ROWS divides HEAD_DIM: of one of q, k, v."""
     heads = tl.arange(0, H_TILE)
     b = tl.arange(0, B_TILE)
     c = tl.arange(0, BLOCK)
+    rows = row + tl.arange(0, ROWS)
+    inner = rows[:, None] * D + c[None, :]
+    kind = row // HEAD_DIM
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
     chosen = (head_bits != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
-    n_tiles = (FIXED + tl.sum(chosen) * PER_HEAD) // ROWS
-    for tile in range(pid, n_tiles, programs):
-        head, row = _place(tile * ROWS, rank, heads, H, HEAD_DIM, PER_HEAD, FIXED)
-        kind = row // HEAD_DIM
-        # The pairs (row b, position first[b] .. last[b]) that this tile's head lacks, counted on through the rows.
-        wanted = ((tl.sum(tl.where(heads == head, head_bits, 0)) >> b) & 1) != 0
+    head = tl.sum(((rank <= n) & (heads < H)).to(tl.int32))
+    if POLICY == 1:
+        head = tl.where(n < 0, -1 - n, head)
+    if head < H:  # the n-th selected head exists
+        # The pairs (row b, position first[b] .. last[b]) that the head lacks, counted on through the rows.
+        own = heads == head
+        wanted = ((tl.sum(tl.where(own, head_bits, 0)) >> b) & 1) != 0
         if POLICY == 1:
             wanted = wanted | (kind > 0)
         first = last
         if POLICY == 0:
             if B == 1:
-                mark = tl.sum(tl.where(heads == head, marks, 0)) + tl.zeros_like(last)
+                mark = tl.sum(tl.where(own, marks, 0)) + tl.zeros_like(last)
             else:
                 mark = tl.load(watermark + b * H + head, mask=b < B, other=0)
             first = tl.where(kind > 0, tl.minimum(mark, last), last)
         lacking = tl.where(wanted & (b < B), last + 1 - first, 0)
         ends = tl.cumsum(lacking, 0)
         n_pairs = tl.sum(lacking)
-        rows = row + tl.arange(0, ROWS)
-        lines = head * (3 * HEAD_DIM) + rows
-        w_ptrs = weight + lines.to(tl.int64)[:, None] * D + c[None, :]
-        offset = tl.load(bias + lines).to(tl.float32)
+        w_ptrs = weight + head.to(tl.int64) * (3 * HEAD_DIM * D) + inner
+        offset = tl.load(bias + head * (3 * HEAD_DIM) + rows).to(tl.float32)
         for start in range(0, n_pairs, PAIRS):
             j = start + tl.arange(0, PAIRS)
             exists = j < n_pairs
@@ -250,13 +248,16 @@ def _qkv_kernel(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    last, marks = positions_before(position, watermark, B, B_TILE, H, H_TILE)
+    tile = tl.program_id(0)
+    n, row, last, marks = place_and_state(
+        tile, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, ROWS, POLICY
+    )  # fmt: skip
     start_dependents(PDL)
-    if tl.program_id(0) == tl.num_programs(0) - 1:  # the one with the least to do
+    if tile == tl.num_programs(0) - 1:  # the one with the least to do
         write_order(row_bits, order, H, H_TILE)
-    qkv_tiles(
-        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, last, marks, watermark, valid, q,
-        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
+    qkv_tile(
+        n, row, last, marks, attn_in, weight, bias, row_bits, watermark, valid, q, k_cache, v_cache, capacity, B,
+        B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
     )  # fmt: skip
 
 
