@@ -184,7 +184,6 @@ def qkv_tile(
         ends = tl.cumsum(lacking, 0)
         n_pairs = tl.sum(lacking)
         w_ptrs = weight + head.to(tl.int64) * (3 * HEAD_DIM * D) + inner
-        offset = tl.load(bias + head * (3 * HEAD_DIM) + rows).to(tl.float32)
         for start in range(0, n_pairs, PAIRS):
             j = start + tl.arange(0, PAIRS)
             exists = j < n_pairs
@@ -197,6 +196,7 @@ def qkv_tile(
                 begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
                 p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
             x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+            offset = tl.load(bias + head * (3 * HEAD_DIM) + rows)  # used below only, so that nothing waits for it here
             values = tl.zeros((ROWS, PAIRS), tl.float32)
             for column in tl.range(0, D, BLOCK, num_stages=STAGES):
                 if D % BLOCK == 0:
@@ -206,7 +206,7 @@ def qkv_tile(
                     w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
                     x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
                 values = tl.dot(w, x, values, input_precision="ieee")
-            values += offset[:, None]
+            values += offset.to(tl.float32)[:, None]
             pair = of_row * H + head
             slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
             mask = exists[None, :] & (rows >= 0)[:, None]
