@@ -74,7 +74,7 @@ class InferConfig:
     verify: str = _option("sampled", "full: hash every byte of the weights")
     timing: bool = _option(True, "time decoding")
     timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, engine, dense-engine")
-    timing_mlp_density: float = _option(0.1, "densities while timing and generating")
+    timing_mlp_density: float = _option(0.2, "densities while timing and generating")
     timing_head_density: float = _option(0.85, "the same for heads")
     batch: int = _option(1, "rows while timing")
     prompt: int = _option(32, "tokens of the prompt while timing")
