@@ -23,7 +23,7 @@ from kernels.select import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
 WARPS = {32: 2, 64: 4, 128: 8}
-PARTS = 16  # partial results combined at a time
+COMBINED = 16  # partial results combined at a time
 
 
 def block_positions(capacity: int) -> int:
@@ -76,7 +76,9 @@ def flash_decode_reference(
 
 
 @triton.jit
-def _flash_decode_kernel(
+def attend(
+    pair,
+    split,
     q,
     k_cache,
     v_cache,
@@ -105,8 +107,7 @@ def _flash_decode_kernel(
     HAS_MEAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pair = tl.program_id(0)
-    split = tl.program_id(1)
+    """One (row, head) and one range of positions, as a function: look-ahead gives the grid other programs too."""
     b = pair // H
     head = pair % H
     c = tl.arange(0, HEAD_TILE)
@@ -189,6 +190,43 @@ def _flash_decode_kernel(
             tl.store(out + pair * HEAD_DIM + c, tl.zeros([HEAD_TILE], tl.float32), mask=inside)
 
 
+@triton.jit
+def _flash_decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    mean,
+    out,
+    partial,
+    largest,
+    total,
+    tickets,
+    capacity,
+    scale,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ALL: tl.constexpr,
+    HAS_WATERMARK: tl.constexpr,
+    STALE: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    attend(
+        tl.program_id(0), tl.program_id(1), q, k_cache, v_cache, row_bits, position, watermark, valid, mean, out,
+        partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS, SPLIT_TILE, PARTS, POSITIONS,
+        ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL,
+    )  # fmt: skip
+
+
 def flash_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -244,7 +282,7 @@ def flash_decode(
         HEAD_TILE=triton.next_power_of_2(head_dim),
         SPLITS=splits,
         SPLIT_TILE=triton.next_power_of_2(splits),
-        PARTS=min(PARTS, triton.next_power_of_2(splits)),
+        PARTS=min(COMBINED, triton.next_power_of_2(splits)),
         POSITIONS=positions,
         ALL=selection is None,
         HAS_WATERMARK=watermark is not None,
