@@ -37,7 +37,7 @@ def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
     work: dict[str, Callable[[], object]] = {
         "winners": lambda: sections.winners(study, shares, full),
         "cascades": lambda: cascade_sections.cascades(study, shares, full),
-        "references": lambda: sections.references(study, shares),
+        "references": lambda: sections.references(study, shares, full),
         "training_free": lambda: sections.training_free(study, shares, full),
         "original": lambda: sections.original(study, shares),
         "one_for_all": lambda: sections.one_for_all(study, shares),

@@ -89,7 +89,9 @@ def criteria(study: Study, full: bool) -> None:
                 head_row(
                     study, method, "top-k", Gates(model, heads=scorer, head_top_k=k, replacement=replacement), mean
                 )
-                shared_rows(study, method, plan, replacement, mean, ("uniform", "measured", "global"))
+                shared_rows(
+                    study, method, plan, replacement, mean, ("uniform", "measured", "global") if full else ("measured",)
+                )
 
 
 def importance_of(study: Study, name: str = "fisher") -> torch.Tensor:
@@ -98,11 +100,11 @@ def importance_of(study: Study, name: str = "fisher") -> torch.Tensor:
 
 
 def predicted(study: Study, full: bool) -> None:
-    """Head predictors trained on the logarithm of the importance, then tuned in the model with their replacements."""
+    """Head predictors trained on the logarithm of the importance, then (on a GPU) tuned with their replacements."""
     model, statistics = study.model, study.statistics
     importance = importance_of(study)
     oracle = plan_of(study, HeadCriterion(model, "fisher", statistics), statistics.mean)
-    for mean in MEANS:
+    for mean in MEANS if full else ():
         shared_rows(study, "oracle fisher, mean", oracle, statistics.mean, mean, JOINTLY[mean])
     rank = scaled(model.d, 48)
     variants: list[tuple[str, dict[str, Any]]] = [(f"predicted r{rank}", {})]
@@ -119,7 +121,7 @@ def predicted(study: Study, full: bool) -> None:
         options = {key: value for key, value in changes.items() if key != "labels"}
         made = head_predictors(study, importance=labels, **{"rank": rank, **options})
         plan = plan_of(study, made, statistics.mean)
-        tuned = not changes or name == f"predicted r{2 * rank}, token tables, steps x 4"
+        tuned = full and (not changes or name == f"predicted r{2 * rank}, token tables, steps x 4")
         for mean in MEANS:
             shared_rows(study, name, plan, statistics.mean, mean, JOINTLY[mean] if tuned else ("measured",))
             if tuned:

@@ -28,17 +28,18 @@ QUICK_SHARES = (0.08, 0.11, 0.15, 0.25)
 CHOOSE_SHARES = (0.08, 0.11, 0.15)
 
 
-def references(study: Study, shares: Sequence[float]) -> None:
+def references(study: Study, shares: Sequence[float], full: bool = True) -> None:
     """Oracle, random, static, non-contextual, searches, and systems without training."""
     model = study.model
     oracle = baselines.Oracle()
     if study.brief:
         study.frontier("reference", "oracle", oracle, (0.01, 0.015, 0.02, 0.03, 0.04, 0.05), layers=True)
         return
-    oracle_shares = [0.01, 0.015, 0.02, 0.03, *shares][:9]
+    oracle_shares = [0.01, 0.015, 0.02, 0.03, *shares][: 9 if full else 6]
     plan = study.plan(oracle)
     study.frontier("reference", "oracle", oracle, oracle_shares, plan=plan, layers=True)
-    study.frontier("reference", "oracle", oracle, oracle_shares, "uniform", plan=plan)
+    if full:
+        study.frontier("reference", "oracle", oracle, oracle_shares, "uniform", plan=plan)
     study.frontier("reference", "random", baselines.Random(), shares[::3])
     counted = count(model, None, study.sets["calibrate"])
     frequency = (counted.frequency / counted.rows).float()

@@ -38,7 +38,7 @@ class Sizes:
     calibrate_tokens: int = 8_000
     probe_tokens: int = 2_000
     rows: int = 60_000
-    tune_tokens: int = 200_000
+    tune_tokens: int = 60_000
     fit_steps: int = 400
     fit_rows: int = 512
     tune_steps: int = 30
