@@ -62,6 +62,8 @@ def test_every_section_writes_its_rows(study, monkeypatch):
     head_sections.look_ahead(study)
     monkeypatch.setattr(sections, "CANDIDATES", ((64, "int4", (0.6,)),))
     sections.winners(study, (0.6,), full=True)
+    made = head_sections.head_predictors(study, 8, head_sections.importance_of(study))
+    head_sections.tuned_heads(study, "heads tuned at", made, head_sections.plan_of(study, made, None), 0.75)
     rows = plot.read_rows(study.output / "frontier.csv")
     assert tuple(rows[0]) == COLUMNS
     methods = {row["method"] for row in rows}
