@@ -33,6 +33,10 @@ class RowSettings:
         """Columns of a piece of a row of d."""
         return min(self.width, max(16, triton.next_power_of_2(d)))
 
+    def warps_for(self, d: int) -> int:
+        """No more threads than a piece has columns: threads that hold the same value would write it to one place."""
+        return min(self.warps, max(1, self.block(d) // 32))
+
 
 def row_settings(d: int) -> RowSettings:
     """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
@@ -218,6 +222,6 @@ def dense_rows(
         RELU=activation == "relu",
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=settings.warps,
+        num_warps=settings.warps_for(d),
         launch_pdl=pdl,
     )

@@ -109,6 +109,7 @@ def head_select(
     if predictor is not None:
         check_shape("counts", selection.counts, n_heads)
         check_shape("predictor", predictor, n_heads, d)
+    block = column_block(d, WARPS)
     pdl = use_pdl(pdl, x.device)
     _head_select_kernel[(n_heads,)](
         x,
@@ -125,12 +126,12 @@ def head_select(
         attn_in.shape[1],
         B=batch,
         D=d,
-        BLOCK=column_block(d, WARPS),
+        BLOCK=block,
         SLICE=triton.cdiv(d, n_heads),
         HAS_PREDICTOR=predictor is not None,
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=WARPS,
+        num_warps=min(WARPS, max(1, block // 32)),
         launch_pdl=pdl,
     )
 

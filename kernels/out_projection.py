@@ -139,6 +139,7 @@ def project_heads(
     pdl = use_pdl(pdl, mixed.device)
     settings = settings or project_settings(d)
     head_dim = width // n_heads
+    block = min(settings.width, triton.next_power_of_2(width))
     _project_kernel[(triton.cdiv(d, settings.rows),)](
         mixed,
         weight,
@@ -151,10 +152,10 @@ def project_heads(
         HEAD_DIM=head_dim,
         RUN=head_dim & -head_dim,
         ROWS=settings.rows,
-        BLOCK=min(settings.width, triton.next_power_of_2(width)),
+        BLOCK=block,
         VECTOR=VECTOR,
         ALL=selection is None,
         PDL=pdl,
-        num_warps=settings.warps,
+        num_warps=min(settings.warps, max(1, settings.rows * block // (32 * VECTOR))),
         launch_pdl=pdl,
     )

@@ -431,6 +431,6 @@ def qkv_dense(
         ROWS=settings.rows,
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=settings.warps,
+        num_warps=settings.warps_for(d),
         launch_pdl=pdl,
     )
