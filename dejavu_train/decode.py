@@ -64,7 +64,7 @@ class DecodeEngine:
         graph: capture the step in a CUDA graph (Triton on a GPU only).
         pdl: launch kernels as programmatic dependents of each other.
         look_ahead: where predictors of earlier sites run: "stream" = on a second stream inside the graph, "inline" = as
-            kernels between the others, "fused" = in the grids of the attention's first two kernels (one batch row, MLP
+            kernels between the others, "fused" = in the grids of head_select and of attention (one batch row, MLP
             predictors that read attn_in of their layer; the others inline).
         one_kernel: select and fc1 in one kernel (one batch row, predictors that read mlp_in of their layer).
         pack_rows: fc2 of one batch row from a packed list, a column with one owner; else stripes that share columns.

@@ -55,7 +55,12 @@ class DecodeStep:
         self._pdl = pdl
         self._pack_rows = pack_rows
         self._one_kernel = one_kernel and ops == "triton" and self._can_select_and_gather()
-        self._fused = {layer for layer in range(self.shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
+        dtype = weights.embedding.dtype
+        self._fused = {
+            layer: predictors[layer, "mlp"].weights.with_down_in(dtype)
+            for layer in range(self.shape.n_layers)
+            if look_ahead == "fused" and self._can_fuse(layer)
+        }
         self._lookahead = torch.cuda.Stream(device) if look_ahead == "stream" and device.type == "cuda" else None
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
@@ -73,7 +78,7 @@ class DecodeStep:
         heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
         if self.batch > 1 or heads is None or mlp is None or heads.folded is None or mlp.top_k is not None:
             return False
-        return (mlp.site, mlp.site_layer) == ("attn_in", layer) and mlp.weights.down_scale is None
+        return (mlp.site, mlp.site_layer) == ("attn_in", layer)
 
     def _allocate(self, triton_ops: bool) -> None:
         shape, batch, device = self.shape, self.batch, self.device
@@ -195,19 +200,20 @@ class DecodeStep:
                 self._order,
             )  # fmt: skip
             if layer in self._fused:
-                mlp, hidden = self.predictors[layer, "mlp"], self._rank_scratch[layer, "mlp"]
-                ops.site_predict(*site, mlp.weights, hidden, pdl=pdl)
-                ops.qkv_select(
-                    *rows, mlp.weights, hidden, mlp.threshold, state.row_state, self.selections[layer, "mlp"],
-                    policy=self.kv_policy, pdl=pdl,
-                )  # fmt: skip
+                ops.site_predict(*site, self._fused[layer], self._rank_scratch[layer, "mlp"], pdl=pdl)
             else:
                 ops.head_select(*site, pdl=pdl)
-                ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
-        ops.flash_decode(
-            *caches, selection, state.position, watermark, valid, self.heads_out, self.attention, pdl=pdl,
-            mean=None if predictor is None else predictor.mean,
-        )  # fmt: skip
+            ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
+        attention = (*caches, selection, state.position, watermark, valid, self.heads_out, self.attention)
+        mean = None if predictor is None else predictor.mean
+        if layer in self._fused:
+            mlp = self.predictors[layer, "mlp"]
+            ops.attend_select(
+                *attention, self._fused[layer], self._rank_scratch[layer, "mlp"], mlp.threshold, state.row_state,
+                self.selections[layer, "mlp"], pdl=pdl, mean=mean,
+            )  # fmt: skip
+        else:
+            ops.flash_decode(*attention, pdl=pdl, mean=mean)
         middle = self.x[2 * layer + 1]
         ops.project_heads(
             self.heads_out, weights.out, self._out_bias[layer], x, selection, self._order, middle, pdl=pdl

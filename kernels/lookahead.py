@@ -1,39 +1,37 @@
 # mypy: disable-error-code="assignment"
-"""Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with the attention's first two kernels.
+"""Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with two of the attention's kernels.
 
 Stage 1 (`site_predict`), one grid: programs < h decide a head each and keep attn_in; the others give A_ROWS of
     hidden[r] = act(down[r] . n),   n = LayerNorm(x)
-Stage 2 (`qkv_select`), one grid: programs < ceil(ffn / block) own `block` neurons each and list those with
-    up[i] . hidden + bias[i] > threshold;   the others are the q/k/v rows of the selected heads
-Independent work in one grid costs no launch edge and no event, and keeps the memory busy where a stage alone ramps up.
-One batch row. Formulas, shapes and layouts as in `head_select`, `select` and `qkv`; down (rank, d), up (ffn, rank),
-hidden (rank) fp32.
+Stage 3 (`attend_select`), one grid: programs < ceil(ffn / block) own `block` neurons each and list those with
+    up[i] . hidden + bias[i] > threshold;   the others are the attention's, as in `flash_decode`
+Attention waits on latency and leaves the memory idle; independent work in its grid costs no launch edge and no event.
+(In the grid of q/k/v, which is bound by memory, it only slowed the fatter kernel down: benchmarks/NOTES.md.)
+One batch row. Formulas, shapes and layouts as in `head_select`, `select` and `flash_decode`; down (rank, d),
+up (ffn, rank), hidden (rank) fp32.
 """
-
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
-from kernels.batch_kernels import store_selection
+from kernels.attention_common import check_device, check_head_dim, check_shape, start_dependents, use_pdl
 from kernels.dense_gemv import normalised_vector, row_pieces
+from kernels.flash_decode import (
+    BLOCK,
+    COMBINED,
+    AttentionScratch,
+    attend,
+    flash_decode_reference,
+)
 from kernels.head_select import head_select_reference
 from kernels.launch import column_block
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.qkv import (
-    POLICIES,
-    TileSettings,
-    place_and_state,
-    qkv_reference,
-    qkv_settings,
-    qkv_tile,
-    row_or,
-    write_order,
-)
-from kernels.select import PredictorWeights, Selection, predict_select_reference
+from kernels.select import PredictorWeights, Selection, predict_select_reference, rank_chunk, select_block
+
+POSITIONS = 2 * BLOCK  # of an attention program here: as many threads as a block of the predictor wants
+WARPS = 4
 
 
 def site_predict_reference(
@@ -45,13 +43,15 @@ def site_predict_reference(
     hidden.copy_(z.relu() if mlp.relu else z)
 
 
-def qkv_select_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, mlp, hidden,
-    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False,
+def attend_select_reference(
+    q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mlp, hidden, mlp_threshold, row_state,
+    mlp_selection, pdl=False, mean=None,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
-    qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy)
-    second = PredictorWeights(torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias)
+    flash_decode_reference(q, k_cache, v_cache, selection, position, watermark, valid, out, mean=mean)
+    second = PredictorWeights(
+        torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
+    )  # fmt: skip
     mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
 
 
@@ -172,22 +172,26 @@ def site_predict(
     )
 
 
-@triton.jit
-def _qkv_select_kernel(
-    attn_in,
-    weight,
-    bias,
+@triton.jit(do_not_specialize=["n"])
+def _attend_select_kernel(
+    q,
+    k_cache,
+    v_cache,
     row_bits,
     position,
     watermark,
     valid,
-    q,
-    k_cache,
-    v_cache,
-    order,
+    mean,
+    out,
+    partial,
+    largest,
+    total,
+    tickets,
     capacity,
-    up,
+    scale,
     hidden,
+    up,
+    up_scale,
     mlp_bias,
     mlp_threshold,
     row_state,
@@ -196,14 +200,14 @@ def _qkv_select_kernel(
     mlp_bits,
     n,
     H: tl.constexpr,
-    H_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    POLICY: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    STALE: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -212,97 +216,74 @@ def _qkv_select_kernel(
 ):
     pid = tl.program_id(0)
     if pid < N_BLOCKS:
-        rows = pid * BLOCK + tl.arange(0, BLOCK)
-        inside = rows < n
-        r = tl.arange(0, CHUNK)
-        STEPS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
-        tiles = ()
-        for j in tl.static_range(STEPS):
-            tile_ptrs = up + rows.to(tl.int64)[:, None] * RANK + (j * CHUNK + r)[None, :]
-            mask = inside[:, None] & (j * CHUNK + r < RANK)[None, :]
-            tiles = tiles + (tl.load(tile_ptrs, mask=mask, other=0.0),)
-        offset = tl.load(mlp_bias + rows, mask=inside, other=0.0).to(tl.float32)
-        start_dependents(PDL)
-        acc = tl.zeros((BLOCK, CHUNK), tl.float32)
-        for j in tl.static_range(STEPS):
-            z = tl.load(hidden + j * CHUNK + r, mask=j * CHUNK + r < RANK, other=0.0)
-            acc += tiles[j].to(tl.float32) * z[None, :]
-        logits = tl.sum(acc, 1) + offset
-        state = tl.load(row_state)
-        chosen = (((logits > tl.load(mlp_threshold)) & (state > 0)) | (state == 2)) & inside
-        bits = chosen.to(tl.int32)
-        tl.store(mlp_bits + rows, bits, mask=inside)
-        store_selection(bits, rows, pid, ids, counts, BLOCK)
+        select_block(
+            pid, hidden, up, up_scale, mlp_bias, mlp_threshold, 0.0, row_state, ids, counts, mlp_bits, None, n, RANK,
+            CHUNK, BLOCK, PDL,
+        )  # fmt: skip
     else:
-        place, row, last, marks = place_and_state(
-            pid - N_BLOCKS, position, watermark, 1, 1, H, H_TILE, HEAD_DIM, ROWS, POLICY
-        )
-        start_dependents(PDL)
-        if pid == tl.num_programs(0) - 1:
-            write_order(row_bits, order, H, H_TILE)
-        qkv_tile(
-            place, row, last, marks, attn_in, weight, bias, row_bits, watermark, valid, q, k_cache, v_cache, capacity,
-            1, 1, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, COLUMNS, STAGES, POLICY,
+        attend(
+            (pid - N_BLOCKS) // SPLITS, (pid - N_BLOCKS) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
+            valid, mean, out, partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS,
+            SPLIT_TILE, PARTS, POSITIONS, False, True, STALE, HAS_MEAN, PDL,
         )  # fmt: skip
 
 
-def fused_settings(head_dim: int, d: int, element_size: int) -> TileSettings:
-    """As `qkv_settings`, but with the threads that a block of the predictor wants; not swept."""
-    alone = qkv_settings(1, head_dim, d, element_size)
-    return replace(alone, rows=min(32, head_dim & -head_dim), stages=4, warps=4)
-
-
-def qkv_select(
-    attn_in: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+def attend_select(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     selection: Selection,
     position: Tensor,
     watermark: Tensor,
     valid: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    order: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch,
     mlp: PredictorWeights,
     hidden: Tensor,
     mlp_threshold: Tensor,
     row_state: Tensor,
     mlp_selection: Selection,
-    policy: str = "backfill",
     pdl: bool = False,
-    settings: TileSettings | None = None,
+    mean: Tensor | None = None,
 ) -> None:
-    """Stage 2: `qkv` and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row."""
+    """Stage 3: `flash_decode` and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
+
+    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank), in int8 with row scales too. Errors: shapes, head
+    dims, a CPU tensor.
+    """
     check_device("q", q)
     _, n_heads, head_dim = q.shape
+    check_head_dim(head_dim)
+    capacity, rank, n = k_cache.shape[2], hidden.shape[1], mlp_selection.n
     check_shape("q", q, 1, n_heads, head_dim)
-    d, rank, n = weight.shape[-1], hidden.shape[1], mlp_selection.n
+    check_shape("k_cache", k_cache, 1, n_heads, capacity, head_dim)
+    check_shape("v_cache", v_cache, 1, n_heads, capacity, head_dim)
+    check_shape("out", out, 1, n_heads * head_dim)
     check_shape("up", mlp.up, n, rank)
-    if mlp.bias is None:
-        raise ValueError("the predictor needs a bias here (zeros will do)")
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
-    chunk = rank & -rank
-    chunk = min(chunk, 256) if chunk >= 64 else min(triton.next_power_of_2(rank), 128)
-    n_blocks = mlp_selection.counts.numel()
+    check_shape("scratch.partial", scratch.partial, n_heads, triton.cdiv(capacity, BLOCK), head_dim)
+    if mean is not None:
+        check_shape("mean", mean, n_heads, head_dim)
+    n_blocks, splits = mlp_selection.counts.numel(), triton.cdiv(capacity, POSITIONS)
     pdl = use_pdl(pdl, q.device)
-    settings = settings or fused_settings(head_dim, d, weight.element_size())
-    _qkv_select_kernel[(n_blocks + 3 * head_dim * n_heads // settings.rows,)](
-        attn_in,
-        weight,
-        bias,
-        selection.row_bits,
-        position,
-        watermark,
-        row_or(valid, watermark),
+    _attend_select_kernel[(n_blocks + n_heads * splits,)](
         q,
         k_cache,
         v_cache,
-        order,
-        k_cache.shape[2],
-        mlp.up,
+        selection.row_bits,
+        position,
+        watermark,
+        position if valid is None else valid,
+        out if mean is None else mean,
+        out,
+        scratch.partial,
+        scratch.largest,
+        scratch.total,
+        scratch.tickets,
+        capacity,
+        head_dim**-0.5,
         hidden,
+        mlp.up,
+        mlp.up_scale,
         mlp.bias,
         mlp_threshold,
         row_state,
@@ -311,19 +292,19 @@ def qkv_select(
         mlp_selection.row_bits,
         n,
         H=n_heads,
-        H_TILE=triton.next_power_of_2(n_heads),
         HEAD_DIM=head_dim,
-        D=d,
-        ROWS=settings.rows,
-        PAIRS=settings.pairs,
-        COLUMNS=settings.block,
-        STAGES=settings.stages,
-        POLICY=POLICIES[policy],
+        HEAD_TILE=triton.next_power_of_2(head_dim),
+        SPLITS=splits,
+        SPLIT_TILE=triton.next_power_of_2(splits),
+        PARTS=min(COMBINED, triton.next_power_of_2(splits)),
+        POSITIONS=POSITIONS,
+        STALE=valid is not None,
+        HAS_MEAN=mean is not None,
         RANK=rank,
-        CHUNK=chunk,
+        CHUNK=rank_chunk(rank),
         BLOCK=mlp_selection.block,
         N_BLOCKS=n_blocks,
         PDL=pdl,
-        num_warps=settings.warps,
+        num_warps=WARPS,
         launch_pdl=pdl,
     )

@@ -2,19 +2,23 @@
 """Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
-device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
-its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. Consumers sum the counts
-themselves. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
+device, made without sorting or a host synchronisation, ascending, in one of two forms: packed, ids in slots
+[0, counts[0]); or in blocks: block p owns rows [p * block, (p + 1) * block) and writes to slots [p * block, p * block +
+counts[p]). For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
+
+A packed list is made in one kernel by look-back: a program publishes how many rows it selected, and adds up what the
+programs before it published. It waits for those alone, so programs that start in order always finish. What is
+published carries the number of the run: nothing needs resetting, and a replayed graph counts on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.batch_kernels import select_dot_kernel, store_selection
+from kernels.batch_kernels import select_dot_kernel, store_packed, store_selection
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
@@ -33,10 +37,11 @@ _store_selection = store_selection  # the name under which other kernels of this
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected rows of n, as block-local ranges on the device.
+    """Selected rows of n on the device, in blocks, or packed: then block is n.
 
-    ids: (n_blocks * block,) int32, slots beyond a block's count are undefined; counts: (n_blocks,) int32;
+    ids: (n_blocks * block,) int32, slots beyond a block's count hold old ids; counts: (n_blocks,) int32;
     row_bits: (n,) int32, bit b = selected by batch row b (defined for every i, also unselected ones).
+    published: (1 + programs,) int32, of a packed list: the number of the run, and each program's count with it.
     """
 
     n: int
@@ -44,6 +49,13 @@ class Selection:
     ids: Tensor
     counts: Tensor
     row_bits: Tensor
+    published: Tensor | None = None
+
+    @classmethod
+    def packed(cls, n: int, device: torch.device | str) -> "Selection":
+        """An empty packed selection of n rows with fresh buffers."""
+        made = cls.empty(n, device, block=n)
+        return replace(made, published=torch.zeros(1 + -(-n // 16), dtype=torch.int32, device=device))
 
     @classmethod
     def empty(cls, n: int, device: torch.device | str, block: int = 64) -> "Selection":
@@ -108,6 +120,11 @@ class PredictorWeights:
         down, down_scale = quantize_rows(self.down, dtype)
         up, up_scale = quantize_rows(self.up, dtype)
         return PredictorWeights(down, up, self.bias, down_scale, up_scale, self.relu)
+
+    def with_down_in(self, dtype: torch.dtype) -> "PredictorWeights":
+        """A copy whose first matrix is in `dtype`, without scales: for a grid that reads it beside another matrix."""
+        down = self.down.float() if self.down_scale is None else self.down.float() * self.down_scale[:, None]
+        return replace(self, down=down.to(dtype), down_scale=None)
 
 
 def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -180,8 +197,12 @@ def select_block(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    published_ptr=None,
+    PROGRAMS: tl.constexpr = 1,
+    PADDED: tl.constexpr = 2,
 ):
-    """One batch row, block pid: its whole tile of `up` is static, so it is in registers before the wait."""
+    """One batch row, block pid of PROGRAMS: its tile of `up` and the limits are here before the wait. With
+    published_ptr the list is packed (PADDED: a power of two that holds PROGRAMS), else in blocks."""
     rows = pid * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
     r = tl.arange(0, CHUNK)
@@ -198,7 +219,15 @@ def select_block(
         scale = tl.load(up_scale_ptr + rows, mask=inside, other=0.0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    if threshold_ptr is not None:
+        limit = tl.load(threshold_ptr)
+    else:
+        limit = threshold
+    if row_state_ptr is not None:
+        state = tl.load(row_state_ptr)
     wait_for_predecessor(PDL)
+    if published_ptr is not None:
+        run = tl.load(published_ptr) % 500000 + 1
     acc = tl.zeros((BLOCK, CHUNK), tl.float32)
     for j in tl.static_range(STEPS):
         if MASKED:
@@ -213,17 +242,15 @@ def select_block(
         logits += bias
     if logits_ptr is not None:
         tl.store(logits_ptr + rows, logits, mask=inside)
-    if threshold_ptr is not None:
-        limit = tl.load(threshold_ptr)
-    else:
-        limit = threshold
     chosen = (logits > limit) & inside  # False for NaN
     if row_state_ptr is not None:
-        state = tl.load(row_state_ptr)
         chosen = (chosen & (state > 0)) | (inside & (state == 2))
     bits = chosen.to(tl.int32)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
-    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
+    if published_ptr is None:
+        store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
+    else:
+        store_packed(bits, rows, pid, ids_ptr, counts_ptr, published_ptr, run, PROGRAMS, PADDED)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -239,15 +266,18 @@ def _select_kernel(
     counts_ptr,
     row_bits_ptr,
     logits_ptr,
+    published_ptr,
     n,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     select_block(
         tl.program_id(0), hidden_ptr, up_ptr, up_scale_ptr, bias_ptr, threshold_ptr, threshold, row_state_ptr, ids_ptr,
-        counts_ptr, row_bits_ptr, logits_ptr, n, RANK, CHUNK, BLOCK, PDL,
+        counts_ptr, row_bits_ptr, logits_ptr, n, RANK, CHUNK, BLOCK, PDL, published_ptr, PROGRAMS, PADDED,
     )  # fmt: skip
 
 
