@@ -5,13 +5,17 @@ import hashlib
 import json
 from typing import Any, Literal
 
+from dejavu_train.allocate import parse_budget
+from dejavu_train.bundle import Entry
 from dejavu_train.calibrate import CalibrateConfig
+from dejavu_train.costs import entry_bytes, predictor_bytes
 from dejavu_train.datamodule import DataConfig
 from dejavu_train.errors import UserError
 from dejavu_train.losses import get_loss
 from dejavu_train.opt_model import OPTShape
 from dejavu_train.plan import CollectConfig
 from dejavu_train.text import TextSource
+from dejavu_train.tune import TuneConfig
 
 TARGETS = ("mlp", "heads")
 # How a run runs, not what it makes: two invocations may differ here and work on one folder.
@@ -141,6 +145,8 @@ class RunConfig:
     """Predictors of the attention heads."""
     calibrate: CalibrateConfig = dataclasses.field(default_factory=CalibrateConfig)
     """Thresholds."""
+    tune: TuneConfig = dataclasses.field(default_factory=TuneConfig)
+    """Training of the neurons' predictors inside the sparse model, after all others and before the last calibration."""
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of the Lightning Trainer, its classes as class_path and init_args."""
 
@@ -161,6 +167,25 @@ class RunConfig:
         if not any(self.predictor(target).enabled for target in TARGETS):
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
         self.calibrate.check(shape)
+        self._check_budget(shape)
+        self.tune.check()
+        if self.tune.steps and (not self.mlp.enabled or self.calibrate.selection != "threshold"):
+            raise UserError("tune.steps needs predictors of the mlp and calibrate.selection threshold")
+
+    def _check_budget(self, shape: OPTShape) -> None:
+        """A budget that the predictors alone exceed is known before anything is collected."""
+        budget = None if self.calibrate.budget is None else parse_budget(self.calibrate.budget).bytes_per_token
+        least = 0.0 if self.heads.enabled else 8.0 * shape.d_model**2 * shape.n_layers
+        for layer, target in self.all_jobs(shape.n_layers):
+            section, n_out = self.predictor(target), shape.units(target)
+            site, rank, dtype = section.site(target, layer), section.rank_of(layer), self.calibrate.dtype_of(target)
+            entry = Entry(layer, target, *site, rank, shape.d_model, n_out, bias=section.bias, dtype=dtype)
+            least += min(predictor_bytes(entry), entry_bytes(entry, shape))
+        if budget is not None and budget < least:
+            raise UserError(
+                f"calibrate.budget {self.calibrate.budget} cannot be met: the predictors alone read {least:.4g} bytes;"
+                " raise the budget, or choose a lower rank or calibrate.dtype int4"
+            )
 
     def all_jobs(self, n_layers: int) -> list[tuple[int, str]]:
         """Every (layer, target) that the bundle needs."""

@@ -1,4 +1,4 @@
-"""Walks from text to bundle and does whatever is missing: collect, train every (layer, target), calibrate, bundle.
+"""Walks from text to bundle and does whatever is missing: collect, train all (layer, target), tune, calibrate, bundle.
 
 Several invocations may share one output folder, each with its own ``--layers``: collecting happens once under a lock,
 every job has a lock, and whoever finishes the last job calibrates and bundles.
@@ -6,20 +6,25 @@ every job has a lock, and whoever finishes the last job calibrates and bundles.
 
 import dataclasses
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
+from dejavu_train.bundle import Bundle
 from dejavu_train.calibrate import calibrate
 from dejavu_train.collect import collect
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, read_json, replacing, write_json
-from dejavu_train.jobs import Job, is_finished, log_summary, run_job, summary_rows
-from dejavu_train.opt_model import read_shape
+from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+from dejavu_train.jobs import Job, is_finished, job_folder, log_summary, run_job, summary_rows
+from dejavu_train.opt_model import load_opt, read_shape
 from dejavu_train.shards import ShardReader
-from dejavu_train.trainer import build_trainer
+from dejavu_train.trainer import build_trainer, start_device
+from dejavu_train.tune import tune
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,10 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], weight_hash: st
     windows = None
     if config.calibrate.sensitivity_tokens:
         windows = ShardReader(output / "activations", 0, "calibrate").windows()
-    bundle = calibrate(output / "predictors", output / "activations", config.model, config.calibrate, windows)
+    where = (output / "activations", config.model, config.calibrate, windows)
+    if config.tune.steps and not (output / "tuned").is_dir():
+        tune_all(config, output, jobs, calibrate(output / "predictors", *where))
+    bundle = calibrate(output / ("tuned" if config.tune.steps else "predictors"), *where)
     bundle = dataclasses.replace(bundle, weight_hash=weight_hash)  # the kind of hash that the run asked for
     bundle.save_pretrained(output / "bundle")
     columns, rows = summary_rows(output, jobs)
@@ -81,6 +89,28 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], weight_hash: st
         path.write_text("\n".join(",".join(str(value) for value in row) for row in [columns, *rows]) + "\n")
     print(table(columns, rows))
     log_summary(config, jobs)
+
+
+def tune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle) -> None:
+    """Tune the neuron predictors of ``bundle`` in the model; ``tuned`` holds those, and the others as trained."""
+    model = load_opt(config.model, device=start_device(config.trainer), revision=config.revision)
+    windows = ShardReader(output / "activations", 0, "train").windows()
+    made, figures = tune(model, bundle, windows, config.tune, config.seed)
+    folder = output / ".tmp-tuned"
+    shutil.rmtree(folder, ignore_errors=True)
+    for layer, target in jobs:
+        source = job_folder(output, (layer, target))
+        own = folder / source.relative_to(output / "predictors")
+        shutil.copytree(
+            source, own, ignore=lambda _, names: {name for name in names if not name.startswith("predictor.")}
+        )
+        if target == "mlp" and layer in made:
+            tensors = {name: tensor.contiguous() for name, tensor in made[layer].state_dict().items()}
+            save_file(tensors, own / "predictor.safetensors")
+            facts = read_json(own / "predictor.json", "a finished predictor")
+            facts |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": figures[-1]}
+            write_json(own / "predictor.json", facts)
+    folder.rename(output / "tuned")
 
 
 def check_trainer(config: RunConfig, job: Job) -> None:

@@ -2,9 +2,11 @@ import dataclasses
 
 import pytest
 
+from dejavu_train.calibrate import CalibrateConfig
 from dejavu_train.config import PredictorConfig, RunConfig, parse_layers, parse_targets
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import OPTShape
+from dejavu_train.tune import TuneConfig
 
 SHAPE = OPTShape(48, 96, 6, 4, 320, 512)
 
@@ -66,6 +68,10 @@ def test_jobs():
         ({"mlp": PredictorConfig(rank=8, warmup=1.5)}, "mlp.warmup"),
         ({"heads": PredictorConfig(rank=8, start="svd")}, "heads.start"),
         ({"heads": PredictorConfig(enabled=False), "targets": "heads"}, "heads.enabled"),
+        ({"calibrate": CalibrateConfig(budget="1kB")}, "the predictors alone read"),
+        ({"calibrate": CalibrateConfig(dtype="int3")}, "calibrate.dtype must be one of .*int8, int4, got int3"),
+        ({"tune": TuneConfig(steps=3), "calibrate": CalibrateConfig(selection="top_k")}, "tune.steps needs predictors"),
+        ({"tune": TuneConfig(steps=-1)}, "tune.steps must not be negative"),
         ({"layers": "6"}, "0 to 5"),
     ],
 )

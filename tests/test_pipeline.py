@@ -53,6 +53,27 @@ def test_from_text_to_bundle(finished, tiny_opt):
     assert run["config"]["mlp"]["rank"] == 16 and "layers" not in run["config"]
 
 
+def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished, tiny_opt, text_file, tmp_path):
+    output = tmp_path / "run"
+    more = ("--tune.steps=3", "--tune.tokens=128", "--tune.batch_tokens=128", "--calibrate.dtype=int4")
+    shutil.copytree(finished / "activations", output / "activations")
+    tested = (
+        "--calibrate.cascade=0.99",
+        "--mlp.steps=8",
+        "--heads.steps=8",
+        "--mlp.validations=1",
+        "--heads.validations=1",
+    )
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *more, *tested)) == 0
+    bundle = Bundle.from_pretrained(output / "bundle")
+    assert {entry.kind for key, entry in bundle.entries.items() if key[1] == "mlp"} == {"cascade"}
+    facts = json.loads((output / "tuned" / "layer_01" / "mlp" / "predictor.json").read_text())
+    assert facts["tuned"]["step"] == 2 and facts["rank"] == 16
+    for target, same in (("mlp", False), ("heads", True)):
+        name = f"layer_01/{target}/predictor.safetensors"
+        assert ((output / "tuned" / name).read_bytes() == (output / "predictors" / name).read_bytes()) == same
+
+
 def test_the_same_command_again_does_nothing(finished, tiny_opt, text_file, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix != ".lock"}
     assert exit_on_user_error(main, flags(tiny_opt, text_file, finished)) == 0
