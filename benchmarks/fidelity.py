@@ -20,7 +20,7 @@ from dejavu_train.bundle import Bundle
 from dejavu_train.decode import DecodeEngine
 from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, load_tokenizer
-from dejavu_train.selections import Predicted
+from dejavu_train.selections import Predicted, select
 from dejavu_train.sparse_model import SparseOPTForCausalLM
 
 NEAR = 1e-3  # distance of a logit to its threshold below which rounding in another order may decide
@@ -41,25 +41,29 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
     return ((words[None].long() >> shifts[:, None]) & 1).bool()
 
 
-class NearTies(Predicted):
-    """Selections of the bundle that also remember which logits lie within NEAR of their threshold: (B, T, n) bool."""
+class Watching(Predicted):
+    """Selections of the bundle; keeps, as (B, T, n) bool by (layer, target), what the predictors alone chose (a cascade
+    tests that once more) and which logits lie within NEAR of their threshold."""
+
+    def __init__(self, bundle: Bundle, model: Any) -> None:
+        super().__init__(bundle, model.device, model)
+        self.chosen: dict[tuple[int, str], Tensor] = {}
+        self.near: dict[tuple[int, str], Tensor] = {}
 
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
-        keep = super().__call__(layer, target, sites)
-        if keep is not None:
-            entry = self.bundle.entries[layer, target]
+        entry = self.bundle.entries[layer, target]
+        if not entry.dense:
             logits = self.predictors[layer, target](sites[entry.site, entry.site_layer].float())
+            self.chosen[layer, target] = select(logits, entry)
             self.near[layer, target] = (logits - (entry.threshold or 0.0)).abs() < NEAR
-        return keep
-
-    near: dict[tuple[int, str], Tensor] = {}
+        return super().__call__(layer, target, sites)
 
 
 @torch.no_grad()
 def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) -> dict[str, float]:
     """Sets and nats of the engine against mask, teacher-forced from position 0."""
     engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]), crossover=False)
-    selector, means = NearTies(bundle, model.device), bundle.head_means(model.device)
+    selector, means = Watching(bundle, model), bundle.head_means(model.device)
     differing, units = torch.zeros(2, dtype=torch.int64, device=model.device), 0  # all, and those that are no near-ties
     union = {target: [torch.zeros((), device=model.device), 0.0, 0] for target in ("mlp", "heads")}
     nats = {"mask": 0.0, "engine": 0.0}
@@ -67,10 +71,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
         ids = torch.tensor(part, device=model.device)
-        kept: dict[tuple[int, str], Tensor] = {}
-        with masking(
-            model, selector, None, lambda layer, target, keep, _, kept=kept: kept.update({(layer, target): keep}), means
-        ):
+        with masking(model, selector, means=means):
             logits = model(ids).logits
         nll = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         nats["mask"] += nll.double().sum().item()
@@ -79,7 +80,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
         for t in range(len(part[0]) - 1):
             engine.step("greedy", True)
             for key, selection in engine.core.selections.items():
-                got, expected = bits(selection.row_bits, len(part)), kept[key][:, t]
+                got, expected = bits(selection.row_bits, len(part)), selector.chosen[key][:, t]
                 wrong = got != expected
                 differing += torch.stack([wrong.sum(), (wrong & ~selector.near[key][:, t]).sum()])
                 units += got.numel()
