@@ -32,6 +32,7 @@ from kernels.launch import (
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 
+PACKED_BLOCK = 64  # rows of a program that makes a packed list
 _store_selection = store_selection  # the name under which other kernels of this package know it
 
 
@@ -366,21 +367,23 @@ def select_rows(
     threshold_ptr = threshold if isinstance(threshold, Tensor) else None
     value = 0.0 if isinstance(threshold, Tensor) else float(threshold)
     has_pdl, use_pdl = programmatic(hidden, pdl)
-    grid = (out.counts.numel(),)
+    block = out.block if out.published is None else PACKED_BLOCK
+    programs = -(-n // block)
+    sizes = {"PROGRAMS": programs, "PADDED": next_power_of_two(max(2, programs))}
     common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
-    outputs = (out.ids, out.counts, out.row_bits, logits_out)
+    outputs = (out.ids, out.counts, out.row_bits, logits_out, out.published)
     if batch == 1:
-        tile = out.block * rank * predictor.up.element_size()
+        tile = block * rank * predictor.up.element_size()
         warps = warps or (4 if tile <= 32768 else 8)
-        _select_kernel[grid](
-            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=has_pdl,
+        _select_kernel[(programs,)](
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=block, **sizes, PDL=has_pdl,
             num_warps=warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
-        select_dot_kernel[grid](
+        select_dot_kernel[(programs,)](
             hidden, *common, *outputs, n, batch, RANK=rank, BATCH=max(16, next_power_of_two(batch)),
-            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=has_pdl,
+            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=block, DOT=dot, **sizes, PDL=has_pdl,
             num_warps=4, launch_pdl=use_pdl,
         )  # fmt: skip
     if top_k is not None:
