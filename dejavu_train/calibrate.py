@@ -30,9 +30,10 @@ from dejavu_train.allocate import (
     spend,
     union_density,
 )
-from dejavu_train.bundle import PREDICTOR_DTYPES, Bundle, Entry, tensor_name
+from dejavu_train.bundle import Bundle
 from dejavu_train.costs import predictor_bytes, unit_bytes
 from dejavu_train.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
+from dejavu_train.entry import PREDICTOR_DTYPES, Entry, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.measure import blocks_of, measure, set_bars
 from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, weight_hash

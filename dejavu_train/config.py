@@ -6,10 +6,10 @@ import json
 from typing import Any, Literal
 
 from dejavu_train.allocate import parse_budget
-from dejavu_train.bundle import Entry
 from dejavu_train.calibrate import CalibrateConfig
 from dejavu_train.costs import entry_bytes, predictor_bytes
 from dejavu_train.datamodule import DataConfig
+from dejavu_train.entry import Entry
 from dejavu_train.errors import UserError
 from dejavu_train.losses import get_loss
 from dejavu_train.opt_model import OPTShape

@@ -7,7 +7,8 @@ calibration curves.
 import torch
 
 from dejavu_train.allocate import cascade_bytes, head_bytes, mlp_bytes, read_curve
-from dejavu_train.bundle import Bundle, Entry
+from dejavu_train.bundle import Bundle
+from dejavu_train.entry import Entry
 from dejavu_train.opt_model import OPTShape, torch_dtype
 
 

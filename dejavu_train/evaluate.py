@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import OPTForCausalLM
 
-from dejavu_train.bundle import TARGETS, Bundle, Key
+from dejavu_train.bundle import Bundle
+from dejavu_train.entry import TARGETS, Key
 from dejavu_train.mask import Select, masking
 from dejavu_train.metrics import SelectionSums
 from dejavu_train.selections import Given, Predicted, noncontextual_contributions, random_ranks, ranks, take

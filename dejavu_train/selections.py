@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from dejavu_train.bundle import Bundle, Entry, Key
+from dejavu_train.bundle import Bundle
+from dejavu_train.entry import Entry, Key
 from dejavu_train.sites import decoder_layers, head_contribution, neuron_contribution
 
 SELECTIONS = ("dense", "predicted", "oracle", "random", "static", "noncontextual")

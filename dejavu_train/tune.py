@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dejavu_train.bundle import Bundle, Entry
+from dejavu_train.bundle import Bundle
 from dejavu_train.costs import mlp_share, predictor_bytes
+from dejavu_train.entry import Entry
 from dejavu_train.errors import UserError
 from dejavu_train.planes import SecondTest
 from dejavu_train.predictor import LowRankPredictor

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from dejavu_train.bundle import Bundle, Entry, tensor_name
+from dejavu_train.bundle import Bundle
+from dejavu_train.entry import Entry, tensor_name
 from dejavu_train.opt_model import load_opt, read_shape, weight_hash
 from dejavu_train.planes import choose_grid
 from dejavu_train.predictor import LowRankPredictor

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from bundles import make_bundle
 
-from dejavu_train.bundle import Entry
 from dejavu_train.costs import entry_bytes, mlp_share, predictor_bytes
+from dejavu_train.entry import Entry
 
 FACTS = {"layer": 0, "target": "mlp", "site": "mlp_in", "site_layer": 0, "rank": 4, "d_in": 12, "n_out": 20}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dejavu_train.bundle import Entry
+from dejavu_train.entry import Entry
 from dejavu_train.selections import random_ranks, ranks, select, take
 
 ENTRY = {"layer": 0, "target": "mlp", "site": "mlp_in", "site_layer": 0, "rank": 1, "d_in": 4, "n_out": 4}
