@@ -10,9 +10,9 @@ bits, W = d / 8: nibble k of upper[i, w] is u + 8 of column k W + w; rest[i] is 
 in the same order, then 2 W words of its low bytes, byte k of word w being that of column k W + w and, in the second W
 words, of column (4 + k) W + w. So a thread's 16 bytes of any plane meet the same few contiguous parts of x, which stay
 in its registers, and a candidate that fails costs a quarter of a row.
-The list of candidates comes as block-local ranges (`Selection`), and a program owns every SHARE-th of one block; the
-next candidate's upper plane is on its way while the present one is summed. row_bits is set to what passed, so that the
-selection says afterwards what was used.
+The list of candidates comes as block-local ranges (`Selection`; packed: one block of all rows). A program owns every
+SHARE-th of one block; the next candidate's upper plane is on its way while the present one is summed. row_bits is set
+to what passed, so that the selection says afterwards what was used.
 Several batch rows share the weights they read, x comes from the L1 for each: exact, and slower than a product on tensor
 cores from about four rows on.
 """
@@ -253,17 +253,17 @@ def _cascade_rows_kernel(
 
 
 def cascade_settings(d: int, batch: int) -> tuple[int, int]:
-    """(programs a block of 64 candidates, warps), by width and batch."""
+    """(candidates of a program at most, warps), by width and batch."""
     if batch > 1:
         return 8, 8 if d > 4096 else 4
-    return 4, 8 if d > 4096 else 4 if d >= 2048 else 1
+    return 16, 8 if d > 4096 else 4 if d >= 2048 else 1
 
 
 def cascade_rows(
     n: int, d: int, batch: int, block: int, device: torch.device | str, share: int | None = None
 ) -> LiveRows:
     """The output that `cascade` wants for a selection of n rows in blocks of `block`."""
-    share = share or min(block, cascade_settings(d, batch)[0])
+    share = share or -(-block // cascade_settings(d, batch)[0])
     blocks, slots = triton.cdiv(n, block), triton.cdiv(block, share)
     ids = torch.zeros(blocks * share * slots, dtype=torch.int32, device=device)
     values = torch.zeros(blocks * share * slots, batch, device=device)

@@ -36,7 +36,8 @@ def check(x, weights, candidates, row_state=None, block=64, share=None):
 
 
 @pytest.mark.parametrize(
-    ("n", "d", "block", "share"), [(64, 64, 64, None), (100, 48, 32, 1), (70, 40, 16, 3), (33, 8, 64, 4)]
+    ("n", "d", "block", "share"),
+    [(64, 64, 64, None), (100, 48, 32, 1), (70, 40, 16, 3), (33, 8, 64, 4), (90, 16, 90, None)],
 )
 def test_one_row_equals_the_reference(n, d, block, share, device):
     x, weights, candidates, _ = problem(n, d, 1, device)
