@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dejavu_train.allocate import read_curve
 from dejavu_train.bundle import Bundle
-from dejavu_train.costs import mlp_share, predictor_bytes
+from dejavu_train.costs import entry_bytes, mlp_share, predictor_bytes
 from dejavu_train.entry import Entry
 from dejavu_train.errors import UserError
 from dejavu_train.planes import SecondTest
@@ -34,6 +35,7 @@ from dejavu_train.sites import decoder_layers
 
 logger = logging.getLogger(__name__)
 Sites = dict[tuple[str, int], Tensor]
+UNKNOWN_PRICE = 0.1  # nats, where no sensitivity was measured
 HIGHEST_TURN = 0.2  # of the price's logarithm, in one step
 
 
@@ -51,16 +53,17 @@ class TuneConfig:
     """Tokens in one pass through the model; a step adds up as many passes as it needs."""
     width: float = 1.0
     """Width of the sigmoid in the backward pass, in units of a logit."""
-    price: float = 0.3
-    """The first price: nats per token that the bytes of all dense MLPs are worth."""
+    price: float | None = None
+    """The first price: nats per token that the bytes of all dense MLPs are worth; null: the slope that was measured."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
         if self.steps < 0 or min(self.tokens, self.batch_tokens) < 1:
             raise UserError("tune.steps must not be negative, tune.tokens and tune.batch_tokens be at least 1")
         for name in ("learning_rate", "width", "price"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"tune.{name} must be above 0, got {getattr(self, name):g}")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"tune.{name} must be above 0, got {value:g}")
 
 
 class Gate(torch.autograd.Function):
@@ -230,7 +233,8 @@ def tune(
     batches = _batches(whole, max(1, config.batch_tokens // length), seed)
     passes = max(1, round(config.tokens / max(config.batch_tokens, length)))
     ledger = _Ledger(bundle, sparse)
-    price, figures = config.price, []
+    price = ledger.first_price() if config.price is None else config.price
+    figures = []
     for step in range(config.steps):
         nats = share = 0.0
         optimiser.zero_grad(set_to_none=True)
@@ -257,10 +261,23 @@ class _Ledger:
 
     def __init__(self, bundle: Bundle, sparse: Mapping[tuple[int, str], Entry]) -> None:
         shape = bundle.shape
+        self.shape, self.sparse = shape, sparse
         self.dense = 4.0 * shape.d_model * shape.d_ffn * shape.n_layers
         self.fixed = sum(predictor_bytes(entry) for entry in sparse.values())
         self.fixed += 4.0 * shape.d_model * shape.d_ffn * (shape.n_layers - len(sparse))
         self.wanted = mlp_share(bundle)
+
+    def first_price(self) -> float:
+        """What the sensitivities say: nats saved by 15 % more density, per share of the bytes that it costs."""
+        saved = cost = 0.0
+        for entry in self.sparse.values():
+            if "loss_increase" not in entry.curve:
+                return UNKNOWN_PRICE
+            more = entry.at(min(0.99, 1.15 * entry.density))
+            here, there = (read_curve(entry.curve, e.density)["loss_increase"] for e in (entry, more))
+            saved += here - there
+            cost += entry_bytes(more, self.shape) - entry_bytes(entry, self.shape)
+        return max(saved, 1e-6) * self.dense / max(cost, 1.0)
 
     def share(self, spent: float) -> float:
         return (self.fixed + spent) / self.dense

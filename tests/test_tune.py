@@ -8,7 +8,7 @@ from conftest import save_tiny_opt
 from dejavu_train.costs import mlp_share
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import load_opt
-from dejavu_train.tune import Gate, TuneConfig, next_price, tune
+from dejavu_train.tune import UNKNOWN_PRICE, Gate, TuneConfig, _Ledger, next_price, tune
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,16 @@ def test_what_cannot_be_tuned(folder):
         tune(model, bundle.at(0.3), [], TuneConfig(steps=1))
     with pytest.raises(UserError, match="tune.width must be above 0"):
         TuneConfig(width=0).check()
+
+
+def test_the_first_price_is_the_measured_slope(folder):
+    bundle = make_bundle(folder).at(0.3)
+    assert _Ledger(bundle, {(0, "mlp"): bundle.entries[0, "mlp"]}).first_price() == UNKNOWN_PRICE
+    for entry in bundle.entries.values():
+        entry.curve["loss_increase"] = [1.0 - density for density in entry.curve["density"]]
+    ledger = _Ledger(bundle, {(i, "mlp"): bundle.entries[i, "mlp"] for i in range(2)})
+    # a nat for all units of one layer; fc1 costs half of its bytes, fc2 less than the other half
+    assert 2.0 < ledger.first_price() < 4.0
 
 
 def test_dense_layers_stay_dense(folder):
