@@ -168,13 +168,13 @@ def attend(
                 highest = tl.max(tops, 0)
                 result = tl.zeros([HEAD_TILE], tl.float32)
                 for part in range(0, n_live, PARTS):
-                    s = part + tl.arange(0, PARTS)
-                    there = s < n_live
+                    some = part + tl.arange(0, PARTS)
+                    there = some < n_live
                     factor = tl.exp(
-                        tl.load(largest + pair * SPLITS + s, mask=there, other=-1e30, cache_modifier=".cg") - highest
+                        tl.load(largest + pair * SPLITS + some, mask=there, other=-1e30, cache_modifier=".cg") - highest
                     )
                     parts = tl.load(
-                        partial + (pair * SPLITS + s)[:, None] * HEAD_DIM + c[None, :],
+                        partial + (pair * SPLITS + some)[:, None] * HEAD_DIM + c[None, :],
                         mask=there[:, None] & inside[None, :],
                         other=0.0,
                         cache_modifier=".cg",
