@@ -135,7 +135,7 @@ class DecodeEngine:
             return bundle or {}
         if getattr(bundle, "shape", self.shape) != self.shape:
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
-        return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device)
+        return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device, codes=self.batch == 1)
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, policy, and the form of every layer."""

@@ -206,14 +206,17 @@ class TargetPredictor:
 
 
 def load_predictors(
-    bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str
+    bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
 ) -> dict[tuple[int, str], TargetPredictor]:
     """The predictors of a bundle by (layer, target); dense entries are left out.
 
     A head predictor without a nonlinearity is folded into one matrix of h rows: one stage instead of two, and fewer
-    bytes wherever the rank exceeds h. Entries of int8 or int4 stay codes with row scales on the device (int4 a byte a
-    code), what is folded and all others are in the model's dtype.
+    bytes wherever the rank exceeds h.
 
+    Args:
+        dtype: of the model; predictors are kept in it.
+        codes: keep entries of int8 or int4 as codes with row scales (int4 a byte a code): what one row at a time
+            wants. Several rows are a library's matrix product, which takes one dtype.
     Raises:
         UserError: thresholds that were never calibrated.
     """
@@ -237,7 +240,7 @@ def load_predictors(
         if target == "heads" and not relu and entry.top_k is None:
             if (entry.site, entry.site_layer) == ("attn_in", layer):
                 folded = (up @ down).to(device=device, dtype=dtype)
-        if entry.dtype in DTYPES:
+        if entry.dtype in DTYPES or not codes:
             weights = PredictorWeights(
                 down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
             )
