@@ -1,6 +1,7 @@
 """Shows on a GPU that the fast way computes what the references do, with a real model and bundle, in fp32.
 
-1. Token by token through the engine: the same sets as `mask` (near-ties counted apart) and its perplexity.
+1. Token by token through the engine, 16 rows at once and one by one: the same sets as `mask` (near-ties counted apart)
+   and its perplexity.
 2. Greedy tokens of the engine equal those of `gather` (but where the two best logits differ by less than 1e-4).
 3. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16).
 
@@ -182,6 +183,7 @@ def main() -> int:
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "model": args.model, "bundle": str(args.bundle)}
     for name, run in (
         ("sets", lambda: compare_sets(model, bundle, rows, 16)),
+        ("single", lambda: compare_sets(model, bundle, rows, 1)),
         ("greedy", lambda: compare_tokens(model, bundle, rows[0][:100], 900)),
         ("replay", lambda: compare_replay(model, bundle, rows, 512)),
     ):
