@@ -76,6 +76,8 @@ def required_cells(model: str) -> list[Cell]:
     prompts = (128, 256, 512, 1024) if model in ("6.7b", "30b", "66b") else (128,)
     sparse = [Cell(prompt=prompt, breakdown=prompt == 256) for prompt in prompts]
     dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]
+    if len(prompts) > 1:
+        sparse.append(Cell(predictors="int8"))
     if model in ("6.7b", "66b"):
         sparse += [
             Cell(prompt=256, site=site, look_ahead=how)
