@@ -36,7 +36,7 @@ def poison(engine):
 def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
     d_model, n_heads = SIZES[head_dim]
     model = random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, positions=256)
-    for options in ({}, {"lookahead": 1}, {"relu": True}, {"dense_layers": (0,)}, None):  # fmt: skip
+    for options in ({}, {"lookahead": 1}, {"relu": True}, {"int8": True, "means": True}, {"dense_layers": (0,)}, None):
         bundle = None if options is None else random_bundle(model, rank=16, **options)
         rows = rows_of(150, 40, 77)[:batch]
         engine = DecodeEngine(model, bundle, batch=batch, device="cuda", crossover=False)
