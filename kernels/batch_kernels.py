@@ -19,33 +19,6 @@ def store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr)
     tl.store(counts_ptr + pid, tl.sum(chosen, 0))
 
 
-@triton.jit
-def places_before(pid, number, published_ptr, run, PADDED: tl.constexpr):
-    """How many rows programs 0 .. pid - 1 selected, once all of them have said so; run: the number of this run."""
-    tl.atomic_xchg(published_ptr + 1 + pid, run * 4096 + number, sem="relaxed")
-    every = tl.arange(0, PADDED)
-    before = every < pid
-    said = tl.load(published_ptr + 1 + every, mask=before, other=0, volatile=True)
-    missing = tl.sum((before & (said // 4096 != run)).to(tl.int32), 0)
-    while missing > 0:
-        said = tl.load(published_ptr + 1 + every, mask=before, other=0, volatile=True)
-        missing = tl.sum((before & (said // 4096 != run)).to(tl.int32), 0)
-    return tl.sum(tl.where(before, said % 4096, 0), 0)
-
-
-@triton.jit
-def store_packed(
-    chosen, rows, pid, ids_ptr, counts_ptr, published_ptr, run, PROGRAMS: tl.constexpr, PADDED: tl.constexpr
-):
-    """chosen (BLOCK,) int32 0/1, BLOCK < 4096: the ids of the ones, behind those of the programs before."""
-    number = tl.sum(chosen, 0)
-    before = places_before(pid, number, published_ptr, run, PADDED)
-    tl.store(ids_ptr + before + tl.cumsum(chosen, 0) - 1, rows, mask=chosen != 0)
-    if pid == PROGRAMS - 1:
-        tl.store(counts_ptr, before + number)
-        tl.store(published_ptr, run)
-
-
 @triton.jit(do_not_specialize=["n", "n_blocks", "slots", "batch"])
 def gather_dot_kernel(
     x_ptr,
@@ -146,7 +119,6 @@ def select_dot_kernel(
     counts_ptr,
     row_bits_ptr,
     logits_ptr,
-    published_ptr,
     n,
     batch,
     RANK: tl.constexpr,
@@ -154,8 +126,6 @@ def select_dot_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     DOT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """2 to 32 batch rows. The fp32 hidden state enters the 16-bit product as two terms, so it is not rounded."""
@@ -194,9 +164,4 @@ def select_dot_kernel(
         chosen = (chosen & (state > 0)) | (valid & (state == 2))
     bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
-    chosen_by_any = (bits != 0).to(tl.int32)
-    if published_ptr is None:
-        store_selection(chosen_by_any, rows, pid, ids_ptr, counts_ptr, BLOCK)
-    else:
-        run = tl.load(published_ptr) % 500000 + 1
-        store_packed(chosen_by_any, rows, pid, ids_ptr, counts_ptr, published_ptr, run, PROGRAMS, PADDED)
+    store_selection((bits != 0).to(tl.int32), rows, pid, ids_ptr, counts_ptr, BLOCK)

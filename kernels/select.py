@@ -2,13 +2,9 @@
 """Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
-device, made without sorting or a host synchronisation, ascending, in one of two forms: packed, ids in slots
-[0, counts[0]); or in blocks: block p owns rows [p * block, (p + 1) * block) and writes to slots [p * block, p * block +
-counts[p]). For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
-
-A packed list is made in one kernel by look-back: a program publishes how many rows it selected, and adds up what the
-programs before it published. It waits for those alone, so programs that start in order always finish. What is
-published carries the number of the run: nothing needs resetting, and a replayed graph counts on.
+device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
+its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `packed_rows.pack` closes
+the gaps. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.batch_kernels import select_dot_kernel, store_packed, store_selection
+from kernels.batch_kernels import select_dot_kernel, store_selection
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
@@ -32,17 +28,15 @@ from kernels.launch import (
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 
-PACKED_BLOCK = 64  # rows of a program that makes a packed list
 _store_selection = store_selection  # the name under which other kernels of this package know it
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected rows of n on the device, in blocks, or packed: then block is n.
+    """Selected rows of n, as block-local ranges on the device.
 
-    ids: (n_blocks * block,) int32, slots beyond a block's count hold old ids; counts: (n_blocks,) int32;
+    ids: (n_blocks * block,) int32, slots beyond a block's count are undefined; counts: (n_blocks,) int32;
     row_bits: (n,) int32, bit b = selected by batch row b (defined for every i, also unselected ones).
-    published: (1 + programs,) int32, of a packed list: the number of the run, and each program's count with it.
     """
 
     n: int
@@ -50,13 +44,6 @@ class Selection:
     ids: Tensor
     counts: Tensor
     row_bits: Tensor
-    published: Tensor | None = None
-
-    @classmethod
-    def packed(cls, n: int, device: torch.device | str) -> "Selection":
-        """An empty packed selection of n rows with fresh buffers."""
-        made = cls.empty(n, device, block=n)
-        return replace(made, published=torch.zeros(1 + -(-n // 16), dtype=torch.int32, device=device))
 
     @classmethod
     def empty(cls, n: int, device: torch.device | str, block: int = 64) -> "Selection":
@@ -198,12 +185,8 @@ def select_block(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-    published_ptr=None,
-    PROGRAMS: tl.constexpr = 1,
-    PADDED: tl.constexpr = 2,
 ):
-    """One batch row, block pid of PROGRAMS: its tile of `up` and the limits are here before the wait. With
-    published_ptr the list is packed (PADDED: a power of two that holds PROGRAMS), else in blocks."""
+    """One batch row, block pid: its whole tile of `up` is static, so it is in registers before the wait."""
     rows = pid * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
     r = tl.arange(0, CHUNK)
@@ -227,8 +210,6 @@ def select_block(
     if row_state_ptr is not None:
         state = tl.load(row_state_ptr)
     wait_for_predecessor(PDL)
-    if published_ptr is not None:
-        run = tl.load(published_ptr) % 500000 + 1
     acc = tl.zeros((BLOCK, CHUNK), tl.float32)
     for j in tl.static_range(STEPS):
         if MASKED:
@@ -248,10 +229,7 @@ def select_block(
         chosen = (chosen & (state > 0)) | (inside & (state == 2))
     bits = chosen.to(tl.int32)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
-    if published_ptr is None:
-        store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
-    else:
-        store_packed(bits, rows, pid, ids_ptr, counts_ptr, published_ptr, run, PROGRAMS, PADDED)
+    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -267,18 +245,15 @@ def _select_kernel(
     counts_ptr,
     row_bits_ptr,
     logits_ptr,
-    published_ptr,
     n,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     select_block(
         tl.program_id(0), hidden_ptr, up_ptr, up_scale_ptr, bias_ptr, threshold_ptr, threshold, row_state_ptr, ids_ptr,
-        counts_ptr, row_bits_ptr, logits_ptr, n, RANK, CHUNK, BLOCK, PDL, published_ptr, PROGRAMS, PADDED,
+        counts_ptr, row_bits_ptr, logits_ptr, n, RANK, CHUNK, BLOCK, PDL,
     )  # fmt: skip
 
 
@@ -367,23 +342,21 @@ def select_rows(
     threshold_ptr = threshold if isinstance(threshold, Tensor) else None
     value = 0.0 if isinstance(threshold, Tensor) else float(threshold)
     has_pdl, use_pdl = programmatic(hidden, pdl)
-    block = out.block if out.published is None else PACKED_BLOCK
-    programs = -(-n // block)
-    sizes = {"PROGRAMS": programs, "PADDED": next_power_of_two(max(2, programs))}
+    grid = (out.counts.numel(),)
     common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
-    outputs = (out.ids, out.counts, out.row_bits, logits_out, out.published)
+    outputs = (out.ids, out.counts, out.row_bits, logits_out)
     if batch == 1:
-        tile = block * rank * predictor.up.element_size()
+        tile = out.block * rank * predictor.up.element_size()
         warps = warps or (4 if tile <= 32768 else 8)
-        _select_kernel[(programs,)](
-            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=block, **sizes, PDL=has_pdl,
+        _select_kernel[grid](
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=has_pdl,
             num_warps=warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
-        select_dot_kernel[(programs,)](
+        select_dot_kernel[grid](
             hidden, *common, *outputs, n, batch, RANK=rank, BATCH=max(16, next_power_of_two(batch)),
-            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=block, DOT=dot, **sizes, PDL=has_pdl,
+            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=has_pdl,
             num_warps=4, launch_pdl=use_pdl,
         )  # fmt: skip
     if top_k is not None:
