@@ -42,7 +42,7 @@ def row_settings(d: int) -> RowSettings:
     """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
     if d < 2048:
         return RowSettings(4, 2, 4, 512)
-    return RowSettings(4, 2, 8) if d <= 4096 else RowSettings(2, 2, 8)
+    return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
@@ -166,6 +166,10 @@ def _dense_rows_kernel(
     n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
     for begin in range(first, n_rows, step):
         coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
+        offsets = ()
+        for r in tl.static_range(ROWS):
+            if HAS_BIAS:
+                offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < n_rows, other=0.0),)
         for r in tl.static_range(ROWS):
             acc = w[r * STEPS].to(tl.float32) * n[0]
             for j in tl.static_range(1, STEPS):
@@ -173,7 +177,7 @@ def _dense_rows_kernel(
             if begin + r < n_rows:
                 value = tl.sum(acc, 0)
                 if HAS_BIAS:
-                    value += tl.load(bias + begin + r).to(tl.float32)
+                    value += offsets[r].to(tl.float32)
                 if RELU:
                     value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
                 tl.store(out + begin + r, value)

@@ -16,7 +16,7 @@ from kernels.batched import dense_add
 
 def wide_settings(d: int) -> tuple[int, int, int]:
     """(rows of a program, columns of a step, warps) by width."""
-    return (8, 1024, 8) if d <= 4096 else (4, 2048, 8)
+    return (16, 512, 8) if d <= 4096 else (4, 1024, 4)
 
 
 def dense_wide_reference(y, weight, bias, residual, out, pdl=False) -> None:

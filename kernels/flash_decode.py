@@ -22,13 +22,13 @@ from kernels.attention_common import check_device, check_head_dim, check_shape, 
 from kernels.select import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
-WARPS = {32: 2, 64: 4, 128: 8}
+WARPS = {32: 2, 64: 2, 128: 4}
 COMBINED = 16  # partial results combined at a time
 
 
-def block_positions(capacity: int) -> int:
-    """Positions of a program, from benchmarks/sparse_attention_sweep.py: small ones wait for less."""
-    return BLOCK if capacity <= 1024 else 2 * BLOCK
+def block_positions(capacity: int, heads: int) -> int:
+    """Positions of a program, from benchmarks/sparse_attention_sweep.py: few heads leave room for many programs."""
+    return BLOCK if capacity <= 1024 and heads <= 40 else 2 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def flash_decode(
     check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
-    positions = positions or block_positions(capacity)
+    positions = positions or block_positions(capacity, batch * n_heads)
     splits = triton.cdiv(capacity, positions)
     check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
     pdl = use_pdl(pdl, q.device)

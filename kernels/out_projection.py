@@ -34,7 +34,7 @@ class ProjectSettings:
 
 def project_settings(d: int) -> ProjectSettings:
     """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
-    return ProjectSettings(8, 1024, 4) if d <= 4096 else ProjectSettings(4, 1024, 4)
+    return ProjectSettings(8, 1024, 4) if d <= 4096 else ProjectSettings(8, 512, 4)
 
 
 def project_heads_reference(mixed, weight, bias, residual, selection, order, out, pdl=False) -> None:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """Query, key and value rows of the selected heads, with exact back-fill of the K/V that were skipped earlier.
 
     q[b, i]           = W_q[i] n(b, t) + b_q[i]                        t = position[b], for heads i that row b selects
@@ -32,25 +33,29 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 @dataclass(frozen=True)
 class TileSettings:
-    """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them."""
+    """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
+
+    wide: inputs of one product for a head that lacks more than `pairs`, in steps of half the columns.
+    """
 
     rows: int
     pairs: int
     block: int
     stages: int
     warps: int
+    wide: int = 32
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
     """Launch settings, from benchmarks/sparse_attention_sweep.py. A tile is of one head, and one of its q, k, v."""
     if batch == 1:
         rows, pairs, block, stages, warps = 16, 8, 128, 6, 1
-    elif batch <= 4:
-        rows, pairs, block, stages, warps = 32, 16, 128, 4, 2
+    elif batch <= 8:
+        rows, pairs, block, stages, warps = 16, 16, 128, 6, 1
     else:
-        rows, pairs, block, stages, warps = 64, 32, 64, 4, 4
+        rows, pairs, block, stages, warps = 32, 32, 128, 4, 4
     rows = min(rows, head_dim & -head_dim)
-    block = min(block * 2 // max(2, element_size), max(16, triton.next_power_of_2(d)))
+    block = min(block * 2 // max(2, element_size), max(32, triton.next_power_of_2(d)))
     return TileSettings(rows, pairs, block, stages, warps)
 
 
@@ -127,6 +132,76 @@ def place_and_state(
 
 
 @triton.jit
+def _fill(
+    head,
+    row,
+    start,
+    n_pairs,
+    first,
+    ends,
+    attn_in,
+    weight,
+    bias,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Values of ROWS rows of a head for the pairs start .. start + PAIRS - 1 of n_pairs.
+
+    Batch row b lacks positions from first[b] on; ends[b]: how many pairs there are up to its last one.
+    """
+    c = tl.arange(0, BLOCK)
+    rows = row + tl.arange(0, ROWS)
+    j = start + tl.arange(0, PAIRS)
+    exists = j < n_pairs
+    if B == 1:
+        of_row = tl.zeros_like(j)
+        p = tl.sum(first) + j
+    else:
+        b = tl.arange(0, first.shape[0])
+        passed = ends[None, :] <= j[:, None]
+        of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
+        begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
+        p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
+    w_ptrs = weight + head.to(tl.int64) * (3 * HEAD_DIM * D) + rows[:, None] * D + c[None, :]
+    x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+    offset = tl.load(bias + head * (3 * HEAD_DIM) + rows)  # used after the product: nothing waits for it before
+    values = tl.zeros((ROWS, PAIRS), tl.float32)
+    for column in tl.range(0, D, BLOCK, num_stages=STAGES):
+        if D % BLOCK == 0:
+            w = tl.load(w_ptrs + column, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
+            x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
+        values = tl.dot(w, x, values, input_precision="ieee")
+    values += offset.to(tl.float32)[:, None]
+    pair = of_row * H + head
+    slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
+    mask = exists[None, :] & (rows >= 0)[:, None]
+    if row < HEAD_DIM:
+        tl.store(q + pair[None, :] * HEAD_DIM + rows[:, None], values, mask=mask)
+    elif row < 2 * HEAD_DIM:
+        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty), mask=mask)
+    else:
+        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty), mask=mask)
+        if POLICY == 2:
+            if row == 2 * HEAD_DIM:
+                tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
+
+
+@triton.jit
 def qkv_tile(
     n,
     row,
@@ -150,6 +225,7 @@ def qkv_tile(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     POLICY: tl.constexpr,
@@ -157,9 +233,6 @@ def qkv_tile(
     """ROWS rows of one head; n, row, last, marks from `place_and_state`. ROWS divides HEAD_DIM: of one of q, k, v."""
     heads = tl.arange(0, H_TILE)
     b = tl.arange(0, B_TILE)
-    c = tl.arange(0, BLOCK)
-    rows = row + tl.arange(0, ROWS)
-    inner = rows[:, None] * D + c[None, :]
     kind = row // HEAD_DIM
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
     chosen = (head_bits != 0).to(tl.int32)
@@ -183,42 +256,17 @@ def qkv_tile(
         lacking = tl.where(wanted & (b < B), last + 1 - first, 0)
         ends = tl.cumsum(lacking, 0)
         n_pairs = tl.sum(lacking)
-        w_ptrs = weight + head.to(tl.int64) * (3 * HEAD_DIM * D) + inner
-        for start in range(0, n_pairs, PAIRS):
-            j = start + tl.arange(0, PAIRS)
-            exists = j < n_pairs
-            if B == 1:
-                of_row = tl.zeros_like(j)
-                p = tl.sum(first) + j
-            else:
-                passed = ends[None, :] <= j[:, None]
-                of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
-                begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
-                p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
-            x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
-            offset = tl.load(bias + head * (3 * HEAD_DIM) + rows)  # used below only, so that nothing waits for it here
-            values = tl.zeros((ROWS, PAIRS), tl.float32)
-            for column in tl.range(0, D, BLOCK, num_stages=STAGES):
-                if D % BLOCK == 0:
-                    w = tl.load(w_ptrs + column, eviction_policy="evict_first")
-                    x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
-                else:
-                    w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
-                    x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
-                values = tl.dot(w, x, values, input_precision="ieee")
-            values += offset.to(tl.float32)[:, None]
-            pair = of_row * H + head
-            slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
-            mask = exists[None, :] & (rows >= 0)[:, None]
-            if kind == 0:
-                tl.store(q + pair[None, :] * HEAD_DIM + rows[:, None], values, mask=mask)
-            elif kind == 1:
-                tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty), mask=mask)
-            else:
-                tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty), mask=mask)
-                if POLICY == 2:
-                    if row == 2 * HEAD_DIM:
-                        tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
+        if n_pairs <= PAIRS:
+            _fill(
+                head, row, 0, n_pairs, first, ends, attn_in, weight, bias, valid, q, k_cache, v_cache, capacity, B, H,
+                HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
+            )  # fmt: skip
+        else:  # a head that was idle for long: one slow pass over its rows in place of several
+            for start in range(0, n_pairs, WIDE):
+                _fill(
+                    head, row, start, n_pairs, first, ends, attn_in, weight, bias, valid, q, k_cache, v_cache, capacity,
+                    B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -243,6 +291,7 @@ def _qkv_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     POLICY: tl.constexpr,
@@ -257,7 +306,7 @@ def _qkv_kernel(
         write_order(row_bits, order, H, H_TILE)
     qkv_tile(
         n, row, last, marks, attn_in, weight, bias, row_bits, watermark, valid, q, k_cache, v_cache, capacity, B,
-        B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
+        B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY,
     )  # fmt: skip
 
 
@@ -293,13 +342,16 @@ def _qkv_dense_kernel(
     n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
     for begin in range(first, N_ROWS, step):
         coming = row_pieces(weight, begin + step, N_ROWS, c, D, BLOCK, ROWS)
+        offsets = ()
+        for r in tl.static_range(ROWS):
+            offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < N_ROWS, other=0.0),)
         for r in tl.static_range(ROWS):
             acc = w[r * STEPS].to(tl.float32) * n[0]
             for j in tl.static_range(1, STEPS):
                 acc += w[r * STEPS + j].to(tl.float32) * n[j]
             line = begin + r
             if line < N_ROWS:
-                value = tl.sum(acc, 0) + tl.load(bias + line).to(tl.float32)
+                value = tl.sum(acc, 0) + offsets[r].to(tl.float32)
                 head = line // (3 * HEAD_DIM)
                 row = line % (3 * HEAD_DIM)
                 slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
@@ -380,6 +432,7 @@ def qkv(
         D=d,
         ROWS=settings.rows,
         PAIRS=settings.pairs,
+        WIDE=max(settings.wide, settings.pairs),
         BLOCK=settings.block,
         STAGES=settings.stages,
         POLICY=POLICIES[policy],
