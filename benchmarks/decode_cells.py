@@ -85,6 +85,8 @@ def required_cells(model: str) -> list[Cell]:
         ]
         for batch, union in UNION[model].items():
             sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
+            if model == "6.7b":  # small enough that the dense form may win: both, to judge the choice
+                sparse.append(dataclasses.replace(sparse[-1], crossover=False))
             dense.append(Cell("dense", batch))
     if model == "66b":  # the paper's operating point for its 175B model
         sparse.insert(0, Cell(mlp_density=0.195, head_density=0.37))
