@@ -21,7 +21,7 @@ from dejavu_train.bundle import Bundle
 from dejavu_train.decode import DecodeEngine
 from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, load_tokenizer
-from dejavu_train.selections import Predicted, select
+from dejavu_train.selections import Predicted
 from dejavu_train.sparse_model import SparseOPTForCausalLM
 
 NEAR = 1e-3  # distance of a logit to its threshold below which rounding in another order may decide
@@ -43,8 +43,8 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
 
 
 class Watching(Predicted):
-    """Selections of the bundle; keeps, as (B, T, n) bool by (layer, target), what the predictors alone chose (a cascade
-    tests that once more) and which logits lie within NEAR of their threshold."""
+    """Selections of the bundle; keeps, as (B, T, n) bool by (layer, target), what was chosen and what was a near-tie: a
+    logit within NEAR of its threshold, or a cascade's score within NEAR of its bar."""
 
     def __init__(self, bundle: Bundle, model: Any) -> None:
         super().__init__(bundle, model.device, model)
@@ -52,12 +52,15 @@ class Watching(Predicted):
         self.near: dict[tuple[int, str], Tensor] = {}
 
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
-        entry = self.bundle.entries[layer, target]
-        if not entry.dense:
+        keep, entry = super().__call__(layer, target, sites), self.bundle.entries.get((layer, target))
+        if keep is not None and entry is not None:
             logits = self.predictors[layer, target](sites[entry.site, entry.site_layer].float())
-            self.chosen[layer, target] = select(logits, entry)
-            self.near[layer, target] = (logits - (entry.threshold or 0.0)).abs() < NEAR
-        return super().__call__(layer, target, sites)
+            near = (logits - (entry.threshold or 0.0)).abs() < NEAR
+            if target == "mlp" and layer in self._tests:
+                test = self._tests[layer]
+                near |= (test.scores(sites["mlp_in", layer]) - test.bar).abs() < NEAR
+            self.chosen[layer, target], self.near[layer, target] = keep, near
+        return keep
 
 
 @torch.no_grad()
