@@ -12,7 +12,7 @@ import torch
 from benchmarks.decode_problem import SHAPES
 from benchmarks.harness import sets_for
 from dejavu_train.opt_model import OPTShape
-from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv
+from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv, qkv_dense
 from kernels.layer_norm import LayerNormWeights
 
 ALL_SHAPES = SHAPES | {"175b": OPTShape(12288, 49152, 96, 96, 50272, 2048)}
@@ -121,7 +121,7 @@ class Problem:
 
     def dense_project(self, i: int, pdl: bool = True, settings: dense_gemv.RowSettings | None = None) -> None:
         s = self.data[i]
-        qkv.qkv_dense(self.x, self.ln, s.qkv, s.qkv_bias, self.position, self.q, s.k, s.v, pdl, settings)
+        qkv_dense.qkv_dense(self.x, self.ln, s.qkv, s.qkv_bias, self.position, self.q, s.k, s.v, pdl, settings)
 
     def dense_block(self, i: int) -> None:
         self.dense_project(i)

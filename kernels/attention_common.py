@@ -61,3 +61,28 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
 def check_head_dim(head_dim: int) -> None:
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head dim {head_dim} is not supported, expected one of {', '.join(map(str, HEAD_DIMS))}")
+
+
+def check_projection(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    position: torch.Tensor,
+) -> tuple[int, int, int, int]:
+    """The tensors of a q/k/v projection fit each other; returns (B, h, head_dim, d)."""
+    check_device("q", q)
+    batch, n_heads, head_dim = q.shape
+    check_head_dim(head_dim)
+    d = weight.shape[-1]
+    check_shape("weight", weight, n_heads, 3, head_dim, d)
+    check_shape("bias", bias, n_heads, 3, head_dim)
+    capacity = k_cache.shape[2]
+    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
+    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
+    check_shape("position", position, batch)
+    if x.shape[-1] != d:
+        raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
+    return batch, n_heads, head_dim, d

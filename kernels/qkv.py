@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Query, key and value rows of the selected heads, with exact back-fill of the K/V that were skipped earlier.
 
     q[b, i]           = W_q[i] n(b, t) + b_q[i]                        t = position[b], for heads i that row b selects
@@ -13,7 +12,6 @@ position) pairs that the head lacks, the present one among them. A pair that doe
 and batches cost no second pass over the weights, and a tile has no reduction between threads.
 Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
-`qkv_dense` does all heads at t with the LayerNorm in its prologue: the dense engine needs neither attn_in nor a list.
 """
 
 from dataclasses import dataclass
@@ -22,10 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_device, check_head_dim, check_shape, n_sms, start_dependents, use_pdl
-from kernels.batched import dense_qkv
-from kernels.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.attention_common import check_projection, check_shape, start_dependents, use_pdl
 from kernels.select import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
@@ -85,18 +80,6 @@ def qkv_reference(
                 valid[b, head, t] = 1
 
 
-def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=False) -> None:
-    """Plain torch; also the batched form on the GPU, where a matrix product is cuBLAS's. No host synchronisation."""
-    batch, n_heads, head_dim = q.shape
-    n = layer_norm_reference(x, ln, weight.dtype)
-    rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + bias.float().flatten()
-    rows = rows.view(batch, n_heads, 3, head_dim)
-    q.copy_(rows[:, :, 0])
-    each = torch.arange(batch, device=x.device)
-    k_cache[each, :, position.long()] = rows[:, :, 1].to(k_cache.dtype)
-    v_cache[each, :, position.long()] = rows[:, :, 2].to(v_cache.dtype)
-
-
 @triton.jit
 def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
     """order[:n] = the selected heads, ascending; order[H] = n. For the output projection."""
@@ -104,31 +87,6 @@ def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
     chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
     tl.store(order + tl.cumsum(chosen, 0) - 1, heads, mask=chosen != 0)
     tl.store(order + H, tl.sum(chosen))
-
-
-@triton.jit
-def place_and_state(
-    tile, position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, POLICY: tl.constexpr,
-):  # fmt: skip
-    """What a tile knows before the wait: (n, row, positions (B_TILE,), watermarks (H_TILE,) of a single row's heads).
-
-    The tile is of the n-th selected head, from that head's row `row` on. With the policy "always" the k and v rows of
-    all heads come first (n = -1 - head), then the q rows of the selected ones. Positions and watermarks are those that
-    the step before left.
-    """
-    item = tile * ROWS
-    n = item // (3 * HEAD_DIM)
-    row = item % (3 * HEAD_DIM)
-    if POLICY == 1:
-        fixed = item < 2 * HEAD_DIM * H
-        n = tl.where(fixed, -1 - item // (2 * HEAD_DIM), (item - 2 * HEAD_DIM * H) // HEAD_DIM)
-        row = tl.where(fixed, HEAD_DIM + item % (2 * HEAD_DIM), item % HEAD_DIM)
-    b = tl.arange(0, B_TILE)
-    heads = tl.arange(0, H_TILE)
-    last = tl.load(position + b, mask=b < B, other=0)
-    marks = tl.load(watermark + heads, mask=(heads < H) & (B == 1), other=0)
-    return n, row, last, marks
 
 
 @triton.jit
@@ -202,20 +160,18 @@ def _fill(
 
 
 @triton.jit
-def qkv_tile(
-    n,
-    row,
-    last,
-    marks,
+def _qkv_kernel(
     attn_in,
     weight,
     bias,
     row_bits,
+    position,
     watermark,
     valid,
     q,
     k_cache,
     v_cache,
+    order,
     capacity,
     B: tl.constexpr,
     B_TILE: tl.constexpr,
@@ -229,11 +185,26 @@ def qkv_tile(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     POLICY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """ROWS rows of one head; n, row, last, marks from `place_and_state`. ROWS divides HEAD_DIM: of one of q, k, v."""
-    heads = tl.arange(0, H_TILE)
-    b = tl.arange(0, B_TILE)
+    # The tile is of the n-th selected head, from that head's row `row` on. With the policy "always" the k and v rows of
+    # all heads come first (n < 0), then the q rows of the selected ones. ROWS divides HEAD_DIM: of one of q, k, v.
+    tile = tl.program_id(0)
+    n = tile * ROWS // (3 * HEAD_DIM)
+    row = tile * ROWS % (3 * HEAD_DIM)
+    if POLICY == 1:
+        fixed = tile * ROWS < 2 * HEAD_DIM * H
+        n = tl.where(fixed, -1 - tile * ROWS // (2 * HEAD_DIM), (tile * ROWS - 2 * HEAD_DIM * H) // HEAD_DIM)
+        row = tl.where(fixed, HEAD_DIM + tile * ROWS % (2 * HEAD_DIM), tile * ROWS % HEAD_DIM)
     kind = row // HEAD_DIM
+    b = tl.arange(0, B_TILE)
+    heads = tl.arange(0, H_TILE)
+    # Positions and watermarks are those that the step before left; a batch loads its head's watermarks below.
+    last = tl.load(position + b, mask=b < B, other=0)
+    marks = tl.load(watermark + heads, mask=(heads < H) & (B == 1), other=0)
+    start_dependents(PDL)
+    if tile == tl.num_programs(0) - 1:  # the one with the least to do
+        write_order(row_bits, order, H, H_TILE)
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
     chosen = (head_bits != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
@@ -269,117 +240,6 @@ def qkv_tile(
                 )  # fmt: skip
 
 
-@triton.jit
-def _qkv_kernel(
-    attn_in,
-    weight,
-    bias,
-    row_bits,
-    position,
-    watermark,
-    valid,
-    q,
-    k_cache,
-    v_cache,
-    order,
-    capacity,
-    B: tl.constexpr,
-    B_TILE: tl.constexpr,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    POLICY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    n, row, last, marks = place_and_state(
-        tile, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, ROWS, POLICY
-    )  # fmt: skip
-    start_dependents(PDL)
-    if tile == tl.num_programs(0) - 1:  # the one with the least to do
-        write_order(row_bits, order, H, H_TILE)
-    qkv_tile(
-        n, row, last, marks, attn_in, weight, bias, row_bits, watermark, valid, q, k_cache, v_cache, capacity, B,
-        B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY,
-    )  # fmt: skip
-
-
-@triton.jit
-def _qkv_dense_kernel(
-    x,
-    norm_weight,
-    norm_bias,
-    weight,
-    bias,
-    position,
-    q,
-    k_cache,
-    v_cache,
-    capacity,
-    H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    EPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # As `dense_gemv`, but a row's result goes to q, or to the caches at the position.
-    N_ROWS: tl.constexpr = 3 * HEAD_DIM * H
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    c = tl.arange(0, BLOCK)
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    w = row_pieces(weight, first, N_ROWS, c, D, BLOCK, ROWS)
-    last = tl.load(position)
-    start_dependents(PDL)
-    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
-    for begin in range(first, N_ROWS, step):
-        coming = row_pieces(weight, begin + step, N_ROWS, c, D, BLOCK, ROWS)
-        offsets = ()
-        for r in tl.static_range(ROWS):
-            offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < N_ROWS, other=0.0),)
-        for r in tl.static_range(ROWS):
-            acc = w[r * STEPS].to(tl.float32) * n[0]
-            for j in tl.static_range(1, STEPS):
-                acc += w[r * STEPS + j].to(tl.float32) * n[j]
-            line = begin + r
-            if line < N_ROWS:
-                value = tl.sum(acc, 0) + offsets[r].to(tl.float32)
-                head = line // (3 * HEAD_DIM)
-                row = line % (3 * HEAD_DIM)
-                slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
-                if row < HEAD_DIM:
-                    tl.store(q + head * HEAD_DIM + row, value)
-                elif row < 2 * HEAD_DIM:
-                    tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
-                else:
-                    tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
-        w = coming
-
-
-def _check(x, weight, bias, q, k_cache, v_cache, position) -> tuple[int, int, int, int]:
-    check_device("q", q)
-    batch, n_heads, head_dim = q.shape
-    check_head_dim(head_dim)
-    d = weight.shape[-1]
-    check_shape("weight", weight, n_heads, 3, head_dim, d)
-    check_shape("bias", bias, n_heads, 3, head_dim)
-    capacity = k_cache.shape[2]
-    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
-    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
-    check_shape("position", position, batch)
-    if x.shape[-1] != d:
-        raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
-    return batch, n_heads, head_dim, d
-
-
 def qkv(
     attn_in: torch.Tensor,
     weight: torch.Tensor,
@@ -400,7 +260,7 @@ def qkv(
 
     order: (h + 1) int32, receives the selected heads in ascending order and, at its end, their number.
     """
-    batch, n_heads, head_dim, d = _check(attn_in, weight, bias, q, k_cache, v_cache, position)
+    batch, n_heads, head_dim, d = check_projection(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
     check_shape("order", order, n_heads + 1)
@@ -445,45 +305,3 @@ def qkv(
 def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
     """A kernel's pointer argument may not be None; what stands in is never read."""
     return stand_in if tensor is None else tensor
-
-
-def qkv_dense(
-    x: torch.Tensor,
-    ln: LayerNormWeights,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    position: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    pdl: bool = False,
-    settings: RowSettings | None = None,
-) -> None:
-    """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
-    batch, n_heads, head_dim, d = _check(x, weight, bias, q, k_cache, v_cache, position)
-    if batch > 1:
-        dense_qkv(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
-        return
-    pdl = use_pdl(pdl, q.device)
-    settings = settings or row_settings(d)
-    _qkv_dense_kernel[(min(n_sms(q.device) * settings.programs, 3 * n_heads * head_dim // settings.rows),)](
-        x,
-        ln.weight,
-        ln.bias,
-        weight,
-        bias,
-        position,
-        q,
-        k_cache,
-        v_cache,
-        k_cache.shape[2],
-        H=n_heads,
-        HEAD_DIM=head_dim,
-        D=d,
-        BLOCK=settings.block(d),
-        ROWS=settings.rows,
-        EPS=ln.eps,
-        PDL=pdl,
-        num_warps=settings.warps_for(d),
-        launch_pdl=pdl,
-    )
