@@ -17,7 +17,8 @@ from benchmarks.harness import BenchRow, Rows, measure, sets_for
 from kernels.cascade import CascadeWeights, cascade, cascade_rows
 from kernels.gather_gemv import LiveRows, gather_gemv
 from kernels.launch import gather_settings
-from kernels.listed_gemv import listed_block, listed_gemv, listed_rows
+from kernels.listed_gemv import listed_block, listed_gemv
+from kernels.packed_rows import PackedRows, pack
 from kernels.select import Selection
 
 SHAPES = {768: 3072, 2048: 8192, 4096: 16384, 7168: 28672, 9216: 36864, 12288: 49152}
@@ -69,10 +70,11 @@ class Problem:
             def step(i: int) -> None:
                 cascade(self.x, self.planes[i], self.selections[i], live, None, pdl, warps)
         elif self.batch == 1:
-            live = listed_rows(self.n, self.d, "cuda", self.block)
+            packed = PackedRows.empty(self.n, "cuda")
 
             def step(i: int) -> None:
-                listed_gemv(self.x, None, self.fc1[i], self.bias, self.selections[i], live, pdl=pdl)
+                pack(self.selections[i], packed, pdl=pdl)
+                listed_gemv(self.x, None, self.fc1[i], self.bias, packed, pdl=pdl)
         else:
             programs = gather_settings(self.d, self.batch, False, self.n).programs
             live = LiveRows.empty(self.n, self.batch, "cuda", programs=programs)

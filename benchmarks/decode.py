@@ -106,8 +106,7 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         predictors = random_predictors(shape, rank, *single, cell.site, getattr(torch, cell.predictors))
     engine = DecodeEngine(
         weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + 32), kv_policy=cell.kv_policy,
-        pdl=cell.pdl, look_ahead=cell.look_ahead, one_kernel=cell.one_kernel, pack_rows=cell.pack_rows,
-        crossover=cell.crossover,
+        pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover,
     )  # fmt: skip
     with torch.no_grad():
         start(engine, cell.prompt, steps + 30)

@@ -35,8 +35,6 @@ class Cell:
     look_ahead: str = "stream"
     kv_policy: str = "backfill"
     pdl: bool = True
-    one_kernel: bool = False
-    pack_rows: bool = True
     crossover: bool = True
     breakdown: bool = False
 

@@ -66,8 +66,6 @@ class DecodeEngine:
         look_ahead: where predictors of earlier sites run: "stream" = on a second stream inside the graph, "inline" = as
             kernels between the others, "fused" = in the grids of head_select and of attention (one batch row, MLP
             predictors that read attn_in of their layer; the others inline).
-        one_kernel: select and fc1 in one kernel (one batch row, predictors that read mlp_in of their layer).
-        pack_rows: fc2 of one batch row from a packed list, a column with one owner; else stripes that share columns.
         crossover: run a layer densely where, at this width and batch, the selected share was measured not to pay; see
             `describe`. Only on a GPU, where it was measured. False = sparse wherever the bundle says so.
         release: give up the Hugging Face model's own tensors while copying.
@@ -89,8 +87,6 @@ class DecodeEngine:
         graph: bool = True,
         pdl: bool = True,
         look_ahead: str = "stream",
-        one_kernel: bool = False,
-        pack_rows: bool = True,
         crossover: bool = True,
         release: bool = False,
     ) -> None:
@@ -126,7 +122,6 @@ class DecodeEngine:
         self.predictors = {key: predictor for key, predictor in found.items() if self.forms[key].sparse}
         self.core = DecodeStep(
             self.weights, self.predictors, batch, self.context, kv_policy, device, ops, graph, pdl, look_ahead,
-            one_kernel, pack_rows,
         )  # fmt: skip
         self.state = self.core.state
 

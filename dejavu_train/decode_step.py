@@ -1,9 +1,9 @@
 """One decoding step of the engine: its static buffers, its kernels in order, and the CUDA graph that replays them.
 
 A layer of a sparse step, one batch row: head_select (LayerNorm, head predictor) - qkv - flash_decode - project_heads -
-predict_select (LayerNorm, predictor, list) - listed_gemv (fc1; cascade, where there is a second test) - pack -
-packed_rows (fc2). A dense one: qkv_dense - flash_decode - project_heads - dense_rows - dense_wide. LayerNorms are
-prologues, biases and residuals epilogues.
+predict_select (LayerNorm, predictor, list) - pack - listed_gemv (fc1) - packed_rows (fc2); with a second test
+predict_select - cascade - pack - packed_rows. A dense one: qkv_dense - flash_decode - project_heads - dense_rows -
+dense_wide. LayerNorms are prologues, biases and residuals epilogues.
 """
 
 from typing import Any
@@ -24,7 +24,6 @@ from kernels import (
     sampling,
     scatter_gemv,
     select,
-    select_gather,
 )
 
 
@@ -43,8 +42,6 @@ class DecodeStep:
         graph: bool,
         pdl: bool,
         look_ahead: str,
-        one_kernel: bool,
-        pack_rows: bool,
     ) -> None:
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
@@ -53,8 +50,6 @@ class DecodeStep:
             weights.layers[layer] = old.with_fc2(transposed=mlp is not None).with_planes(mlp.grid if mlp else None)
         self.ops = operations(ops)
         self._pdl = pdl
-        self._pack_rows = pack_rows
-        self._one_kernel = one_kernel and ops == "triton" and self._can_select_and_gather()
         dtype = weights.embedding.dtype
         self._fused = {
             layer: predictors[layer, "mlp"].weights.with_down_in(dtype)
@@ -66,12 +61,6 @@ class DecodeStep:
         self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
         self._pending: dict[tuple[int, str], torch.cuda.Event] = {}
         self._allocate(ops == "triton")
-
-    def _can_select_and_gather(self) -> bool:
-        """Whether every MLP predictor reads its own site, thresholds, serves one row, and is no cascade."""
-        found = [predictor for (_, target), predictor in self.predictors.items() if target == "mlp"]
-        own = all((p.site, p.site_layer) == ("mlp_in", p.layer) and p.top_k is p.grid is None for p in found)
-        return self.batch == 1 and bool(found) and own
 
     def _can_fuse(self, layer: int) -> bool:
         """Whether the MLP's predictor can ride with the attention's kernels."""
@@ -112,13 +101,10 @@ class DecodeStep:
         self._hidden_dense = torch.zeros(batch, shape.d_ffn, device=device)
         # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
         self._live: Any = self._hidden_dense
-        packed = triton_ops and batch == 1 and self._pack_rows
+        packed = triton_ops and batch == 1
         self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
-        if triton_ops and self._one_kernel:
-            self._live = select_gather.select_gather_rows(shape.d_ffn, d, device)
-        elif triton_ops and batch == 1:
-            self._live = listed_gemv.listed_rows(shape.d_ffn, d, device)
-        elif triton_ops:
+        self._partials = packed_rows.partial_sums(d, device) if packed else None
+        if triton_ops and batch > 1:
             programs = launch.gather_settings(d, batch, False, shape.d_ffn).programs
             self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device, programs=programs)
         self.selections: dict[tuple[int, str], select.Selection] = {}
@@ -224,8 +210,7 @@ class DecodeStep:
         weights = self.weights.layers[layer]
         x, out = self.x[2 * layer + 1], self.x[2 * layer + 2]
         predictor = self.predictors.get((layer, "mlp"))
-        if not self._one_kernel:
-            self._predict(layer, "mlp_in", x, weights.norm2)
+        self._predict(layer, "mlp_in", x, weights.norm2)
         if predictor is None:
             hidden: Any = self._hidden_dense
             if self.batch > 1 and ops.dense_hidden is not None:
@@ -235,42 +220,31 @@ class DecodeStep:
             ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
             ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
             return
-        if self._one_kernel:
-            hidden, low = self._live, self._rank_scratch[layer, "mlp"]
-            ops.gather_gemv(
-                x, predictor.weights.down, None, None, "relu" if predictor.weights.relu else "none", low,
-                ln=weights.norm2, scale=predictor.weights.down_scale, normalised_out=self._normalised, pdl=pdl,
+        self._join((layer, "mlp"))
+        own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
+        source, norm = (self._normalised, None) if own else (x, weights.norm2)
+        chosen = self.selections[layer, "mlp"]
+        hidden = self._live
+        if weights.cascade is not None:
+            if not own:
+                ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
+            hidden = self._tested
+            ops.cascade(
+                self._normalised, weights.cascade, chosen, hidden, row_state=self.state.row_state, pdl=pdl
             )  # fmt: skip
-            ops.select_gather(
-                low, predictor.weights, predictor.threshold, self._normalised, weights.fc1, weights.fc1_bias, hidden,
-                row_state=self.state.row_state, pdl=pdl,
-            )  # fmt: skip
-        else:
-            self._join((layer, "mlp"))
-            hidden = self._live
-            own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
-            source, norm = (self._normalised, None) if own else (x, weights.norm2)
-            chosen = self.selections[layer, "mlp"]
-            if weights.cascade is not None:
-                if not own:
-                    ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
-                hidden = self._tested
-                ops.cascade(
-                    self._normalised, weights.cascade, chosen, hidden, row_state=self.state.row_state, pdl=pdl
-                )  # fmt: skip
-            elif self.batch == 1:
-                # A list made half a block ago is older than the launch before: its first rows may be read early.
-                early = not own and self._lookahead is None
-                ops.listed_gemv(
-                    source, norm, weights.fc1, weights.fc1_bias, chosen, hidden, early=early, pdl=pdl
-                )  # fmt: skip
-            else:
-                ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
+        elif self._packed is None:
+            ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
         if self._packed is None:
             ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self.scatter, pdl=pdl)
             return
-        ops.pack(hidden, self._packed, pdl=pdl)
-        ops.packed_rows(self._packed, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+        if weights.cascade is not None:
+            ops.pack(hidden, self._packed, pdl=pdl)
+        else:
+            ops.pack(chosen, self._packed, pdl=pdl)
+            # The predictor normalised x before the launch before fc1: fc1 reads it before it waits.
+            early = "x" if own else None
+            ops.listed_gemv(source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl)
+        ops.packed_rows(self._packed, weights.fc2, weights.fc2_bias, x, out, partials=self._partials, pdl=pdl)
 
     def tail(self, mode: str, score: bool) -> None:
         head = self.weights.lm_head

@@ -1,44 +1,54 @@
-"""Rows named by a selection times one vector: h[i] = relu(sum_j w[i, j] n[j] + bias[i]), the live ones as a list.
+# mypy: disable-error-code="assignment"
+"""Rows named by a packed list times one vector: values[k] = relu(sum_j w[ids[k], j] n[j] + bias[ids[k]]).
 
-n = LayerNorm(x) or x itself. x (1, d) fp32 (or as w, without a LayerNorm); w (n, d). A program owns every SHARE-th
-selected row of one block of the selection: its ids lie at known places, so no running sum of counts is needed; ids and
-count arrive together, and the rows after them. With `early` the list was written at least two launches ago (a look-
-ahead predictor), and the first row is asked for before the wait for the stage before, which only makes x.
-Output: `LiveRows` with one range a program (ids, values, counts).
+n = LayerNorm(x) or x itself. x (1, d) fp32 (or as w, without a LayerNorm); w (n, d). Program p takes entries p, p + P,
+p + 2 P, ... of the list: even shares whatever the activity of neighbouring neurons, and addresses that depend on no
+count. The next row is on its way before the present one is summed. A value may be zero: fc2 skips its row.
+
+What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
+the predictor normalised it), or the list (EARLY_LIST, a look-ahead predictor).
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, start_dependents, two_tiles, use_pdl
-from kernels.dense_gemv import load_rows, norm_parameters, normalised
-from kernels.gather_gemv import LiveRows
+from kernels.attention_common import check_device, check_shape, use_pdl
+from kernels.dense_gemv import normalised_vector
+from kernels.launch import INTERPRET, column_block, load_vector, wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.select import Selection
+from kernels.packed_rows import PackedRows
+
+
+@dataclass(frozen=True)
+class ListedSettings:
+    """programs: grid size, about what fits on the GPU at once; block: columns a piece of a row."""
+
+    programs: int
+    block: int
+    warps: int
+
+
+def listed_settings(d: int) -> ListedSettings:
+    """Launch settings by width."""
+    if INTERPRET:
+        return ListedSettings(5, min(128, column_block(d)), 4)
+    if d <= 5120:
+        return ListedSettings(792, column_block(d, 8), 8)
+    if d < 12288:
+        return ListedSettings(396, 1024, 4)
+    return ListedSettings(264, 2048, 8)
 
 
 def listed_block(d: int) -> int:
-    """Block of the selections that this kernel likes best, by width."""
-    return 64 if d <= 4096 else 32
+    """Block of the selections that precede this kernel."""
+    return 64 if d <= 5120 else 32
 
 
-def listed_share(d: int) -> tuple[int, int]:
-    """(programs a block of the selection, warps), by width."""
-    return (4, 8) if d <= 4096 else (1, 4)
-
-
-def listed_rows(n: int, d: int, device: torch.device | str, block: int | None = None) -> LiveRows:
-    """The output that `listed_gemv` wants for n rows of width d."""
-    block, share = block or listed_block(d), listed_share(d)[0]
-    blocks, slots = triton.cdiv(n, block), triton.cdiv(block, share)
-    ids = torch.zeros(blocks * share * slots, dtype=torch.int32, device=device)
-    values = torch.zeros(blocks * share * slots, 1, device=device)
-    return LiveRows(n, slots, ids, values, torch.zeros(blocks * share, dtype=torch.int32, device=device))
-
-
-def listed_gemv_reference(x, ln, weight, bias, selection, out, early=False, pdl=False) -> None:
+def listed_gemv_reference(x, ln, weight, bias, selection, out) -> None:
     """Plain torch; `out` is the dense (B, n) tensor of the references."""
     y = x.to(weight.dtype) if ln is None else layer_norm_reference(x, ln, weight.dtype)
     y = (torch.nn.functional.linear(y.float(), weight.float()) + bias.float()).relu()
@@ -46,6 +56,18 @@ def listed_gemv_reference(x, ln, weight, bias, selection, out, early=False, pdl=
 
 
 @triton.jit
+def _load_row(w, row, left, columns, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Row `row` in pieces (BLOCK,), or nothing where left <= 0."""
+    at = w + row.to(tl.int64) * D
+    limit = tl.where(left > 0, D, 0)
+    tiles = ()
+    for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+        c = j * BLOCK + columns
+        tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit(do_not_specialize=["last"])
 def _listed_kernel(
     x,
     norm_weight,
@@ -53,65 +75,48 @@ def _listed_kernel(
     weight,
     bias,
     ids,
-    counts,
-    live_ids,
-    live_values,
-    live_counts,
-    n_rows,
+    count,
+    values,
+    last,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     BLOCK: tl.constexpr,
-    SHARE: tl.constexpr,
-    SLOTS: tl.constexpr,
     NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY_X: tl.constexpr,
+    EARLY_LIST: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    block = pid // SHARE
-    part = pid % SHARE
-    c0 = tl.arange(0, D0)
-    c1 = c0
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
+    step = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    if EARLY_X:
+        n = load_vector(x, columns, D, BLOCK)
+    if not EARLY_LIST:
+        wait_for_predecessor(PDL)
+    # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
+    number = tl.load(count)
+    row = tl.load(ids + tl.minimum(pid, last))
+    next_row = tl.load(ids + tl.minimum(pid + step, last))
+    w = _load_row(weight, row, number - pid, columns, D, BLOCK)
+    if EARLY_LIST:
+        wait_for_predecessor(PDL)
     if NORM:
-        g0, a0, g1, a1 = norm_parameters(norm_weight, norm_bias, c0, c1, D, D1)
-    if not EARLY:
-        start_dependents(PDL)
-    # The id may be one beyond the count: then it is an old one, in range, and its row is not read.
-    count = tl.load(counts + block, cache_modifier=".cg")
-    row = tl.load(ids + block * BLOCK + part, cache_modifier=".cg")
-    w0, w1 = load_rows(weight, row, tl.where(part < count, n_rows, 0), c0, c1, D, D0, D1, 1)
-    if EARLY:
-        start_dependents(PDL)
-    if NORM:
-        n0, n1 = normalised(x, g0, a0, g1, a1, c0, c1, D, D1, EPS, weight.dtype.element_ty)
-    else:
-        n0 = tl.load(x + c0).to(tl.float32)
-        n1 = n0
-        if D1 > 0:
-            n1 = tl.load(x + c1, mask=c1 < D, other=0.0).to(tl.float32)
-    written = 0
-    for item in range(part, count, SHARE):
-        ahead = item + SHARE
-        next_row = tl.load(ids + block * BLOCK + tl.minimum(ahead, BLOCK - 1), cache_modifier=".cg")
-        next0, next1 = load_rows(weight, next_row, tl.where(ahead - count < 0, n_rows, 0), c0, c1, D, D0, D1, 1)
-        value = tl.sum(w0.to(tl.float32) * n0[None, :])
-        if D1 > 0:
-            value += tl.sum(w1.to(tl.float32) * n1[None, :])
-        value += tl.load(bias + row).to(tl.float32)
-        slot = pid * SLOTS + written
-        if value <= 0:
-            value = 0.0  # keeps a NaN
-        tl.store(live_ids + slot, row)
-        tl.store(live_values + slot, value)
-        written += (value != 0).to(tl.int32)
+        n = normalised_vector(x, norm_weight, norm_bias, columns, D, BLOCK, EPS, weight.dtype.element_ty)
+    elif not EARLY_X:
+        n = load_vector(x, columns, D, BLOCK)
+    for item in range(pid, number, step):
+        coming = _load_row(weight, next_row, number - item - step, columns, D, BLOCK)
+        far_row = tl.load(ids + tl.minimum(item + 2 * step, last))
+        offset = tl.load(bias + row).to(tl.float32)
+        products = w[0].to(tl.float32) * n[0].to(tl.float32)
+        for j in tl.static_range(1, STEPS):
+            products += w[j].to(tl.float32) * n[j].to(tl.float32)
+        value = tl.sum(products, 0) + offset
+        tl.store(values + item, tl.where(value <= 0, 0.0, value))  # keeps a NaN
         row = next_row
-        w0 = next0
-        w1 = next1
-    tl.store(live_counts + pid, written)
+        next_row = far_row
+        w = coming
 
 
 def listed_gemv(
@@ -119,43 +124,42 @@ def listed_gemv(
     ln: LayerNormWeights | None,
     weight: Tensor,
     bias: Tensor,
-    selection: Selection,
-    out: LiveRows,
-    early: bool = False,
+    rows: PackedRows,
+    early: str | None = None,
     pdl: bool = False,
+    settings: ListedSettings | None = None,
 ) -> None:
-    """One batch row; `out` from `listed_rows`. See the module's docstring. Errors: shapes, a CPU tensor."""
+    """One batch row; reads rows.ids and rows.count, writes rows.values. See the module's docstring.
+
+    early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
+    Errors: shapes, a CPU tensor.
+    """
     check_device("x", x)
     n, d = weight.shape
     check_shape("x", x, 1, d)
     check_shape("bias", bias, n)
-    share, warps = listed_share(d)
-    if selection.n != n or out.n != n or out.counts.numel() != selection.counts.numel() * share:
-        raise ValueError(f"selection of {selection.n} and list of {out.n} rows do not fit a weight of {n} rows")
-    d0, d1 = two_tiles(d)
+    check_shape("rows.ids", rows.ids, n)
+    if early not in (None, "x", "list") or (early == "x" and ln is not None):
+        raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
+    settings = settings or listed_settings(d)
     pdl = use_pdl(pdl, x.device)
-    _listed_kernel[(out.counts.numel(),)](
+    _listed_kernel[(min(settings.programs, n),)](
         x,
-        x if ln is None else ln.weight,
-        x if ln is None else ln.bias,
+        None if ln is None else ln.weight,
+        None if ln is None else ln.bias,
         weight,
         bias,
-        selection.ids,
-        selection.counts,
-        out.ids,
-        out.values,
-        out.counts,
-        n,
+        rows.ids,
+        rows.count,
+        rows.values,
+        n - 1,
         D=d,
-        D0=d0,
-        D1=d1,
-        BLOCK=selection.block,
-        SHARE=share,
-        SLOTS=out.slots,
+        BLOCK=settings.block,
         NORM=ln is not None,
-        EARLY=early,
+        EARLY_X=early == "x",
+        EARLY_LIST=early == "list",
         EPS=1e-5 if ln is None else ln.eps,
         PDL=pdl,
-        num_warps=warps if d >= 2048 else 4,
+        num_warps=settings.warps if d >= 2048 else 4,
         launch_pdl=pdl,
     )

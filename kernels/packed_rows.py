@@ -1,9 +1,11 @@
-"""fc2 over the live rows of one token: out[j] = residual[j] + bias[j] + sum_k h[k] w_t[ids[k], j] over a packed list.
+# mypy: disable-error-code="assignment"
+"""fc2 over a packed list, one token: out[j] = residual[j] + bias[j] + sum_k values[k] w_t[ids[k], j].
 
-`pack` closes the gaps of a `LiveRows` list in one small kernel, in the list's order. `packed_rows` gives every program
-a narrow stripe of columns and the whole list: an output has one owner, so there are no partial sums to meet through
-memory, and the order of the sum is fixed. The next rows are always on their way before the present ones are used. All
-programs walk the list together, so neighbouring stripes find a row's memory page open. w_t (n, d), h fp32.
+`pack` closes the gaps of a list in one small kernel, in the list's order. `packed_rows` reads the rows as an unbroken
+stream: a program owns a stripe of columns and every SPLITS-th row, keeps ROWS of them on their way and one accumulator
+a column; nothing is reduced or waited for inside the loop. Rows of zero values are not read. A second kernel adds the
+partial sums in an order that the shape fixes: many narrow programs read them at once, where a last arriver would read
+them alone. w_t (n, d), values fp32.
 """
 
 from dataclasses import dataclass
@@ -13,15 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.gather_gemv import LiveRows
+from kernels.launch import INTERPRET, wait_for_predecessor
+from kernels.select import Selection
 
-RANGES = 64  # of the list, for a program of `pack`
+ENTRIES = 1024  # of the list, for a program of `pack`
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """ids (n) int32 and values (n) fp32, valid below count (1) int32."""
+    """ids (n) int32 and values (n) fp32, defined below count (1) int32; beyond it ids are old ones."""
 
     ids: Tensor
     values: Tensor
@@ -32,8 +36,22 @@ class PackedRows:
         ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
         return cls(ids, torch.zeros(n, device=device), count)
 
+    def set_dense(self, h: Tensor) -> None:
+        """Fill from h (1, n), for tests."""
+        ids = h[0].nonzero().flatten()
+        self.ids[: len(ids)] = ids.int()
+        self.values[: len(ids)] = h[0, ids].float()
+        self.count.fill_(len(ids))
 
-@triton.jit
+    def to_dense(self) -> Tensor:
+        """(1, n) fp32 with zeros elsewhere. Synchronises with the host: for tests and references."""
+        dense = torch.zeros(1, len(self.ids), device=self.ids.device)
+        count = int(self.count)
+        dense[0, self.ids[:count].long()] = self.values[:count]
+        return dense
+
+
+@triton.jit(do_not_specialize=["n_ranges"])
 def _pack_kernel(
     ids,
     values,
@@ -43,48 +61,85 @@ def _pack_kernel(
     packed_count,
     n_ranges,
     SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
     ALL: tl.constexpr,
     RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_dependents(PDL)
+    # All slots are read beside the counts that say which of them are valid: one round trip.
+    wait_for_predecessor(PDL)
     low = tl.program_id(0) * RANGES
     every = tl.arange(0, ALL)
     number = tl.load(counts + every, mask=every < n_ranges, other=0)
     own = low + tl.arange(0, RANGES)
+    slot = tl.arange(0, SLOTS_PAD)
     mine = tl.load(counts + own, mask=own < n_ranges, other=0)
+    at = own[:, None] * SLOTS + slot[None, :]
+    there = (own < n_ranges)[:, None] & (slot < SLOTS)[None, :]
+    row = tl.load(ids + at, mask=there, other=0)
+    if values is not None:
+        value = tl.load(values + at, mask=there, other=0.0)
     start = tl.sum(tl.where(every < low, number, 0)) + tl.cumsum(mine, 0) - mine
-    for s in range(0, tl.max(mine, 0)):
-        valid = s < mine
-        row = tl.load(ids + own * SLOTS + s, mask=valid, other=0)
-        value = tl.load(values + own * SLOTS + s, mask=valid, other=0.0)
-        tl.store(packed_ids + start + s, row, mask=valid)
-        tl.store(packed_values + start + s, value, mask=valid)
+    place = start[:, None] + slot[None, :]
+    valid = slot[None, :] < mine[:, None]
+    tl.store(packed_ids + place, row, mask=valid)
+    if values is not None:
+        tl.store(packed_values + place, value, mask=valid)
     if low == 0:
         tl.store(packed_count, tl.sum(number))
 
 
-def pack(rows: LiveRows, out: PackedRows, pdl: bool = False) -> None:
-    """Close the gaps of a list of one batch row."""
+def pack(rows: Selection | LiveRows, out: PackedRows, pdl: bool = False) -> None:
+    """Close the gaps of a list of one batch row. Of a selection, out.values are left to `listed_gemv`."""
     check_device("rows.ids", rows.ids)
-    check_shape("rows.values", rows.values, len(rows.ids), 1)
+    live = isinstance(rows, LiveRows)
+    slots = rows.slots if isinstance(rows, LiveRows) else rows.block
+    if isinstance(rows, LiveRows):
+        check_shape("rows.values", rows.values, len(rows.ids), 1)
     n_ranges = rows.counts.numel()
+    padded = triton.next_power_of_2(slots)
+    ranges = max(1, ENTRIES // padded)
     pdl = use_pdl(pdl, rows.ids.device)
-    _pack_kernel[(triton.cdiv(n_ranges, RANGES),)](
+    _pack_kernel[(triton.cdiv(n_ranges, ranges),)](
         rows.ids,
-        rows.values,
+        rows.values if live else None,
         rows.counts,
         out.ids,
         out.values,
         out.count,
         n_ranges,
-        SLOTS=rows.slots,
+        SLOTS=slots,
+        SLOTS_PAD=padded,
         ALL=triton.next_power_of_2(n_ranges),
-        RANGES=RANGES,
+        RANGES=ranges,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
     )
+
+
+@triton.jit
+def _entries(ids, values, first, n, STRIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Entries first, first + STRIDE, ... of the list, ROWS of them: ids and values, zeros from n on."""
+    rows = ()
+    weights = ()
+    for k in tl.static_range(ROWS):
+        at = first + k * STRIDE
+        there = tl.minimum(at, tl.maximum(n - 1, 0))
+        rows = rows + (tl.load(ids + there),)
+        weights = weights + (tl.where(n - at > 0, tl.load(values + there), 0.0),)
+    return rows, weights
+
+
+@triton.jit
+def _stripes(w, rows, weights, columns, D: tl.constexpr, ROWS: tl.constexpr):
+    """The columns of ROWS rows as tiles; a row of weight zero is not read."""
+    tiles = ()
+    for k in tl.static_range(ROWS):
+        limit = tl.where(weights[k] != 0, D, 0)
+        at = w + rows[k].to(tl.int64) * D + columns
+        tiles = tiles + (tl.load(at, mask=columns < limit, other=0.0, eviction_policy="evict_first"),)
+    return tiles
 
 
 @triton.jit
@@ -93,44 +148,84 @@ def _packed_kernel(
     values,
     count,
     weight,
+    partials,
+    D: tl.constexpr,
+    STRIPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    split = tl.program_id(1)
+    columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
+    STEP: tl.constexpr = ROWS * SPLITS
+    wait_for_predecessor(PDL)
+    n = tl.load(count)
+    rows, weights = _entries(ids, values, split, n, SPLITS, ROWS)
+    tiles = _stripes(weight, rows, weights, columns, D, ROWS)
+    next_rows, next_weights = _entries(ids, values, split + STEP, n, SPLITS, ROWS)
+    acc = tl.zeros((STRIPE,), tl.float32)
+    for first in range(split, n, STEP):
+        coming = _stripes(weight, next_rows, next_weights, columns, D, ROWS)
+        far_rows, far_weights = _entries(ids, values, first + 2 * STEP, n, SPLITS, ROWS)
+        for k in tl.static_range(ROWS):
+            acc += tiles[k].to(tl.float32) * weights[k]
+        tiles = coming
+        weights = next_weights
+        next_rows = far_rows
+        next_weights = far_weights
+    tl.store(partials + split * D + columns, acc, mask=columns < D)
+
+
+@triton.jit
+def _add_kernel(
+    partials,
     bias,
     residual,
     out,
     D: tl.constexpr,
     STRIPE: tl.constexpr,
-    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """out = residual + bias + the sum of the partial sums."""
     columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
     inside = columns < D
+    s = tl.arange(0, SPLITS_PAD)
     offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    start_dependents(PDL)
-    k = tl.arange(0, ROWS)
-    n = tl.load(count)
-    # An entry behind the end is an old one, in range; its row is not read.
-    row = tl.load(ids + k, mask=k < n, other=0)
-    h = tl.load(values + k, mask=k < n, other=0.0)
-    limit = tl.where(k < n, D, 0)[:, None]
-    w = tl.load(weight + row.to(tl.int64)[:, None] * D + columns[None, :], mask=columns[None, :] < limit, other=0.0)
-    row = tl.load(ids + ROWS + k, mask=ROWS + k < n, other=0)
-    acc = tl.zeros((ROWS, STRIPE), tl.float32)
-    for first in range(0, n, ROWS):
-        ahead = first + ROWS + k
-        limit = tl.where(ahead < n, D, 0)[:, None]
-        at = weight + row.to(tl.int64)[:, None] * D + columns[None, :]
-        next_w = tl.load(at, mask=columns[None, :] < limit, other=0.0)
-        next_h = tl.load(values + ahead, mask=ahead < n, other=0.0)
-        row = tl.load(ids + ROWS + ahead, mask=ROWS + ahead < n, other=0)
-        acc += w.to(tl.float32) * h[:, None]
-        w = next_w
-        h = next_h
-    value = tl.sum(acc, 0) + offset + tl.load(residual + columns, mask=inside, other=0.0)
-    tl.store(out + columns, value, mask=inside)
+    wait_for_predecessor(PDL)
+    at = partials + s[:, None] * D + columns[None, :]
+    y = tl.sum(tl.load(at, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0), 0)
+    y += offset + tl.load(residual + columns, mask=inside, other=0.0)
+    tl.store(out + columns, y, mask=inside)
 
 
-def packed_settings(d: int) -> tuple[int, int, int]:
-    """(columns of a program, rows of a step, warps) by width."""
-    return (32, 256, 8) if d <= 4096 else (32, 128, 4)
+@dataclass(frozen=True)
+class PackedSettings:
+    """stripe: columns of a program; splits: programs a stripe; rows: on their way at once, twice."""
+
+    stripe: int
+    splits: int
+    rows: int
+
+
+def packed_settings(d: int) -> PackedSettings:
+    """Launch settings by width."""
+    if INTERPRET:
+        return PackedSettings(32, 3, 2)
+    stripe = 1024 if d % 1024 == 0 else 512
+    if d <= 2048:
+        stripe = 256
+    stripes = -(-d // stripe)
+    return PackedSettings(stripe, (264 if d <= 4096 else 528) // stripes, 8)
+
+
+MAX_SPLITS = 132
+
+
+def partial_sums(d: int, device: torch.device | str) -> Tensor:
+    """Scratch for `packed_rows`; shared by calls that run one after another."""
+    return torch.zeros(MAX_SPLITS, d, device=device)
 
 
 def packed_rows(
@@ -139,34 +234,55 @@ def packed_rows(
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
+    partials: Tensor | None = None,
     pdl: bool = False,
-    settings: tuple[int, int, int] | None = None,
+    settings: PackedSettings | None = None,
 ) -> None:
-    """weight (n, d), bias (d), residual and out (1, d) fp32. Errors: shapes, a CPU tensor."""
+    """weight (n, d), bias (d), residual and out (1, d) fp32; bitwise deterministic. Errors: shapes, a CPU tensor."""
     check_device("rows.ids", rows.ids)
     n, d = weight.shape
     check_shape("rows.ids", rows.ids, n)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
-    stripe, step, warps = settings or packed_settings(d)
+    settings = settings or packed_settings(d)
+    splits = min(settings.splits, MAX_SPLITS)
+    if partials is None:
+        partials = partial_sums(d, out.device)
+    check_shape("partials", partials, MAX_SPLITS, d)
     pdl = use_pdl(pdl, out.device)
-    _packed_kernel[(triton.cdiv(d, stripe),)](
+    _packed_kernel[(triton.cdiv(d, settings.stripe), splits)](
         rows.ids,
         rows.values,
         rows.count,
         weight,
+        partials,
+        D=d,
+        STRIPE=settings.stripe,
+        SPLITS=splits,
+        ROWS=settings.rows,
+        PDL=pdl,
+        num_warps=max(1, settings.stripe // 256),
+        launch_pdl=pdl,
+    )
+    padded = triton.next_power_of_2(splits)
+    stripe = max(16, min(64, 4096 // padded))
+    _add_kernel[(triton.cdiv(d, stripe),)](
+        partials,
         bias,
         residual,
         out,
         D=d,
         STRIPE=stripe,
-        ROWS=step,
+        SPLITS=splits,
+        SPLITS_PAD=padded,
         PDL=pdl,
-        num_warps=warps,
+        num_warps=4,
         launch_pdl=pdl,
     )
 
 
-def packed_rows_reference(h: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl=False) -> None:
+def packed_rows_reference(
+    h: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, out: Tensor, partials=None, pdl=False
+) -> None:
     """Plain torch from dense h (B, n)."""
     out.copy_(h.float() @ weight.float() + bias.float() + residual)

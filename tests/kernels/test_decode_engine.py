@@ -28,8 +28,6 @@ def rows_of(*lengths, seed=3):
         ({"int8": True}, {}),
         ({"cascade": True}, {}),
         ({"cascade": True, "lookahead": 1, "dense_layers": (0,)}, {"batch": 2}),
-        ({}, {"one_kernel": True}),
-        ({"int8": True}, {"one_kernel": True}),
         ({"lookahead": 1, "means": True}, {}),
         ({"lookahead": 1}, {"look_ahead": "inline"}),
         ({"lookahead": 1, "means": True}, {"look_ahead": "fused"}),

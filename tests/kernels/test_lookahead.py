@@ -6,13 +6,10 @@ import torch
 from kernels.dense_gemv import RowSettings, dense_rows, dense_rows_reference
 from kernels.dense_wide import dense_wide, dense_wide_reference
 from kernels.flash_decode import AttentionScratch
-from kernels.gather_gemv import LiveRows
 from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
-from kernels.listed_gemv import listed_gemv, listed_gemv_reference, listed_rows
 from kernels.lookahead import attend_select, attend_select_reference, site_predict, site_predict_reference
 from kernels.out_projection import ProjectSettings, project_heads, project_heads_reference
-from kernels.packed_rows import PackedRows, pack, packed_rows, packed_rows_reference
 from kernels.select import PredictorWeights, Selection, quantize_rows
 
 NAN = float("nan")
@@ -75,20 +72,6 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("density", "normed", "early"), [(0.3, True, True), (0.0, True, False), (1.0, False, False)])
-@pytest.mark.parametrize(("n", "d"), [(70, 48), (130, 64)])
-def test_listed_gemv(device, n, d, density, normed, early):
-    x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
-    weight, bias = torch.randn(n, d, device=device), torch.randn(n, device=device)
-    selection = Selection.from_mask(torch.rand(1, n, device=device) < density)
-    out, expected = listed_rows(n, d, device), torch.empty(1, n, device=device)
-    out.values.fill_(NAN)
-    out.counts.fill_(99)
-    listed_gemv(x, ln if normed else None, weight, bias, selection, out, early)
-    listed_gemv_reference(x, ln if normed else None, weight, bias, selection, expected)
-    torch.testing.assert_close(out.to_dense(), expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "density"), [(3, 16, 40, 0.5), (4, 16, 64, 0.0), (2, 80, 33, None)]
 )
@@ -119,23 +102,3 @@ def test_dense_wide(device, d, n):
     dense_wide(y, weight, bias, residual, out)
     dense_wide_reference(y, weight, bias, residual, expected)
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("n", "d", "density"), [(70, 48, 0.4), (130, 33, 1.0), (40, 64, 0.0)])
-def test_packed_rows(device, n, d, density):
-    h = torch.where(torch.rand(1, n, device=device) < density, torch.randn(1, n, device=device), 0.0)
-    rows = LiveRows.empty(n, 1, device, programs=9)
-    rows.set_dense(h)
-    weight, bias, residual = (
-        torch.randn(n, d, device=device),
-        torch.randn(d, device=device),
-        torch.randn(1, d, device=device),
-    )
-    packed = PackedRows.empty(n, device)
-    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    pack(rows, packed)
-    assert packed.count.item() == (h != 0).sum()
-    assert torch.equal(packed.ids[: packed.count.item()].long(), h[0].nonzero().flatten())
-    packed_rows(packed, weight, bias, residual, out, settings=(16, 32, 4))
-    packed_rows_reference(h, weight, bias, residual, expected)
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
