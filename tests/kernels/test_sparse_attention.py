@@ -57,7 +57,14 @@ def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.fl
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
 @pytest.mark.parametrize(
     ("batch", "n_heads", "head_dim", "d", "density"),
-    [(1, 3, 16, 48, 0.5), (2, 2, 80, 40, 0.5), (1, 2, 32, 64, 0.0), (1, 2, 16, 64, 1.0), (3, 5, 16, 24, 0.3)],
+    [
+        (1, 3, 16, 48, 0.5),
+        (2, 2, 80, 40, 0.5),
+        (1, 2, 32, 64, 0.0),
+        (1, 2, 16, 64, 1.0),
+        (3, 5, 16, 24, 0.3),
+        (11, 3, 32, 40, 0.6),
+    ],
 )
 def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
     capacity = 9
