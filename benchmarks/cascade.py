@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
-from kernels.cascade import CascadeWeights, cascade, cascade_rows
+from kernels.cascade import CascadeWeights, InputLevels, cascade, cascade_rows
 from kernels.gather_gemv import LiveRows, gather_gemv
 from kernels.launch import gather_settings
 from kernels.listed_gemv import listed_block, listed_gemv
@@ -60,15 +60,20 @@ class Problem:
         return int(candidates.sum()) * (self.d // 2 + 12) + int(passed.sum()) * (3 * self.d // 2 + 4)
 
     def time(
-        self, provider: str, share: int | None = None, warps: int | None = None, pdl: bool = True
+        self, provider: str, programs: int | None = None, warps: int | None = None, pdl: bool = True
     ) -> tuple[float, float, float]:
-        """Microseconds p20, p50, p80."""
+        """Microseconds p20, p50, p80, of packing the list of one row too."""
         live: LiveRows
         if provider == "cascade":
-            live = cascade_rows(self.n, self.d, self.batch, self.block, "cuda", share)
+            levels = InputLevels.empty(self.batch, self.d, "cuda")
+            packed = PackedRows.empty(self.n, "cuda")
+            live = cascade_rows(self.n, self.d, self.batch, self.block, "cuda")
 
             def step(i: int) -> None:
-                cascade(self.x, self.planes[i], self.selections[i], live, None, pdl, warps)
+                if self.batch == 1:
+                    pack(self.selections[i], packed, pdl=pdl)
+                out = packed if self.batch == 1 else live
+                cascade(self.x, self.planes[i], self.selections[i], out, None, pdl, levels, warps, programs)
         elif self.batch == 1:
             packed = PackedRows.empty(self.n, "cuda")
 
@@ -82,16 +87,16 @@ class Problem:
             def step(i: int) -> None:
                 gather_gemv(self.x, self.fc1[i], self.bias, self.selections[i], "relu", live, pdl=pdl)
 
-        if self.batch > 1 and provider == "cascade":
-            # row_bits become what passed; without putting them back a second replay would test fewer rows.
-            bits = [selection.row_bits.clone() for selection in self.selections]
+        # row_bits become what passed; without putting them back a second replay would test fewer rows.
+        bits = [selection.row_bits.clone() for selection in self.selections]
 
-            def restore() -> None:
-                for selection, kept in zip(self.selections, bits, strict=True):
-                    selection.row_bits.copy_(kept)
+        def restore() -> None:
+            for selection, kept in zip(self.selections, bits, strict=True):
+                selection.row_bits.copy_(kept)
 
-            return measure(step, self.sets, before=restore)
-        return measure(step, self.sets)
+        found = measure(step, self.sets, before=restore)
+        restore()
+        return found
 
 
 def main() -> None:
@@ -114,14 +119,14 @@ def main() -> None:
                 ]
                 variants.append(("cascade", None, None))
                 if args.sweep:
-                    variants += [("cascade", share, warps) for share in (1, 2, 4, 8) for warps in (2, 4, 8)]
-                for provider, share, warps in variants:
+                    variants += [("cascade", 132 * many, warps) for warps in (1, 2, 4, 8) for many in (4, 8, 16)]
+                for provider, programs, warps in variants:
                     if time.monotonic() - start > args.seconds:
                         return
-                    p20, p50, p80 = problem.time(provider, share, warps)
+                    p20, p50, p80 = problem.time(provider, programs, warps)
                     size = problem.bytes(0, provider)
                     conditions = f"graph, pdl, {problem.sets} sets" + (
-                        f", share {share} warps {warps}" if share else ""
+                        f", programs {programs} warps {warps}" if programs else ""
                     )
                     rows.add(
                         BenchRow(

@@ -117,8 +117,11 @@ class DecodeStep:
                 self._out_bias[layer] = self.weights.layers[layer].out_bias.float() + folded
         block = listed_gemv.listed_block(d) if batch == 1 else 64
         self._tested: Any = self._hidden_dense
+        self._levels: cascade.InputLevels | None = None
         if triton_ops and any(predictor.grid is not None for predictor in self.predictors.values()):
-            self._tested = cascade.cascade_rows(shape.d_ffn, d, batch, block, device)
+            if batch > 1:
+                self._tested = cascade.cascade_rows(shape.d_ffn, d, batch, block, device)
+            self._levels = cascade.InputLevels.empty(batch, d, device)
         for key, predictor in self.predictors.items():
             heads = predictor.target == "heads"
             self.selections[key] = (
@@ -225,22 +228,22 @@ class DecodeStep:
         source, norm = (self._normalised, None) if own else (x, weights.norm2)
         chosen = self.selections[layer, "mlp"]
         hidden = self._live
+        if self._packed is not None:
+            ops.pack(chosen, self._packed, pdl=pdl)
         if weights.cascade is not None:
             if not own:
                 ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
             hidden = self._tested
             ops.cascade(
-                self._normalised, weights.cascade, chosen, hidden, row_state=self.state.row_state, pdl=pdl
+                self._normalised, weights.cascade, chosen, self._packed or hidden, row_state=self.state.row_state,
+                pdl=pdl, levels=self._levels,
             )  # fmt: skip
         elif self._packed is None:
             ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
         if self._packed is None:
             ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self.scatter, pdl=pdl)
             return
-        if weights.cascade is not None:
-            ops.pack(hidden, self._packed, pdl=pdl)
-        else:
-            ops.pack(chosen, self._packed, pdl=pdl)
+        if weights.cascade is None:
             # The predictor normalised x before the launch before fc1: fc1 reads it before it waits.
             early = "x" if own else None
             ops.listed_gemv(source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dejavu_train.errors import UserError
-from dejavu_train.planes import STEPS, Planes, choose_grid, second_test
+from dejavu_train.planes import STEPS, Planes, choose_grid, input_levels, second_test
 
 
 def planes_of(weight):
@@ -67,11 +67,24 @@ def test_what_passes():
     bar = torch.tensor([0.0, 0.0, 0.0, -1e30, 1e30, 0.3])
     test = second_test(fc1, scale, steps, bar)
     x = torch.randn(2, 5, 16)
-    expected = x @ test.planes.coarse().T + fc1.bias > bar
-    assert torch.equal(test.passed(x), expected)
+    scores = x @ test.planes.coarse().T + fc1.bias
+    expected = test.passed(x)
+    assert (test.scores(x) - scores).abs().max() < 0.02 * scores.abs().max()
+    assert torch.equal(expected[..., :3], test.scores(x)[..., :3] > 0)
     assert expected[..., 3].all() and not expected[..., 4].any()
     rows = torch.tensor([5, 1])
     assert torch.equal(test.passed(x, rows), expected[..., rows])
+
+
+def test_sums_do_not_depend_on_their_order():
+    weight = torch.randn(12, 4096)
+    levels, unit = input_levels(torch.randn(3, 4096) * 5)
+    assert torch.equal(levels, levels.round()) and levels.abs().max() == 127 and unit.shape == (3, 1)
+    codes = planes_of(weight).codes()
+    order = torch.randperm(4096)
+    assert torch.equal(levels @ codes.T, levels[:, order] @ codes[:, order].T)
+    assert torch.equal(levels @ codes.T, (levels.double() @ codes.double().T).float())
+    assert not input_levels(torch.zeros(1, 8))[0].any()
 
 
 def test_another_width_is_refused():

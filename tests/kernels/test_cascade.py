@@ -5,6 +5,7 @@ import torch
 
 from dejavu_train.planes import Planes, choose_grid
 from kernels.cascade import CascadeWeights, cascade, cascade_reference, cascade_rows
+from kernels.packed_rows import PackedRows, pack
 from kernels.select import Selection
 
 
@@ -43,6 +44,18 @@ def test_one_row_equals_the_reference(n, d, block, share, device):
     x, weights, candidates, _ = problem(n, d, 1, device)
     passed = check(x, weights, candidates, block=block, share=share)
     assert 0.1 < passed.float().mean() / candidates.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("programs", [1, 3, 200])
+def test_a_packed_list_is_shared_evenly_and_keeps_its_entries(programs, device):
+    x, weights, candidates, _ = problem(70, 48, 1, device)
+    selection, packed = Selection.from_mask(candidates, 32), PackedRows.empty(70, device)
+    pack(selection, packed)
+    packed.values.fill_(float("nan"))
+    cascade(x, weights, selection, packed, programs=programs)
+    expected, passed = cascade_reference(x.double(), weights, candidates)
+    torch.testing.assert_close(packed.to_dense().double(), expected, rtol=2e-4, atol=2e-4)
+    assert torch.equal(selection.to_mask(1), passed) and int(packed.count) == int(candidates.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
