@@ -6,6 +6,7 @@ predict_select - cascade - pack - packed_rows. A dense one: qkv_dense - flash_de
 dense_wide. LayerNorms are prologues, biases and residuals epilogues.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -27,6 +28,15 @@ from kernels import (
 )
 
 
+def _with_norm(predictor: TargetPredictor, weights: DecodeWeights) -> TargetPredictor:
+    """The predictor with what one row's kernel wants to know of the LayerNorm in front of it."""
+    if predictor.folded is not None:
+        return predictor
+    layer = weights.layers[predictor.site_layer]
+    norm = layer.norm1 if predictor.site == "attn_in" else layer.norm2
+    return dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
+
+
 class DecodeStep:
     """Buffers and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`."""
 
@@ -43,7 +53,8 @@ class DecodeStep:
         pdl: bool,
         look_ahead: str,
     ) -> None:
-        self.weights, self.shape, self.predictors = weights, weights.shape, predictors
+        self.weights, self.shape = weights, weights.shape
+        self.predictors = {key: _with_norm(predictor, weights) for key, predictor in predictors.items()}
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
         for layer, old in enumerate(weights.layers):
             mlp = predictors.get((layer, "mlp"))

@@ -92,17 +92,16 @@ def _pack_kernel(
 def pack(rows: Selection | LiveRows, out: PackedRows, pdl: bool = False) -> None:
     """Close the gaps of a list of one batch row. Of a selection, out.values are left to `listed_gemv`."""
     check_device("rows.ids", rows.ids)
-    live = isinstance(rows, LiveRows)
-    slots = rows.slots if isinstance(rows, LiveRows) else rows.block
-    if isinstance(rows, LiveRows):
-        check_shape("rows.values", rows.values, len(rows.ids), 1)
+    slots, values = (rows.slots, rows.values) if isinstance(rows, LiveRows) else (rows.block, None)
+    if values is not None:
+        check_shape("rows.values", values, len(rows.ids), 1)
     n_ranges = rows.counts.numel()
     padded = triton.next_power_of_2(slots)
     ranges = max(1, ENTRIES // padded)
     pdl = use_pdl(pdl, rows.ids.device)
     _pack_kernel[(triton.cdiv(n_ranges, ranges),)](
         rows.ids,
-        rows.values if live else None,
+        values,
         rows.counts,
         out.ids,
         out.values,

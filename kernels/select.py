@@ -27,6 +27,7 @@ from kernels.launch import (
     wait_for_predecessor,
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+from kernels.norm_gemv import norm_gemv, norm_sums
 
 _store_selection = store_selection  # the name under which other kernels of this package know it
 
@@ -94,7 +95,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class PredictorWeights:
-    """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales."""
+    """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
+
+    sums: of down with the LayerNorm in front of it, where that is known (`with_norm`): a shorter kernel for one row.
+    """
 
     down: Tensor
     up: Tensor
@@ -102,6 +106,11 @@ class PredictorWeights:
     down_scale: Tensor | None = None
     up_scale: Tensor | None = None
     relu: bool = False
+    sums: tuple[Tensor, Tensor] | None = None
+
+    def with_norm(self, ln: LayerNormWeights) -> "PredictorWeights":
+        """For inputs that `ln` normalises: `predict_select` must then be called with this LayerNorm."""
+        return replace(self, sums=norm_sums(self.down, ln))
 
     def quantized(self, dtype: torch.dtype) -> "PredictorWeights":
         """A copy in int8 or float8_e4m3fn with one scale per row."""
@@ -112,7 +121,7 @@ class PredictorWeights:
     def with_down_in(self, dtype: torch.dtype) -> "PredictorWeights":
         """A copy whose first matrix is in `dtype`, without scales: for a grid that reads it beside another matrix."""
         down = self.down.float() if self.down_scale is None else self.down.float() * self.down_scale[:, None]
-        return replace(self, down=down.to(dtype), down_scale=None)
+        return replace(self, down=down.to(dtype), down_scale=None, sums=None)
 
 
 def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -295,10 +304,15 @@ def predict_select(
         hidden.copy_(product.relu_() if predictor.relu else product)
         select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, False)
         return
-    gather_gemv(
-        x, predictor.down, None, None, activation, hidden, ln, predictor.down_scale,
-        normalised_out=normalised_out, pdl=pdl,
-    )  # fmt: skip
+    if batch == 1 and ln is not None and predictor.sums is not None:
+        norm_gemv(
+            x, ln, predictor.down, predictor.sums, hidden, predictor.down_scale, predictor.relu, normalised_out, pdl
+        )
+    else:
+        gather_gemv(
+            x, predictor.down, None, None, activation, hidden, ln, predictor.down_scale,
+            normalised_out=normalised_out, pdl=pdl,
+        )  # fmt: skip
     select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
 
 
