@@ -36,10 +36,12 @@ def listed_settings(d: int) -> ListedSettings:
     """Launch settings by width."""
     if INTERPRET:
         return ListedSettings(5, min(128, column_block(d)), 4)
-    if d <= 5120:
-        return ListedSettings(792, column_block(d, 8), 8)
+    if d <= 2048:
+        return ListedSettings(1056, column_block(d, 8), 8)
+    if d <= 4096:
+        return ListedSettings(792, 2048, 8)
     if d < 12288:
-        return ListedSettings(396, 1024, 4)
+        return ListedSettings(792 if d <= 5120 else 528 if d <= 7168 else 396, 1024, 4)
     return ListedSettings(264, 2048, 8)
 
 

@@ -43,9 +43,9 @@ class NormSettings:
 def norm_settings(d: int) -> NormSettings:
     if INTERPRET:
         return NormSettings(4, 4)
-    if d <= 4096:
-        return NormSettings(2, 16)
-    return NormSettings(4, 8) if d < 12288 else NormSettings(8, 16)
+    if d <= 5120:
+        return NormSettings(2, 16 if d == 4096 else 8)
+    return NormSettings(4, 8) if d <= 7168 else NormSettings(8, 16)
 
 
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:

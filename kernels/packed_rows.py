@@ -21,6 +21,7 @@ from kernels.launch import INTERPRET, wait_for_predecessor
 from kernels.select import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
+MAX_SPLITS = 132
 
 
 @dataclass(frozen=True)
@@ -212,14 +213,11 @@ def packed_settings(d: int) -> PackedSettings:
     """Launch settings by width."""
     if INTERPRET:
         return PackedSettings(32, 3, 2)
-    stripe = 1024 if d % 1024 == 0 else 512
-    if d <= 2048:
-        stripe = 256
+    stripe = min(1024, triton.next_power_of_2(d))
     stripes = -(-d // stripe)
-    return PackedSettings(stripe, (264 if d <= 4096 else 528) // stripes, 8)
-
-
-MAX_SPLITS = 132
+    if d == 9216:
+        return PackedSettings(stripe, 44, 12)
+    return PackedSettings(stripe, min(MAX_SPLITS, 66 if d <= 2048 else 528 // stripes), 8)
 
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:

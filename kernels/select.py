@@ -361,7 +361,7 @@ def select_rows(
     outputs = (out.ids, out.counts, out.row_bits, logits_out)
     if batch == 1:
         tile = out.block * rank * predictor.up.element_size()
-        warps = warps or (4 if tile <= 32768 else 8)
+        warps = warps or (8 if out.block > 32 and tile >= 32768 else 4)
         _select_kernel[grid](
             hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=has_pdl,
             num_warps=warps, launch_pdl=use_pdl,
