@@ -68,7 +68,10 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
     """Sets and nats of the engine against mask, teacher-forced from position 0."""
     engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]), crossover=False)
     selector, means = Watching(bundle, model), bundle.head_means(model.device)
-    differing, units = torch.zeros(2, dtype=torch.int64, device=model.device), 0  # all, and those that are no near-ties
+    # All, those that are no near-ties, rows that part from mask's, and rows that part from it by more than a near-tie.
+    # After its first difference a row is another one: what differs later is no evidence.
+    differing, units = torch.zeros(4, dtype=torch.int64, device=model.device), 0
+    in_order = sorted(engine.predictors, key=lambda key: (key[0], key[1] == "mlp"))
     union = {target: [torch.zeros((), device=model.device), 0.0, 0] for target in ("mlp", "heads")}
     nats = {"mask": 0.0, "engine": 0.0}
     farthest = 0.0
@@ -81,12 +84,17 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
         nats["mask"] += nll.double().sum().item()
         engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
         engine.core.tail("greedy", True)
+        parted = torch.zeros(len(part), dtype=torch.bool, device=model.device)
         for t in range(len(part[0]) - 1):
             engine.step("greedy", True)
-            for key, selection in engine.core.selections.items():
+            for key in in_order:
+                selection = engine.core.selections[key]
                 got, expected = bits(selection.row_bits, len(part)), selector.chosen[key][:, t]
                 wrong = got != expected
-                differing += torch.stack([wrong.sum(), (wrong & ~selector.near[key][:, t]).sum()])
+                far = wrong & ~selector.near[key][:, t]
+                first = wrong.any(1) & ~parted
+                differing += torch.stack([wrong.sum(), far.sum(), first.sum(), (first & far.any(1)).sum()])
+                parted |= first
                 units += got.numel()
                 if len(part) == batch:
                     sums = union[key[1]]  # measured, expected, counted
@@ -108,6 +116,9 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) 
         "perplexity_difference_percent": 100 * (math.exp((nats["engine"] - nats["mask"]) / n) - 1),
         "units_that_differ": int(differing[0]),
         "of_them_farther_than_near_from_the_threshold": int(differing[1]),
+        "rows": len(rows),
+        "rows_that_part": int(differing[2]),
+        "of_them_by_more_than_a_near_tie": int(differing[3]),
         "near": NEAR,
         "units_compared": units,
         "largest_difference_of_a_token_nats": farthest,
