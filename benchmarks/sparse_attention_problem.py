@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.decode_problem import SHAPES
-from benchmarks.harness import sets_for
 from dejavu_train.opt_model import OPTShape
 from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv, qkv_dense
 from kernels.layer_norm import LayerNormWeights
@@ -32,8 +31,7 @@ class Problem:
     def __init__(self, shape: OPTShape, context: int, density: float, gaps: bool = False, batch: int = 1) -> None:
         d, h, hd = shape.d_model, shape.n_heads, shape.head_dim
         self.shape, self.context, self.density, self.batch = shape, context, density, batch
-        # At least a dozen: what a graph takes to start is shared out over its steps.
-        self.sets = max(12, min(24, sets_for(int(density * 8 * d * d), 8 * d * d + 4 * batch * context * d)))
+        self.sets = 24  # past the L2, and enough that what a graph takes to start is shared out
         self.picked = max(1, round(density * h))
 
         def normal(*size: int) -> torch.Tensor:
