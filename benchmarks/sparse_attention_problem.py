@@ -14,6 +14,7 @@ from dejavu_train.opt_model import OPTShape
 from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv, qkv_dense
 from kernels.layer_norm import LayerNormWeights
 
+SETS = 24  # past the L2, and enough that what a graph takes to start is shared out
 ALL_SHAPES = SHAPES | {"175b": OPTShape(12288, 49152, 96, 96, 50272, 2048)}
 
 
@@ -31,7 +32,7 @@ class Problem:
     def __init__(self, shape: OPTShape, context: int, density: float, gaps: bool = False, batch: int = 1) -> None:
         d, h, hd = shape.d_model, shape.n_heads, shape.head_dim
         self.shape, self.context, self.density, self.batch = shape, context, density, batch
-        self.sets = 24  # past the L2, and enough that what a graph takes to start is shared out
+        self.sets = SETS
         self.picked = max(1, round(density * h))
 
         def normal(*size: int) -> torch.Tensor:
