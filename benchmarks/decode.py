@@ -43,6 +43,7 @@ from dejavu_train.opt_model import OPTShape
 from kernels.dense_gemv import RowSettings, dense_rows
 from kernels.layer_norm import LayerNormWeights
 
+EXTRA = 20  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
     "date gpu torch triton commit model engine batch prompt positions mlp_density row_density head_density live_share "
     "rank options steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms "
@@ -105,11 +106,11 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
         predictors = random_predictors(shape, rank, *single, cell.site, getattr(torch, cell.predictors))
     engine = DecodeEngine(
-        weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + 32), kv_policy=cell.kv_policy,
+        weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
         pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover,
     )  # fmt: skip
     with torch.no_grad():
-        start(engine, cell.prompt, steps + 30)
+        start(engine, cell.prompt, steps + EXTRA)
         if engine.predictors:
             set_thresholds(engine, cell.mlp_density, cell.head_density)
         row = measured(engine)
@@ -134,7 +135,7 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
             return summary(hugging_face(shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps), cell.batch)
         row = run_engine(cell, name, weights, steps)
     except torch.cuda.OutOfMemoryError:
-        needed, room = bytes_needed(shape, cell.batch, cell.prompt + steps), torch.cuda.mem_get_info()[1]
+        needed, room = bytes_needed(shape, cell.batch, cell.prompt + steps + EXTRA), torch.cuda.mem_get_info()[1]
         return {"note": f"does not fit: more than {needed / 1e9:.1f} GB and scratch, of {room / 1e9:.1f}"}
     except Exception as error:  # a cell that fails must not cost the others
         return {"note": f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"}
