@@ -14,9 +14,11 @@ from dejavu_train.decode import DecodeEngine
 
 LABELS = {
     "listed_gemv": "fc1",
+    "listed_batch": "fc1",
     "dense_hidden": "fc1",
     "scatter_gemv": "fc2",
     "packed_rows": "fc2",
+    "packed_batch": "fc2",
     "dense_wide": "fc2",
     "dense_add": "fc2",
     "project_heads": "out_projection",

@@ -1,21 +1,22 @@
 """The sparse MLP of every OPT shape against dense cuBLAS, torch indexing, the ideal line and the original's kernels.
 
     python benchmarks/sparse_mlp.py --csv benchmarks/results/sparse_mlp.csv       measure (one GPU)
-    python benchmarks/sparse_mlp.py --sweep --csv sweep.csv                       candidates for the launch table
+    python benchmarks/sparse_mlp.py --batch 8 --densities 0.1 0.2 0.4             a batch, by the density of its union
     python benchmarks/sparse_mlp.py --plot benchmarks/results/sparse_mlp.csv      draw from committed rows (no GPU)
 
-"whole" counts LayerNorm, predictor, selection, fc1, fc2, bias and residual, launched as programmatic dependents of each
-other but not of the step before; "chain" lets it overlap the step before too, as a decoding step does; "mlp" is fc1 and
-fc2 with the list given. Dense is the two cuBLAS products alone. Bytes count fc2 rows of live neurons only.
+The stages are the decode engine's. "whole" counts LayerNorm, predictor, selection, fc1, fc2, bias and residual,
+launched as programmatic dependents of each other but not of the step before; "chain" lets it overlap that too, as a
+decoding step does; "mlp" is fc1 and fc2 with the list given. Dense is the two cuBLAS products alone, or what the engine
+would run instead. Bytes count fc2 rows of live neurons only.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ ORIGINAL = {
     12288: {0.05: 42.1, 0.1: 66.5, 0.2: 128.8, 0.4: 242.0, 0.8: 484.7, 1.0: 600.7},
 }
 ORIGINAL_SELECTION = {4096: 19.9 + 56.0, 9216: 37.5 + 31.0, 12288: 46.7 + 31.0}  # rank-1000 predictor and top-k
+STEPS = 48  # in a graph: its start-up, 7-11 us, then adds less than 0.3 to a step
 
 
 def best_read_bandwidth(rows: Rows) -> float:
@@ -39,40 +41,30 @@ def best_read_bandwidth(rows: Rows) -> float:
 
     problem = Problem(12288, 64, 3, live=1.0)
     problem.set_density(1.0)
-    times = measure(lambda i: problem.first(i, False), 3)
+    times = measure(lambda i: problem.first(i, True), 3, rounds=4)
     size = problem.bytes()["fc1"]
     row = BenchRow("read", "gather density 1", problem.n, problem.d, 1.0, 1.0, 1, 0, "fp16", *times, size,
-                   size / times[1] / 1e3, "plain edges")  # fmt: skip
+                   size / times[1] / 1e3, "PDL chain")  # fmt: skip
     return rows.add(row).gb_s
 
 
 def run_shape(
-    rows: Rows,
-    d: int,
-    densities: tuple[float, ...],
-    live: float,
-    predictor: str,
-    batch: int,
-    until: float,
-    settings: dict[str, Any] | None = None,
-    warm: bool = False,
+    rows: Rows, d: int, densities: tuple[float, ...], live: float, predictor: str, batch: int, until: float, warm: bool
 ) -> None:
     """All providers of one shape. predictor: "fp16", "fp16-half" (half the rank) or "int8"."""
     from benchmarks.sparse_mlp_problem import Problem
 
     rank = max(64, d // (32 if predictor == "fp16-half" else 16))
-    touched = int((0.05 * 1.6 * 8 + 0.6) * d * d) if predictor != "int8" else int((0.05 * 1.6 * 8 + 0.3) * d * d)
+    touched = int((0.05 * 1.6 * 8 + (0.3 if predictor == "int8" else 0.6)) * d * d)
     sets = 2 if warm else sets_for(touched, 17 * d * d)
     problem = Problem(d, rank, sets, live, torch.int8 if predictor == "int8" else None, batch)
-    if settings and batch == 1:
-        problem.use_settings(settings)
     main = predictor == "fp16" and live == 0.6
-    second = problem.second_fused if batch == 1 else problem.second
+    rounds = 1 if warm else -(-STEPS // sets)
 
-    def add(op, provider, step, size, conditions=""):
+    def add(op: str, provider: str, step: Callable[[int], None], size: int, conditions: str = "") -> None:
         if time.time() > until:
             return
-        times = measure(step, sets, 1 if warm else 25)
+        times = measure(step, sets, 1 if warm else 11, rounds=rounds)
         rows.add(BenchRow(op, provider, problem.n, d, problem.density, live, batch, rank, predictor, *times, size,
                           size / times[1] / 1e3, conditions))  # fmt: skip
 
@@ -83,33 +75,28 @@ def run_shape(
         problem.check()
         size = problem.bytes()
         add("whole", "sparse", problem.step_whole, size["whole"], "PDL inside")
-        if batch == 1:
-            add("whole", "sparse fused", problem.step_fused, size["whole"], "PDL inside")
-            add("whole", "sparse fused chain", lambda i: problem.step_fused(i, True), size["whole"], "PDL everywhere")
-            add("whole", "sparse atomic", problem.step_atomic, size["whole"], "PDL inside, not deterministic")
-            add("select+fc1", "sparse fused", lambda i: problem.select_first(i, False), size["fused"], "plain edges")
-        if main or live == 1.0:
+        add("whole", "sparse", partial(problem.step_whole, enter=True), size["whole"], "chain")
+        if batch == 1 and (main or live == 1.0):
             add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
-            if batch == 1:
-                add("mlp", "sparse atomic", problem.step_mlp_atomic, size["fc1"] + size["fc2"], "not deterministic")
-            add("fc1", "sparse", lambda i: problem.first(i, False), size["fc1"], "plain edges")
-            add("fc2", "sparse", lambda i: second(i, False), size["fc2"], "plain edges")
-            add("fc1", "sparse", lambda i: problem.first(i, True), size["fc1"], "PDL chain")
-            add("fc2", "sparse", lambda i: second(i, True), size["fc2"], "PDL chain")
+        if main or live == 1.0:
+            add("fc1", "sparse", partial(problem.first, pdl=True), size["fc1"], "chain")
+            add("fc2", "sparse", partial(problem.second, pdl=True), size["fc2"], "chain")
         if main and batch == 1:
-            add("whole", "sparse fused", lambda i: problem.step_fused(i, False, False), size["whole"], "no PDL")
+            add("whole", "sparse", partial(problem.step_whole, inner=False), size["whole"], "no PDL")
             add("mlp", "torch indexing", problem.step_indexing, size["fc1"] + size["fc2"], "list given")
     problem.set_density(densities[0])
-    add("predict", "predict + select", problem.step_predict, problem.bytes()["predictor"], "PDL inside")
-    if main or batch > 1:
+    size = problem.bytes()
+    add("predict", "predict + select", partial(problem.predict, pdl=True), size["predictor"], "chain")
+    if batch == 1:
+        add("pack", "list", partial(problem.pack, pdl=True), 0, "chain")
+    if main:
         problem.density = 1.0
-        add("dense", "cuBLAS", problem.step_dense_cublas, problem.bytes()["dense"], "two products alone")
-        if batch == 1:
-            add("dense", "ours", problem.step_dense_ours, problem.bytes()["dense"], "LayerNorm to residual")
+        add("dense", "cuBLAS", problem.step_dense_cublas, size["dense"], "two products alone")
+        add("dense", "engine", problem.step_dense_engine, size["dense"], "LayerNorm to residual, chain")
 
 
 def plot(csv_path: str, folder: str | None) -> None:
-    """One panel a shape: time against density."""
+    """One panel a shape: time against density, batch 1."""
     try:
         import matplotlib
     except ImportError:
@@ -134,8 +121,8 @@ def plot(csv_path: str, folder: str | None) -> None:
         dense = next(float(r["p50_us"]) for r in mine if r["op"] == "dense" and r["provider"] == "cuBLAS")
         axis.axhline(dense, color="black", label="dense cuBLAS")
         axis.plot([0, 1], [0, dense], ":", color="grey", label="dense x density")
-        line("whole", "sparse fused", 0.6, "PDL inside", "whole, predictor counted (60 % live)", "o-")
-        line("whole", "sparse atomic", 0.6, "", "the same, atomic adds", "o:")
+        line("whole", "sparse", 0.6, "PDL inside", "whole, predictor counted (60 % live)", "o-")
+        line("whole", "sparse", 0.6, "chain", "the same in a chain of steps", "o:")
         line("mlp", "sparse", 0.6, "", "fc1 + fc2 only (60 % live)", "s-")
         line("mlp", "sparse", 1.0, "", "fc1 + fc2 only (all live)", "^--")
         line("mlp", "torch indexing", 0.6, "", "torch indexing", "x-")
@@ -164,14 +151,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--densities", type=float, nargs="*", default=list(DENSITIES))
     parser.add_argument("--live", type=float, nargs="*", default=[0.6, 1.0], choices=[0.6, 1.0])
     parser.add_argument("--predictors", nargs="*", default=["fp16", "fp16-half", "int8"])
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--seconds", type=float, default=1e9, help="stop measuring after this long")
-    parser.add_argument("--sweep", action="store_true", help="time launch settings instead")
-    parser.add_argument("--compile", metavar="I/K", help="with --sweep: only compile share I of K, for a warm cache")
-    parser.add_argument(
-        "--ops", nargs="*", default=["fc1", "fc2", "down", "select", "fused", "fc2a"], help="with --sweep: which stages"
-    )
-    parser.add_argument("--settings", metavar="JSON", help="launch settings that a sweep found, instead of the table")
     parser.add_argument("--warm", action="store_true", help="only compile: several processes fill the cache")
     parser.add_argument("--plot", metavar="CSV", help="draw committed rows; no GPU needed")
     arguments = parser.parse_args(argv)
@@ -181,22 +162,17 @@ def main(argv: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a CUDA GPU; --plot draws the committed rows without one")
     until = time.time() + arguments.seconds
-    if arguments.sweep:
-        from benchmarks.sparse_mlp_sweep import sweep
-
-        sweep(arguments.csv, arguments.d, arguments.densities, arguments.ops, arguments.compile, until)
-        return
     rows = Rows(arguments.csv)
-    settings = json.loads(Path(arguments.settings).read_text()) if arguments.settings else {}
-    if not arguments.warm:
+    if not arguments.warm and 1 in arguments.batch:
         best_read_bandwidth(rows)
     cases = [(predictor, 0.6) for predictor in arguments.predictors if 0.6 in arguments.live]
     cases += [("fp16", 1.0)] if 1.0 in arguments.live and "fp16" in arguments.predictors else []
-    for predictor, live in cases:
-        for d in arguments.d:
-            densities = tuple(arguments.densities) if predictor == "fp16" else (0.1,)
-            run_shape(rows, d, densities, live, predictor, arguments.batch, until, settings.get(str(d)), arguments.warm)
-            torch.cuda.empty_cache()
+    for batch in arguments.batch:
+        for predictor, live in cases:
+            for d in arguments.d:
+                every = tuple(arguments.densities) if predictor == "fp16" else (0.1,)
+                run_shape(rows, d, every, live, predictor, batch, until, arguments.warm)
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

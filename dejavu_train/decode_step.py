@@ -17,9 +17,9 @@ from dejavu_train.decode_weights import DecodeWeights, TargetPredictor
 from kernels import (
     cascade,
     flash_decode,
-    gather_gemv,
     head_select,
     launch,
+    listed_batch,
     listed_gemv,
     packed_rows,
     sampling,
@@ -115,9 +115,9 @@ class DecodeStep:
         packed = triton_ops and batch == 1
         self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
         self._partials = packed_rows.partial_sums(d, device) if packed else None
+        self._batched: listed_batch.BatchRows | None = None
         if triton_ops and batch > 1:
-            programs = launch.gather_settings(d, batch, False, shape.d_ffn).programs
-            self._live = gather_gemv.LiveRows.empty(shape.d_ffn, batch, device, programs=programs)
+            self._batched = listed_batch.BatchRows.empty(shape.d_ffn, batch, d, dtype, device)
         self.selections: dict[tuple[int, str], select.Selection] = {}
         self._rank_scratch: dict[tuple[int, str], Tensor] = {}
         self._at_site: dict[tuple[int, str], list[TargetPredictor]] = {}
@@ -249,6 +249,12 @@ class DecodeStep:
                 self._normalised, weights.cascade, chosen, self._packed or hidden, row_state=self.state.row_state,
                 pdl=pdl, levels=self._levels,
             )  # fmt: skip
+        elif self._batched is not None:
+            if not own:
+                ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
+            ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)
+            ops.packed_batch(self._batched, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            return
         elif self._packed is None:
             ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
         if self._packed is None:
@@ -283,6 +289,7 @@ class DecodeStep:
         torch.cuda.synchronize(self.device)
         for tensor, copy in saved:
             tensor.copy_(copy)
+        launch.share_carveout()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.eager(mode, score)

@@ -9,7 +9,9 @@ trigger (`gdc_launch_dependents`) comes right after the wait: at most one depend
 the running one.
 """
 
+import ctypes
 import functools
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRET = bool(triton.knobs.runtime.interpret)
+PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 MAX_BATCH = 32  # one bit a batch row in an int32
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,6 +30,11 @@ QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
 
 def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
+
+
+def padded_batch(batch: int) -> int:
+    """Batch rows as the tensor cores' kernels take them."""
+    return max(16, next_power_of_two(batch))
 
 
 def require(condition: bool, message: str) -> None:
@@ -77,6 +85,30 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     """
     knows = not INTERPRET and x.is_cuda and _knows_pdl(x.device.index or 0)
     return knows, pdl and knows
+
+
+def share_carveout(percent: int = 50) -> int:
+    """Asks for one split of shared memory and L1 for every kernel of this package compiled so far; returns how many.
+
+    By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
+    can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
+    predecessor. Call it after every kernel has run once and before a graph is captured. Without a CUDA driver, or with
+    a triton that keeps its kernels elsewhere, nothing happens.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    changed = 0
+    for name, module in list(sys.modules.items()):
+        functions = vars(module).values() if name.startswith("kernels.") else ()
+        for function in [f for f in functions if isinstance(f, triton.JITFunction)]:
+            for cached in getattr(function, "device_caches", {}).values():
+                for kernel in cached[0].values():
+                    handle = getattr(kernel, "function", None)
+                    if isinstance(handle, int):
+                        changed += driver.cuFuncSetAttribute(ctypes.c_void_p(handle), PREFERRED_CARVEOUT, percent) == 0
+    return changed
 
 
 @triton.jit
@@ -208,25 +240,6 @@ class ScatterSettings:
     warps: int
     slots: int = 8
     stages: int = 1
-    stream: bool = False  # pack the list first, then an unbroken stream of rows
-
-
-@dataclass(frozen=True)
-class SelectGatherSettings:
-    """block: neurons of a program; rows: fc1 rows summed at a time, while as many come; columns: columns a step."""
-
-    block: int
-    rows: int
-    columns: int
-    warps: int
-    held: bool = True
-
-
-def select_gather_settings(d: int) -> SelectGatherSettings:
-    if INTERPRET:
-        return SelectGatherSettings(block=32, rows=2, columns=min(128, column_block(d)), warps=4)
-    warps = 8 if d >= 12288 else 4
-    return SelectGatherSettings(32, rows=2 if d <= 5120 else 1, columns=column_block(d, warps), warps=warps)
 
 
 def column_block(d: int, warps: int = 4) -> int:
@@ -252,19 +265,15 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
 def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:
     """blocks: of the list, 0 without one; capacity: slots of a block."""
     if INTERPRET:
-        return ScatterSettings(stripe=64, splits=3, rows=4 if d % 2 else 16, warps=4, slots=4, stream=d % 2 == 1)
+        return ScatterSettings(stripe=64, splits=3, rows=4 if d % 2 else 16, warps=4, slots=4)
     if batch > 1:
         return ScatterSettings(stripe=128, splits=16 if d <= 5120 else 8, rows=64, warps=4, stages=3)
     if blocks == 0:
         return ScatterSettings(stripe=128, splits=32, rows=32, warps=4, stages=3)
     if rows_per_id > 1:  # a head a split: its rows are one contiguous range
         return ScatterSettings(stripe=128, splits=min(blocks, 64), rows=32, warps=4, slots=1)
-    slots = min(8, max(2, next_power_of_two(capacity // 8)))
-    if d <= 2048:
-        return ScatterSettings(128, min(16, blocks), rows=32, warps=4, slots=8 if capacity >= 32 else slots)
-    splits, rows = (64, 8) if d <= 5120 else (72 if d <= 9216 else 96, 4)
-    stripe = 1024 if d % 1024 == 0 else 512
-    return ScatterSettings(stripe, min(splits, blocks), rows, stripe // 256, slots, stream=True)
+    slots = 8 if capacity >= 32 else min(8, max(2, next_power_of_two(capacity // 8)))
+    return ScatterSettings(128, min(16 if d <= 2048 else 64, blocks), rows=32, warps=4, slots=slots)
 
 
 # Density from which the dense MLP is faster than the sparse one with its predictor (rank d / 16, all selected rows

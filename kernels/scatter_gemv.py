@@ -24,19 +24,17 @@ from kernels.launch import (
     scatter_settings,
     wait_for_predecessor,
 )
-from kernels.scatter_rows import add_partials_kernel, pack_list_kernel, scatter_rows_kernel
 from kernels.select import Selection
 
 
 @dataclass(frozen=True)
 class ScatterScratch:
-    """Partial sums (splits, B, d) fp32, one ticket per column stripe (int32, zero between calls), and room for a packed
-    list in every stripe (ids int32, values fp32)."""
+    """Partial sums (splits, B, d) fp32, one ticket per column stripe (int32, zero between calls), and room for a
+    batch's packed list (int32)."""
 
     partials: Tensor
     tickets: Tensor
-    list_ids: Tensor
-    list_values: Tensor
+    listed: Tensor
 
     @classmethod
     def empty(
@@ -44,18 +42,16 @@ class ScatterScratch:
     ) -> "ScatterScratch":
         """For weights of up to n rows (4 d when not given)."""
         partials = torch.zeros(max_splits, batch, d, dtype=torch.float32, device=device)
-        listed = -(-d // 512) * ((n or 4 * d) + 4096) if batch == 1 else 2 * (n or 4 * d) + 16
-        list_ids = torch.zeros(listed, dtype=torch.int32, device=device)
-        tickets = torch.zeros(-(-d // 64), dtype=torch.int32, device=device)
-        return cls(partials, tickets, list_ids, torch.zeros(listed, dtype=torch.float32, device=device))
+        listed = torch.zeros(0 if batch == 1 else 2 * (n or 4 * d) + 16, dtype=torch.int32, device=device)
+        return cls(partials, torch.zeros(-(-d // 64), dtype=torch.int32, device=device), listed)
 
     def packed(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """(length (1,), ids (n,), slots (n,)) of a batch's packed list."""
-        if self.list_ids.numel() < 2 * n + 16:
+        if self.listed.numel() < 2 * n + 16:
             raise ValueError(
-                f"the scratch holds {self.list_ids.numel()} list entries, a batch of {n} rows needs {2 * n + 16}"
+                f"the scratch holds {self.listed.numel()} list entries, a batch of {n} rows needs {2 * n + 16}"
             )
-        return self.list_ids[:1], self.list_ids[16 : 16 + n], self.list_ids[16 + n : 16 + 2 * n]
+        return self.listed[:1], self.listed[16 : 16 + n], self.listed[16 + n : 16 + 2 * n]
 
 
 def scatter_gemv_reference(
@@ -96,7 +92,6 @@ def _scatter_kernel(
     GROUP_PAD: tl.constexpr,
     LIVE: tl.constexpr,
     STAGES: tl.constexpr,
-    ATOMIC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One batch row: program (stripe, split) sums its share of the listed rows over STRIPE columns.
@@ -154,25 +149,58 @@ def _scatter_kernel(
             w = tl.load(w_ptrs, mask=here[:, None] & inside[None, :], other=0.0)
             acc += w.to(tl.float32) * h[:, None]
         partial = tl.sum(acc, 0)
-    if ATOMIC:
+    tl.store(partials_ptr + split * D + columns, partial, mask=inside, cache_modifier=".cg")
+    tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
+    arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        s = tl.arange(0, SPLITS_PAD)
+        partial_ptrs = partials_ptr + s[:, None] * D + columns[None, :]
+        parts = tl.load(partial_ptrs, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+        y = tl.sum(parts, 0)
         if bias_ptr is not None:
-            partial += tl.where(split == 0, bias, 0.0)
-        tl.atomic_add(out_ptr + columns, partial, mask=inside, sem="relaxed")
-    else:
-        tl.store(partials_ptr + split * D + columns, partial, mask=inside, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's partial is stored before one thread releases the ticket
-        arrived = tl.atomic_add(tickets_ptr + stripe, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            s = tl.arange(0, SPLITS_PAD)
-            partial_ptrs = partials_ptr + s[:, None] * D + columns[None, :]
-            parts = tl.load(partial_ptrs, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
-            y = tl.sum(parts, 0)
-            if bias_ptr is not None:
-                y += bias
-            if residual_ptr is not None:
-                y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(tickets_ptr + stripe, 0)
+            y += bias
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(tickets_ptr + stripe, 0)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "slots"])
+def _pack_list_kernel(
+    ids_ptr,
+    counts_ptr,
+    total_ptr,
+    list_ids_ptr,
+    list_slots_ptr,
+    n_blocks,
+    slots,
+    BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The list without gaps: ids, the slots they stand in, and their number. Program p packs WINDOW blocks."""
+    wait_for_predecessor(PDL)
+    low = tl.program_id(0) * WINDOW
+    every = tl.arange(0, BLOCKS)
+    all_counts = tl.load(counts_ptr + every, mask=every < n_blocks, other=0)
+    at = tl.sum(tl.where(every < low, all_counts, 0), 0)
+    if low == 0:
+        tl.store(total_ptr, tl.sum(all_counts, 0))
+    t = tl.arange(0, WINDOW * SLOTS)
+    offset = t % SLOTS
+    block = low + t // SLOTS
+    counts = tl.load(counts_ptr + block, mask=block < n_blocks, other=0)
+    most = tl.max(counts, 0)
+    # Packed in the order (first slots of all blocks, next slots, ...): the order of a sum, the same in every run.
+    for base in range(0, most, SLOTS):
+        valid = base + offset < counts
+        slot = block * slots + base + offset
+        ids = tl.load(ids_ptr + slot, mask=valid, other=0)
+        place = at + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(list_ids_ptr + place, ids, mask=valid)
+        tl.store(list_slots_ptr + place, slot, mask=valid)
+        at += tl.sum(valid.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["n", "n_blocks", "batch"])
@@ -273,16 +301,13 @@ def scatter_gemv(
     scratch: ScatterScratch | None = None,
     pdl: bool = False,
     settings: ScatterSettings | None = None,
-    deterministic: bool = True,
 ) -> None:
-    """Sum the listed rows of weight_t (n, d) into out (B, d), bitwise deterministic unless asked otherwise.
+    """Sum the listed rows of weight_t (n, d) into out (B, d), bitwise deterministic.
 
     h: `LiveRows` (selection None), or (B, n) fp32/fp16/bf16 with a selection of n / rows_per_id ids (rows that batch
     row b did not select count as zero for it; with B = 1 the list itself says so), or with selection None: all n rows.
     residual: (B, d) or None; out: (B, d) and may be the residual itself; both fp32/fp16/bf16. For B > 1, h is rounded
     to the dtype of the weight. scratch: shared by calls that run one after another; without it the call makes one.
-    deterministic=False (B = 1, out fp32 and the residual itself) adds to out with atomics: shorter by a round trip to
-    the L2, but the order of the additions, and so the last bits, differ from run to run.
     """
     values = h.values if isinstance(h, LiveRows) else h
     if isinstance(h, LiveRows):
@@ -328,31 +353,7 @@ def scatter_gemv(
     )
     require(scratch.tickets.numel() >= stripes, f"the scratch holds {scratch.tickets.numel()} tickets of {stripes}")
     has_pdl, use_pdl = programmatic(values, pdl)
-    if not deterministic:
-        in_place = batch == 1 and residual is not None and residual.data_ptr() == out.data_ptr()
-        require(
-            in_place and out.dtype == torch.float32, "deterministic=False needs batch 1 and a float32 residual as out"
-        )
-    if batch == 1 and isinstance(h, LiveRows) and settings.stream:
-        window = next_power_of_two(-(-n_blocks // splits))
-        require(
-            scratch.list_ids.numel() >= stripes * n_blocks * slots,
-            f"the scratch holds {scratch.list_ids.numel()} list entries of {stripes} x {n_blocks * slots}",
-        )
-        scatter_rows_kernel[(stripes, splits)](
-            values, weight_t, bias, ids, counts, out, scratch.partials, scratch.list_ids, scratch.list_values,
-            n_blocks, slots, D=d, STRIPE=settings.stripe, SPLITS=splits, ROWS=settings.rows, WINDOW=window,
-            SLOTS=min(settings.slots, next_power_of_two(slots)), ATOMIC=not deterministic, PDL=has_pdl,
-            num_warps=settings.warps, launch_pdl=use_pdl,
-        )  # fmt: skip
-        if deterministic:
-            splits_pad = next_power_of_two(splits)
-            stripe = max(16, min(64, 4096 // splits_pad))
-            add_partials_kernel[(-(-d // stripe),)](
-                scratch.partials, bias, residual, out, D=d, STRIPE=stripe, SPLITS=splits, SPLITS_PAD=splits_pad,
-                PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
-            )  # fmt: skip
-    elif batch == 1:
+    if batch == 1:
         group_pad = next_power_of_two(rows_per_id)
         _scatter_kernel[(stripes, splits)](
             values, weight_t, bias, residual, ids, counts, out, scratch.partials, scratch.tickets, n, n_blocks,
@@ -360,14 +361,14 @@ def scatter_gemv(
             SPLITS_PAD=next_power_of_two(splits), ROWS=settings.rows, WINDOW=next_power_of_two(-(-n_blocks // splits)),
             SLOTS=min(settings.slots, next_power_of_two(slots if isinstance(h, LiveRows) else sel_block)),
             GROUP=rows_per_id, GROUP_PAD=group_pad, LIVE=isinstance(h, LiveRows), STAGES=settings.stages,
-            ATOMIC=not deterministic, PDL=has_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
+            PDL=has_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(weight_t.dtype, tl.float16)
         list_slots = None
         if isinstance(h, LiveRows):
             total, ids, list_slots = scratch.packed(n)
-            pack_list_kernel[(-(-n_blocks // 32),)](
+            _pack_list_kernel[(-(-n_blocks // 32),)](
                 h.ids, h.counts, total, ids, list_slots, n_blocks, slots, BLOCKS=next_power_of_two(n_blocks),
                 WINDOW=32, SLOTS=8, PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
             )  # fmt: skip

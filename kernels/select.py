@@ -17,7 +17,6 @@ from torch import Tensor
 from kernels.batch_kernels import select_dot_kernel, store_selection
 from kernels.launch import (
     FLOAT_TYPES,
-    INTERPRET,
     QUANTIZED_TYPES,
     check_input,
     check_tensor,
@@ -28,6 +27,7 @@ from kernels.launch import (
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 from kernels.norm_gemv import norm_gemv, norm_sums
+from kernels.short_product import short_product
 
 _store_selection = store_selection  # the name under which other kernels of this package know it
 
@@ -287,32 +287,21 @@ def predict_select(
     top_k selects exactly that many per row (ties to the lower index) by a sort: exact, and slow.
     pdl: launch as programmatic dependents of the kernels before.
     """
-    from kernels.gather_gemv import gather_gemv  # that module reads Selection from this one
-
     batch, d = check_input("x", x)
     rank = predictor.down.shape[0]
     if hidden is None:
         hidden = torch.empty(batch, rank, dtype=torch.float32, device=x.device)
     check_tensor("hidden", hidden, (batch, rank), (torch.float32,), x)
-    activation = "relu" if predictor.relu else "none"
-    if batch > 1 and ln is not None and predictor.down.dtype in (torch.float16, torch.bfloat16) and not INTERPRET:
-        # A few hundred rows against a batch: a job for a library's split products, not for gathered tiles.
-        if normalised_out is None:
-            normalised_out = torch.empty(x.shape, dtype=predictor.down.dtype, device=x.device)
-        layer_norm(x, ln, normalised_out, pdl)
-        product = torch.mm(normalised_out.to(predictor.down.dtype), predictor.down.T)
-        hidden.copy_(product.relu_() if predictor.relu else product)
-        select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, False)
-        return
-    if batch == 1 and ln is not None and predictor.sums is not None:
-        norm_gemv(
-            x, ln, predictor.down, predictor.sums, hidden, predictor.down_scale, predictor.relu, normalised_out, pdl
-        )
+    if batch == 1 and ln is not None:
+        sums = predictor.sums or norm_sums(predictor.down, ln)
+        norm_gemv(x, ln, predictor.down, sums, hidden, predictor.down_scale, predictor.relu, normalised_out, pdl)
     else:
-        gather_gemv(
-            x, predictor.down, None, None, activation, hidden, ln, predictor.down_scale,
-            normalised_out=normalised_out, pdl=pdl,
-        )  # fmt: skip
+        if ln is not None:
+            if normalised_out is None:
+                normalised_out = torch.empty_like(x)
+            layer_norm(x, ln, normalised_out, pdl)
+            x = normalised_out
+        short_product(x, predictor.down, hidden, predictor.down_scale, predictor.relu, pdl)
     select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
 
 
