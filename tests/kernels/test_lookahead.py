@@ -1,15 +1,12 @@
-"""The look-ahead kernels and the dense row kernel against their plain-torch references, with poisoned outputs."""
+"""The look-ahead kernels against their plain-torch references, with poisoned outputs."""
 
 import pytest
 import torch
 
-from kernels.dense_gemv import RowSettings, dense_rows, dense_rows_reference
-from kernels.dense_wide import dense_wide, dense_wide_reference
 from kernels.flash_decode import AttentionScratch
 from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
 from kernels.lookahead import attend_select, attend_select_reference, site_predict, site_predict_reference
-from kernels.out_projection import ProjectSettings, project_heads, project_heads_reference
 from kernels.select import PredictorWeights, Selection, quantize_rows
 
 NAN = float("nan")
@@ -17,19 +14,6 @@ NAN = float("nan")
 
 def norm(d, device):
     return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
-
-
-@pytest.mark.parametrize(
-    ("n", "d", "rows", "activation", "bias"),
-    [(7, 48, 1, "relu", True), (9, 40, 2, "none", False), (5, 64, 4, "relu", True)],
-)
-def test_dense_rows(device, n, d, rows, activation, bias):
-    x, ln, weight = torch.randn(1, d, device=device) * 2 + 1, norm(d, device), torch.randn(n, d, device=device)
-    b = torch.randn(n, device=device) if bias else None
-    got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
-    dense_rows(x, ln, weight, b, activation, got, settings=RowSettings(1, rows, 4))
-    dense_rows_reference(x, ln, weight, b, activation, expected)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("state", [0, 1, 2])
@@ -70,35 +54,3 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         made.append((attn_in, hidden, heads.row_bits, watermark, out, neurons.indices(), neurons.row_bits))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("n_heads", "head_dim", "d", "density"), [(3, 16, 40, 0.5), (4, 16, 64, 0.0), (2, 80, 33, None)]
-)
-def test_project_heads(device, n_heads, head_dim, d, density):
-    width = n_heads * head_dim
-    mixed, residual = torch.randn(1, width, device=device), torch.randn(1, d, device=device)
-    weight, bias = torch.randn(d, width, device=device), torch.randn(d, device=device)
-    selection = order = None
-    if density is not None:
-        mask = torch.rand(1, n_heads, device=device) < density
-        mixed = torch.where(mask.repeat_interleave(head_dim, 1), mixed, 0.0)
-        selection = head_selection(n_heads, device)
-        selection.set_mask(mask)
-        picked = mask[0].nonzero().flatten()
-        order = torch.cat([picked, picked.new_full((n_heads + 1 - len(picked),), len(picked))]).int()
-        weight[:, ~mask.repeat_interleave(head_dim, 1)[0]] = NAN  # columns of other heads are not read
-    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    project_heads(mixed, weight, bias, residual, selection, order, out, settings=ProjectSettings(4, 16, 4))
-    project_heads_reference(mixed, weight.nan_to_num(), bias, residual, selection, order, expected)
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("d", "n"), [(5, 40), (17, 2100)])
-def test_dense_wide(device, d, n):
-    y, residual = torch.randn(1, n, device=device), torch.randn(1, d, device=device)
-    weight, bias = torch.randn(d, n, device=device), torch.randn(d, device=device)
-    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    dense_wide(y, weight, bias, residual, out)
-    dense_wide_reference(y, weight, bias, residual, expected)
-    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
