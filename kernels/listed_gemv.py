@@ -144,6 +144,7 @@ def listed_gemv(
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
     settings = settings or listed_settings(d)
+    block = min(settings.block, max(16, triton.next_power_of_2(d)))
     pdl = use_pdl(pdl, x.device)
     _listed_kernel[(min(settings.programs, n),)](
         x,
@@ -156,12 +157,12 @@ def listed_gemv(
         rows.values,
         n - 1,
         D=d,
-        BLOCK=settings.block,
+        BLOCK=block,
         NORM=ln is not None,
         EARLY_X=early == "x",
         EARLY_LIST=early == "list",
         EPS=1e-5 if ln is None else ln.eps,
         PDL=pdl,
-        num_warps=settings.warps if d >= 2048 else 4,
+        num_warps=min(settings.warps, max(1, block // 32)),  # no more threads than columns
         launch_pdl=pdl,
     )

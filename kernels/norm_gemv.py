@@ -185,6 +185,6 @@ def norm_gemv(
         SLICE=next_power_of_two(-(-d // programs)),
         RELU=relu,
         PDL=has_pdl,
-        num_warps=settings.warps,
+        num_warps=min(settings.warps, max(1, (d1 or d0) // 32)),  # no more threads than columns
         launch_pdl=use_pdl,
     )

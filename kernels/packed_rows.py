@@ -110,7 +110,7 @@ def pack(rows: Selection | LiveRows, out: PackedRows, pdl: bool = False) -> None
         n_ranges,
         SLOTS=slots,
         SLOTS_PAD=padded,
-        ALL=triton.next_power_of_2(n_ranges),
+        ALL=max(128, triton.next_power_of_2(n_ranges)),
         RANGES=ranges,
         PDL=pdl,
         num_warps=4,
