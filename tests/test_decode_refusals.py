@@ -8,7 +8,7 @@ from kernels.gather_gemv import gather_gemv
 from kernels.out_projection import project_heads
 from kernels.select import PredictorWeights, Selection, predict_select
 
-MODULES = ("launch", "attention_common", "select")
+MODULES = ("launch", "attention_common")
 
 
 def run_select(x, w):
