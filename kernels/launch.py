@@ -281,8 +281,9 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
 DENSE_FROM = ((2048, 0.14), (4096, 0.67), (5120, 0.79), (7168, 0.64), (9216, 0.86), (12288, 0.89))
 
 
-# The same for 2 and more rows, by the density of what they select together; between measurements, on the safe side.
-DENSE_FROM_BATCHES = ((2048, 0.0), (4096, 0.19), (7168, 0.3), (9216, 0.35))
+# The same for 2 and more rows, by the density of what they select together: where a line through the measured time at
+# the table's union (8 rows, 17.5 %; 16 rows, 26.3 %) and the predictor's alone meets cuBLAS, a tenth off.
+DENSE_FROM_BATCHES = ((2048, 0.0), (4096, 0.36), (7168, 0.6), (9216, 0.74))
 
 
 def sparse_pays(d: int, density: float, batch: int = 1) -> bool:
