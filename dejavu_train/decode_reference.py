@@ -65,7 +65,7 @@ def cascade(
     out: Tensor,
     row_state: Tensor | None = None,
     pdl: bool = False,
-    levels: Any = None,
+    scratch: Any = None,
 ) -> None:
     """See `kernels.cascade.cascade`; the list becomes that of what passed."""
     y, passed = cascade_reference(x, weights, selection.to_mask(len(x)), row_state)

@@ -247,7 +247,7 @@ class DecodeStep:
             hidden = self._tested
             ops.cascade(
                 self._normalised, weights.cascade, chosen, self._packed or hidden, row_state=self.state.row_state,
-                pdl=pdl, levels=self._levels,
+                pdl=pdl, scratch=self._levels,
             )  # fmt: skip
         elif self._batched is not None:
             if not own:

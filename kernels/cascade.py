@@ -12,11 +12,11 @@ sums. What passes is computed with x and the weight as they are. Planes of words
 upper[i, w] is u + 8 of column k W + w; rest[i] is W words of the upper nibbles of l + 2048 in the same order, then 2 W
 words of its low bytes, byte k of word w being that of column k W + w and, in the second W words, of column
 (4 + k) W + w. So a thread's 16 bytes of any plane meet the same few contiguous parts of x.
-Two kernels: one rounds x, once for all programs; in the other program p takes candidates p, p + P, ... of a packed
-list, or of one block of a selection, the next one's upper plane on its way while the present one is summed.
-row_bits is set to what passed, so that the selection says afterwards what was used.
-Several batch rows share the weights they read, and x comes from the L1 for each: exact, and for what passes slower than
-a product on tensor cores from about four rows on.
+One batch row: program p takes entries p, p + P, ... of a packed list, rounds x for itself while the list arrives, tests
+all its candidates, and then reads what passed, its lines asked of the L2 beforehand. Several rows: a kernel rounds x,
+and in the other a program owns every SHARE-th candidate of one block of the selection; rows share the weights that are
+read, and x comes from the L1 for each: exact, and for what passes slower than a product on tensor cores from about four
+rows on. row_bits is set to what passed, so that the selection says afterwards what was used.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import INTERPRET, start_dependents, two_tiles, use_pdl
+from kernels.cascade_batch import InputLevels, cascade_rows_kernel, levels_kernel
+from kernels.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
 from kernels.gather_gemv import LiveRows
-from kernels.launch import FLOAT_TYPES, check_input, check_tensor, next_power_of_two, require
+from kernels.launch import check_input, check_tensor, next_power_of_two, prefetch_l2, require
 from kernels.packed_rows import PackedRows
 from kernels.select import Selection
-
-# Bits in the upper mantissa of 1.0 are a float 1 + code / 2^bits without a conversion, of which an SM does few; what
-# the ones add is taken off the sum.
-ONE = tl.constexpr(0x3F800000)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, ties to even
 
 
 @dataclass(frozen=True)
@@ -56,20 +53,6 @@ class CascadeWeights:
         middle = torch.cat([self.rest[:, :words] >> 4 * k & 15 for k in range(8)], dim=1)
         upper = torch.cat([self.upper >> 4 * k & 15 for k in range(8)], dim=1) - 8
         return upper * self.step[:, None], ((middle << 8 | low) - 2048) * self.scale[:, None]
-
-
-@dataclass(frozen=True)
-class InputLevels:
-    """x rounded, as the test's kernel reads it: words (B, 2, W) int32, bytes of the columns that meet the even and the
-    odd nibbles of a word; units (B, 2) fp32, unit and eight times the sum of all levels."""
-
-    words: Tensor
-    units: Tensor
-
-    @classmethod
-    def empty(cls, batch: int, d: int, device: torch.device | str) -> "InputLevels":
-        words = torch.zeros(batch, 2, d // 8, dtype=torch.int32, device=device)
-        return cls(words, torch.zeros(batch, 2, device=device))
 
 
 def input_levels(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,105 +80,8 @@ def cascade_reference(
 
 
 @triton.jit
-def _levels_kernel(x, words, units, W: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    """A program a batch row."""
-    row = tl.program_id(0).to(tl.int64)
-    w = tl.arange(0, TILE)
-    start_dependents(PDL)
-    xs = _x_parts(x + row * (8 * W), w, W)
-    largest = tl.abs(xs[0])
-    for k in tl.static_range(1, 8):
-        largest = tl.maximum(largest, tl.abs(xs[k]))
-    top = tl.max(largest, 0)
-    top = tl.where(top > 0, top, 1.0)
-    factor = 127 / top
-    total = tl.zeros((TILE,), tl.float32)
-    even = tl.zeros((TILE,), tl.int32)
-    odd = tl.zeros((TILE,), tl.int32)
-    for k in tl.static_range(8):
-        level = (xs[k] * factor + ROUND) - ROUND
-        total += level
-        byte = (level.to(tl.int32) & 255) << (8 * (k // 2))
-        if k % 2 == 0:
-            even |= byte
-        else:
-            odd |= byte
-    at = words + row * (2 * W) + w
-    tl.store(at, even, mask=w < W)
-    tl.store(at + W, odd, mask=w < W)
-    tl.store(units + 2 * row, top / 127)
-    tl.store(units + 2 * row + 1, 8 * tl.sum(total, 0))
-
-
-@triton.jit
-def _x_parts(x, w, W: tl.constexpr):
-    """Eight tiles of x: columns k W + w."""
-    parts = ()
-    for k in tl.static_range(8):
-        parts = parts + (tl.load(x + k * W + w, mask=w < W, other=0.0).to(tl.float32),)
-    return parts
-
-
-@triton.jit
-def _level_products(words, even, odd, ASM: tl.constexpr):
-    """Sums over the eight columns of each word of (u + 8) r, int32."""
-    if ASM:
-        sums = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b; and.b32 a, $1, 0x0F0F0F0F; shr.u32 b, $1, 4; and.b32 b, b, 0x0F0F0F0F;"
-            " dp4a.u32.s32 a, a, $2, 0; dp4a.u32.s32 $0, b, $3, a; }",
-            "=r,r,r,r",
-            [words, even, odd],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        sums = tl.zeros(words.shape, tl.int32)
-        for k in tl.static_range(8):
-            level = even
-            if k % 2 == 1:
-                level = odd
-            sums += ((words >> (4 * k)) & 15) * ((level << (24 - 8 * (k // 2))) >> 24)
-    return sums
-
-
-@triton.jit
-def _row_products(words, rest, x, w, W: tl.constexpr):
-    """Sums of u x and of l x over tile w of a row: words are its upper plane, rest points to the other one."""
-    middle = tl.load(rest + w, mask=w < W, other=0)
-    low0 = tl.load(rest + W + w, mask=w < W, other=0)
-    low1 = tl.load(rest + 2 * W + w, mask=w < W, other=0)
-    xs = _x_parts(x, w, W)
-    upper = tl.zeros(words.shape, tl.float32)
-    lower = tl.zeros(words.shape, tl.float32)
-    total = tl.zeros(words.shape, tl.float32)
-    for k in tl.static_range(8):
-        code = _shifted(words, 19 - 4 * k) & 0x00780000 | ONE
-        upper += code.to(tl.float32, bitcast=True) * xs[k]
-        low = low0
-        if k >= 4:
-            low = low1
-        code = _shifted(middle, 19 - 4 * k) & 0x00780000 | _shifted(low, 11 - 8 * (k % 4)) & 0x0007F800 | ONE
-        lower += code.to(tl.float32, bitcast=True) * xs[k]
-        total += xs[k]
-    # 1 + (u + 8) / 16 and 1 + (l + 2048) / 4096
-    return tl.sum(16 * upper - 24 * total), tl.sum(4096 * lower - 6144 * total)
-
-
-@triton.jit
-def _shifted(words, LEFT: tl.constexpr):
-    if LEFT >= 0:
-        moved = words << LEFT
-    else:
-        moved = words >> (-LEFT)
-    return moved
-
-
-@triton.jit(do_not_specialize=["batch", "block_rows", "share"])
-def _cascade_kernel(
+def _listed_kernel(
     x,
-    levels,
-    units,
     upper,
     rest,
     step,
@@ -204,120 +90,106 @@ def _cascade_kernel(
     bar,
     row_state,
     ids,
-    counts,
+    count,
     row_bits,
-    live_ids,
-    live_values,
-    live_counts,
-    batch,
-    block_rows,
-    share,
+    values,
     W: tl.constexpr,
     W0: tl.constexpr,
     W1: tl.constexpr,
-    BATCH: tl.constexpr,
-    SLOTS: tl.constexpr,
+    CAP: tl.constexpr,
+    LINES: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One batch row, a packed list: program p takes entries p, p + P, ..., CAP of them at a time.
+
+    Ids and what belongs to their rows arrive together, and x is rounded meanwhile, by every program for itself. Then
+    all upper planes, two on their way ahead of the one that is summed; then the rows of what passed, one ahead.
+    """
     pid = tl.program_id(0)
-    block = pid // share
-    part = pid % share
+    programs = tl.num_programs(0)
     w0 = tl.arange(0, W0)
     w1 = w0
     if W1 > 0:
         w1 = W0 + tl.arange(0, W1)
-    b = tl.arange(0, BATCH)
+    k = tl.arange(0, CAP)
     start_dependents(PDL)
-    # The id may be one beyond the count: then it is an old one, in range, and its row is not read.
-    count = tl.load(counts + block, cache_modifier=".cg")
-    row = tl.load(ids + block * block_rows + part, cache_modifier=".cg")
-    width = tl.where(part < count, W, 0)
-    words0 = tl.load(upper + row.to(tl.int64) * W + w0, mask=w0 < width, other=0)
-    words1 = words0
+    number = tl.load(count, cache_modifier=".cg")
+    entries = pid + programs * k
+    rows = tl.load(ids + entries, mask=entries < number, other=0, cache_modifier=".cg")
+    xs0 = x_parts(x, w0, W)
+    top = largest(xs0)
     if W1 > 0:
-        words1 = tl.load(upper + row.to(tl.int64) * W + w1, mask=w1 < width, other=0)
-    unit = tl.load(units + 2 * b, mask=b < batch, other=0.0)
-    zero = tl.load(units + 2 * b + 1, mask=b < batch, other=0.0)
-    dense = b < 0
+        xs1 = x_parts(x, w1, W)
+        top = tl.maximum(top, largest(xs1))
+    top = tl.where(top > 0, top, 1.0)
+    even0, odd0, total = levels(xs0, 127 / top)
+    if W1 > 0:
+        even1, odd1, more = levels(xs1, 127 / top)
+        total += more
+    dense = False
     if row_state is not None:
-        dense = tl.load(row_state + b, mask=b < batch, other=0) == 2
-    if BATCH == 1:  # held for all candidates
-        even0 = tl.load(levels + w0)
-        odd0 = tl.load(levels + W + w0)
-        even1 = even0
-        odd1 = odd0
-        if W1 > 0:
-            even1 = tl.load(levels + w1, mask=w1 < W, other=0)
-            odd1 = tl.load(levels + W + w1, mask=w1 < W, other=0)
-    written = 0
-    for item in range(part, count, share):
-        ahead = item + share
-        next_row = tl.load(ids + block * block_rows + tl.minimum(ahead, block_rows - 1), cache_modifier=".cg")
-        width = tl.where(ahead < count, W, 0)
-        next0 = tl.load(upper + next_row.to(tl.int64) * W + w0, mask=w0 < width, other=0)
-        next1 = next0
-        if W1 > 0:
-            next1 = tl.load(upper + next_row.to(tl.int64) * W + w1, mask=w1 < width, other=0)
-        row_step = tl.load(step + row)
-        row_scale = tl.load(scale + row)
-        row_bias = tl.load(bias + row)
-        row_bar = tl.load(bar + row)
-        bits = tl.load(row_bits + row)
-        sums = tl.zeros((BATCH,), tl.float32)
-        if BATCH == 1:
-            found = tl.sum(_level_products(words0, even0, odd0, ASM))
+        dense = tl.load(row_state) == 2
+    for first in range(0, number, programs * CAP):
+        entries = first + pid + programs * k
+        valid = entries < number
+        if first > 0:
+            rows = tl.load(ids + entries, mask=valid, other=0, cache_modifier=".cg")
+        steps = tl.load(step + rows, mask=valid, other=0.0)
+        biases = tl.load(bias + rows, mask=valid, other=0.0)
+        bars = tl.load(bar + rows, mask=valid, other=0.0)
+        scales = tl.load(scale + rows, mask=valid, other=0.0)
+        mine = tl.sum(valid.to(tl.int32), 0)
+        row = tl.sum(tl.where(k == 0, rows, 0), 0)
+        here0 = plane_words(upper, row, 0 < mine, w0, W, W)
+        here1 = plane_words(upper, row, 0 < mine, w1, W, W) if W1 > 0 else here0
+        row = tl.sum(tl.where(k == 1, rows, 0), 0)
+        next0 = plane_words(upper, row, 1 < mine, w0, W, W)
+        next1 = plane_words(upper, row, 1 < mine, w1, W, W) if W1 > 0 else next0
+        sums = tl.zeros((CAP,), tl.int32)
+        for i in range(0, mine):
+            row = tl.sum(tl.where(k == i + 2, rows, 0), 0)
+            coming0 = plane_words(upper, row, i + 2 < mine, w0, W, W)
+            coming1 = plane_words(upper, row, i + 2 < mine, w1, W, W) if W1 > 0 else coming0
+            found = tl.sum(level_products(here0, even0, odd0, ASM), 0)
             if W1 > 0:
-                found += tl.sum(_level_products(words1, even1, odd1, ASM))
-            sums += found.to(tl.float32)
-        else:
-            for one in range(batch):
-                if ((bits >> one) & 1) != 0:
-                    own = levels + one * (2 * W)
-                    found = tl.sum(_level_products(words0, tl.load(own + w0), tl.load(own + W + w0), ASM))
-                    if W1 > 0:
-                        even = tl.load(own + w1, mask=w1 < W, other=0)
-                        odd = tl.load(own + W + w1, mask=w1 < W, other=0)
-                        found += tl.sum(_level_products(words1, even, odd, ASM))
-                    sums = tl.where(b == one, found.to(tl.float32), sums)
-        scores = (sums - zero) * row_step * unit + row_bias
-        passed = (((bits >> b) & 1) != 0) & (b < batch) & ((scores > row_bar) | dense)
-        bits = tl.sum(passed.to(tl.int32) << b)
-        tl.store(row_bits + row, bits)
-        if SLOTS == 0 and bits == 0:
-            tl.store(live_values + item, 0.0)
-        if bits != 0:
-            values = tl.zeros((BATCH,), tl.float32)
+                found += tl.sum(level_products(here1, even1, odd1, ASM), 0)
+            sums = tl.where(k == i, found, sums)
+            here0 = next0
+            here1 = next1
+            next0 = coming0
+            next1 = coming1
+        scores = (sums.to(tl.float32) - 8 * total) * steps * (top / 127) + biases
+        passed = valid & ((scores > bars) | dense)
+        tl.store(row_bits + rows, passed.to(tl.int32), mask=valid)
+        place = tl.cumsum(passed.to(tl.int32), 0) - 1
+        y = tl.zeros((CAP,), tl.float32)
+        passing = tl.sum(passed.to(tl.int32), 0)
+        if ASM:  # all of what passed is asked of the L2 at once
+            line = 32 * tl.arange(0, LINES)
+            for j in range(0, passing):
+                row = tl.sum(tl.where(passed & (place == j), rows, 0), 0)
+                prefetch_l2(rest, row.to(tl.int64) * (3 * W) + line, line < 3 * W)
+        for j in range(0, passing):
+            own = passed & (place == j)
+            row = tl.sum(tl.where(own, rows, 0), 0)
             start = rest + row.to(tl.int64) * (3 * W)
-            for one in range(batch):
-                if ((bits >> one) & 1) != 0:
-                    own = x + one * (8 * W)
-                    high, low = _row_products(words0, start, own, w0, W)
-                    if W1 > 0:
-                        more_high, more_low = _row_products(words1, start, own, w1, W)
-                        high += more_high
-                        low += more_low
-                    values = tl.where(b == one, high * row_step + low * row_scale + row_bias, values)
-            values = tl.where(passed & ~(values <= 0), values, 0.0)  # keeps a NaN
-            if SLOTS == 0:  # a packed list keeps its entries
-                tl.store(live_values + item + b, values, mask=b < 1)
-            else:
-                slot = pid * SLOTS + written
-                tl.store(live_ids + slot, row)
-                tl.store(live_values + slot * batch + b, values, mask=b < batch)
-                written += (tl.sum((values != 0).to(tl.int32)) > 0).to(tl.int32)
-        row = next_row
-        words0 = next0
-        words1 = next1
-    if SLOTS > 0:
-        tl.store(live_counts + pid, written)
+            high, low = row_products(plane_words(upper, row, True, w0, W, W), start, x, w0, W)
+            if W1 > 0:
+                more_high, more_low = row_products(plane_words(upper, row, True, w1, W, W), start, x, w1, W)
+                high += more_high
+                low += more_low
+            y = tl.where(own, high * steps + low * scales + biases, y)
+        tl.store(values + entries, tl.where(y <= 0, 0.0, y), mask=valid)  # keeps a NaN
 
 
 def cascade_settings(d: int, batch: int) -> tuple[int, int]:
     """(programs of a packed list, or candidates of a program at most for a batch, and warps), by width and batch."""
     if batch > 1:
         return 8, 4
-    return (1056, 4) if d > 2048 else (792, 1)
+    if d <= 2048:
+        return 528, 1
+    return 528 if d <= 5120 else 396, 4
 
 
 def cascade_rows(
@@ -338,7 +210,7 @@ def cascade(
     out: LiveRows | PackedRows,
     row_state: Tensor | None = None,
     pdl: bool = False,
-    levels: InputLevels | None = None,
+    scratch: InputLevels | None = None,
     warps: int | None = None,
     programs: int | None = None,
 ) -> None:
@@ -356,35 +228,37 @@ def cascade(
     check_tensor("weights.rest", weights.rest, (n, 3 * d // 8), (torch.int32,), x)
     for name in ("step", "scale", "bias", "bar"):
         check_tensor(f"weights.{name}", getattr(weights, name), (n,), (torch.float32,), x)
-    check_tensor("x", x, (batch, d), FLOAT_TYPES, x)
     if row_state is not None:
         check_tensor("row_state", row_state, (batch,), (torch.int32,), x)
+    warps = warps or cascade_settings(d, batch)[1]
+    words = d // 8
+    first, second = two_tiles(words)
+    pdl = use_pdl(pdl, x.device)
+    constants = {"W": words, "W0": first, "W1": second, "ASM": not INTERPRET, "PDL": pdl}
+    planes = (weights.upper, weights.rest, weights.step, weights.scale, weights.bias, weights.bar)
     if isinstance(out, PackedRows):
         require(batch == 1 and len(out.ids) == n, f"a packed list is for one batch row of {n} rows, got {batch}")
-        ids, counts, live_counts = out.ids, out.count, None
-        blocks, block_rows, slots = 1, n, 0
-        share = programs or cascade_settings(d, batch)[0]
-    else:
-        ids, counts, live_counts = selection.ids, selection.counts, out.counts
-        blocks, block_rows, slots = selection.counts.numel(), selection.block, out.slots
-        share = out.counts.numel() // blocks
-        require(
-            out.n == n and share * blocks == out.counts.numel() and slots * share >= block_rows,
-            f"the live rows ({out.n} in {out.counts.numel()} ranges of {slots}) do not fit a selection of {n} in"
-            f" {blocks} blocks of {block_rows}",
-        )
-        require(out.values.shape[1] == batch, f"the live rows are made for batch {out.values.shape[1]}, got {batch}")
-    words = d // 8
-    levels = levels or InputLevels.empty(batch, d, x.device)
-    check_tensor("levels.words", levels.words, (batch, 2, words), (torch.int32,), x)
-    pdl = use_pdl(pdl, x.device)
-    _levels_kernel[(batch,)](
-        x, levels.words, levels.units, W=words, TILE=next_power_of_two(words), PDL=pdl, num_warps=8, launch_pdl=pdl
+        _listed_kernel[(min(n, programs or cascade_settings(d, batch)[0]),)](
+            x, *planes, row_state, out.ids, out.count, selection.row_bits, out.values, CAP=2 if INTERPRET else 16,
+            LINES=next_power_of_two(-(-3 * words // 32)),
+            **constants, num_warps=warps, launch_pdl=pdl,
+        )  # fmt: skip
+        return
+    blocks = selection.counts.numel()
+    share = out.counts.numel() // blocks
+    require(
+        out.n == n and share * blocks == out.counts.numel() and out.slots * share >= selection.block,
+        f"the live rows ({out.n} in {out.counts.numel()} ranges of {out.slots}) do not fit a selection of {n} in"
+        f" {blocks} blocks of {selection.block}",
     )
-    first, second = two_tiles(words)
-    _cascade_kernel[(blocks * share,)](
-        x, levels.words, levels.units, weights.upper, weights.rest, weights.step, weights.scale, weights.bias,
-        weights.bar, row_state, ids, counts, selection.row_bits, out.ids, out.values, live_counts, batch, block_rows,
-        share, W=words, W0=first, W1=second, BATCH=next_power_of_two(batch), SLOTS=slots, ASM=not INTERPRET, PDL=pdl,
-        num_warps=warps or cascade_settings(d, batch)[1], launch_pdl=pdl,
+    require(out.values.shape[1] == batch, f"the live rows are made for batch {out.values.shape[1]}, got {batch}")
+    scratch = scratch or InputLevels.empty(batch, d, x.device)
+    check_tensor("scratch.words", scratch.words, (batch, 2, words), (torch.int32,), x)
+    levels_kernel[(batch,)](
+        x, scratch.words, scratch.units, W=words, TILE=next_power_of_two(words), PDL=pdl, num_warps=8, launch_pdl=pdl
+    )
+    cascade_rows_kernel[(blocks * share,)](
+        x, scratch.words, scratch.units, *planes, row_state, selection.ids, selection.counts, selection.row_bits,
+        out.ids, out.values, out.counts, batch, selection.block, share, BATCH=next_power_of_two(batch), SLOTS=out.slots,
+        **constants, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
