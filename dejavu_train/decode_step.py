@@ -317,6 +317,8 @@ class DecodeStep:
         self.watermark.zero_()
         self.attention.tickets.zero_()
         self.scatter.tickets.zero_()
+        if self._batched is not None:
+            self._batched.tickets.zero_()
         for valid in self.valid:
             if valid is not None:
                 valid.zero_()
