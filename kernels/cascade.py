@@ -230,9 +230,10 @@ def cascade(
         check_tensor(f"weights.{name}", getattr(weights, name), (n,), (torch.float32,), x)
     if row_state is not None:
         check_tensor("row_state", row_state, (batch,), (torch.int32,), x)
-    warps = warps or cascade_settings(d, batch)[1]
     words = d // 8
     first, second = two_tiles(words)
+    # Threads beyond the columns would write a sum twice to one place.
+    warps = min(warps or cascade_settings(d, batch)[1], max(1, first // 32))
     pdl = use_pdl(pdl, x.device)
     constants = {"W": words, "W0": first, "W1": second, "ASM": not INTERPRET, "PDL": pdl}
     planes = (weights.upper, weights.rest, weights.step, weights.scale, weights.bias, weights.bar)
@@ -255,7 +256,14 @@ def cascade(
     scratch = scratch or InputLevels.empty(batch, d, x.device)
     check_tensor("scratch.words", scratch.words, (batch, 2, words), (torch.int32,), x)
     levels_kernel[(batch,)](
-        x, scratch.words, scratch.units, W=words, TILE=next_power_of_two(words), PDL=pdl, num_warps=8, launch_pdl=pdl
+        x,
+        scratch.words,
+        scratch.units,
+        W=words,
+        TILE=next_power_of_two(words),
+        PDL=pdl,
+        num_warps=min(8, max(1, first // 32)),
+        launch_pdl=pdl,
     )
     cascade_rows_kernel[(blocks * share,)](
         x, scratch.words, scratch.units, *planes, row_state, selection.ids, selection.counts, selection.row_bits,
