@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels.batch_kernels import gather_dot_kernel
 from kernels.launch import (
     FLOAT_TYPES,
-    INTERPRET,
     QUANTIZED_TYPES,
     GatherSettings,
     check_input,
@@ -25,7 +24,6 @@ from kernels.launch import (
     list_slots_wide,
     load_vector,
     next_power_of_two,
-    prefetch_l2,
     programmatic,
     require,
     wait_for_predecessor,
@@ -125,25 +123,16 @@ def _gather_kernel(
     SEL_BLOCKS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    SHARE: tl.constexpr,
     RELU: tl.constexpr,
     HELD: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One batch row. Program p takes an even, contiguous share of the list (or, with SHARE, a part of one block of it),
-    ROWS rows at a time over the full width."""
+    """One batch row. Program p takes an even, contiguous share of the list, ROWS rows at a time over the full width."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     MASKED: tl.constexpr = D % BLOCK != 0
-    if PREFETCH > 0:  # a dense list is static: its first rows may travel to the L2 before the wait
-        LINES: tl.constexpr = PREFETCH // 128
-        line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
-        first_row = (pid.to(tl.int64) * n) // programs
-        last_row = ((pid + 1).to(tl.int64) * n) // programs
-        prefetch_l2(w_ptr + first_row * D, line, first_row * D + line < last_row * D)
     gammas = ()
     betas = ()
     if ln_weight_ptr is not None:
@@ -160,14 +149,7 @@ def _gather_kernel(
     xs = ()
     if HELD:
         xs = load_vector(x_ptr, columns, D, BLOCK)
-    if SHARE > 0:
-        # Program (block, part) owns every SHARE-th id of one block: count and ids arrive together, nothing is searched.
-        block = pid // SHARE
-        slot = pid % SHARE + SHARE * tl.arange(0, CAP)
-        first = 0
-        last = tl.maximum(tl.load(counts_ptr + block) - pid % SHARE + SHARE - 1, 0) // SHARE
-        mine = tl.load(ids_ptr + block * SEL_BLOCK + slot, mask=slot < SEL_BLOCK, other=0)
-    elif counts_ptr is not None:
+    if counts_ptr is not None:
         block_index = tl.arange(0, SEL_BLOCKS)
         counts = tl.load(counts_ptr + block_index, mask=block_index < n_blocks, other=0)
         running = tl.cumsum(counts, 0)
@@ -208,9 +190,7 @@ def _gather_kernel(
     for start in range(first, last, CAP):  # a share is searched for, and stored, CAP rows at once
         items = start + tl.arange(0, CAP)
         valid = items < last
-        if SHARE > 0:
-            rows = tl.where(valid, mine, 0)
-        elif ids_ptr is not None:
+        if ids_ptr is not None:
             slots_of = list_slots_wide(items // GROUP, running, SEL_BLOCK, SEL_BLOCKS)
             rows = tl.load(ids_ptr + slots_of, mask=valid, other=0) * GROUP + items % GROUP
         else:
@@ -253,11 +233,10 @@ def gather_gemv(
     x: (B, d) fp32/fp16/bf16, B <= 32; weight: (n, d) fp32/fp16/bf16, or int8/fp8 with scale (n,) fp32; bias: (n,).
     activation: "none" or "relu". ln normalises x first, in fp32, then rounds to the weight's dtype if that is fp16 or
     bf16 (for B > 1 with a kernel of its own, which needs normalised_out or allocates one).
-    out: `LiveRows` (needs a selection; with a whole number of programs a block of the selection, programs belong to
-    blocks and no list is searched, else the rows are shared evenly), or (B, n) fp32/fp16/bf16; then rows that no batch
-    row selected are left untouched. For B > 1 a row that batch row b did not select is 0 there. rows_per_id: every
-    selected id stands for this many consecutive rows (a head). normalised_out: (B, d), receives LN(x). Sums in fp32,
-    in an order that the settings fix.
+    out: `LiveRows` (needs a selection), or (B, n) fp32/fp16/bf16; then rows that no batch row selected are left
+    untouched. For B > 1 a row that batch row b did not select is 0 there. rows_per_id: every selected id stands for this
+    many consecutive rows (a head). normalised_out: (B, d), receives LN(x). Sums in fp32, in an order that the settings
+    fix.
     """
     batch, d = check_input("x", x)
     n = weight.shape[0]
@@ -301,13 +280,6 @@ def gather_gemv(
     has_pdl, use_pdl = programmatic(x, pdl)
     sel_blocks = next_power_of_two(max(n_blocks, 2))
     if batch == 1:
-        share, cap = 0, 32
-        if n_blocks and rows_per_id == 1 and programs % n_blocks == 0 and live_ids is not None:
-            share = programs // n_blocks
-            cap = next_power_of_two(-(-sel_block // share))
-            if slots < -(-sel_block // share):
-                share, cap = 0, 32
-        prefetch = 0 if INTERPRET or selection is not None or not has_pdl else settings.prefetch
         _gather_kernel[(programs,)](
             x,
             None if ln is None else ln.weight,
@@ -328,14 +300,12 @@ def gather_gemv(
             D=d,
             BLOCK=settings.block,
             ROWS=settings.rows,
-            CAP=cap,
+            CAP=32,
             SEL_BLOCKS=sel_blocks,
             SEL_BLOCK=sel_block,
             GROUP=rows_per_id,
-            SHARE=share,
             RELU=activation == "relu",
             HELD=settings.held or ln is not None,
-            PREFETCH=prefetch,
             PDL=has_pdl,
             num_warps=settings.warps,
             launch_pdl=use_pdl,

@@ -92,10 +92,10 @@ def share_carveout(percent: int = 50) -> int:
 
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
     can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
-    predecessor. A sparse step at batch 1 (one H200): 66B 11.16 ms without, 11.11 / 10.66 / 11.18 / 11.38 at 25 / 50 / 75
-    / 100 %; 6.7B 1.772 and 1.769 at 50 %. Kernels that need next to no shared memory lose by it: the MLP's alone 2-3 %.
-    Call it after every kernel has run once and before a graph is captured. Without a CUDA driver, or with a triton that
-    keeps its kernels elsewhere, nothing happens.
+    predecessor. A sparse step at batch 1 (one H200): 66B 11.16 ms without, 11.11 / 10.66 / 11.18 / 11.38 ms at 25 /
+    50 / 75 / 100 %; 6.7B 1.772 and 1.769 at 50 %. It is a compromise: the MLP's kernels alone lose 5-7 % at 66B's width.
+    Call it after every kernel has run once and before a graph is captured. Without a CUDA driver, or with a triton
+    that keeps its kernels elsewhere, nothing happens.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -227,7 +227,6 @@ class GatherSettings:
     block: int
     warps: int
     stages: int = 1
-    prefetch: int = 0  # bytes a program asks of the L2 before it waits (dense lists only)
     held: bool = True  # x in registers; always so where it is normalised on the way in
 
 
@@ -255,13 +254,10 @@ def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
     if INTERPRET:
         rows, held = (2, True) if d % 2 else (1, d % 3 == 0)  # every branch is interpreted by some width
         return GatherSettings(min(8, n), rows, min(128, column_block(d)), warps=4, held=held)
-    if dense and n <= 1024:  # a predictor's first product: few programs, each of which normalises x
-        return GatherSettings(-(-n // -(-n // 192)), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
-    if dense:
-        return GatherSettings(programs=min(264, n), rows=1, block=column_block(d, 8), warps=8, prefetch=32768)
-    share = 4 if d <= 5120 else 2  # programs a block of 64 ids
-    warps = 8 if d >= 12288 else 4
-    return GatherSettings(share * -(-n // 64), rows=1, block=column_block(d, warps), warps=warps, held=4096 < d < 12288)
+    block = column_block(d, 8 if dense or d >= 12288 else 4)
+    return GatherSettings(
+        min(264 if dense else 528, n), rows=1, block=block, warps=max(1, block // 256), held=4096 < d < 12288
+    )
 
 
 def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:
