@@ -234,9 +234,9 @@ def gather_gemv(
     activation: "none" or "relu". ln normalises x first, in fp32, then rounds to the weight's dtype if that is fp16 or
     bf16 (for B > 1 with a kernel of its own, which needs normalised_out or allocates one).
     out: `LiveRows` (needs a selection), or (B, n) fp32/fp16/bf16; then rows that no batch row selected are left
-    untouched. For B > 1 a row that batch row b did not select is 0 there. rows_per_id: every selected id stands for this
-    many consecutive rows (a head). normalised_out: (B, d), receives LN(x). Sums in fp32, in an order that the settings
-    fix.
+    untouched. For B > 1 a row that batch row b did not select is 0 there. rows_per_id: every selected id stands for
+    this many consecutive rows (a head). normalised_out: (B, d), receives LN(x). Sums in fp32, in an order that the
+    settings fix.
     """
     batch, d = check_input("x", x)
     n = weight.shape[0]
