@@ -7,7 +7,7 @@ import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
 from dejavu_train.decode_crossover import choose_forms, describe_forms, expected_union
-from dejavu_train.decode_weights import load_predictors
+from dejavu_train.decode_weights import DecodeWeights, load_predictors
 from dejavu_train.errors import UserError
 from dejavu_train.timing import time_engine
 from tests.decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
@@ -96,6 +96,20 @@ def test_a_row_does_not_depend_on_its_mates(model):
     shuffled = engine(model, bundle, batch=3).generate(prompts[::-1], 8, stop_tokens=())
     alone = [engine(model, bundle).generate([prompt], 8, stop_tokens=())[0] for prompt in prompts]
     assert together == alone == shuffled[::-1]
+
+
+def test_weights_come_back_from_planes(model):
+    """One set of weights for a cascade, then for a dense engine: fc1 as its planes hold it, in the same dtype."""
+    weights = DecodeWeights.from_model(model, torch.float32, "cpu")
+    exact = weights.layers[0].fc1
+    engine(weights, random_bundle(model, cascade=True))
+    assert weights.layers[0].cascade is not None and weights.layers[0].fc1.numel() == 0
+    limit = weights.layers[0].cascade.scale[:, None] * 0.51
+    assert ((weights.layers[0].whole_fc1() - exact).abs() <= limit).all()
+    rows = rows_of(9)
+    dense = engine(weights).score(rows)[0]
+    assert weights.layers[0].cascade is None
+    torch.testing.assert_close(dense, masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)
 
 
 def test_reset_and_reuse(model):
