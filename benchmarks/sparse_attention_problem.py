@@ -6,6 +6,7 @@ side. Without gaps only the token's own K/V is computed. The stages advance the 
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -101,9 +102,7 @@ class Problem:
                                   None if dense else s.watermark, None, self.mixed, self.scratch, pdl,
                                   positions=positions, warps=warps)  # fmt: skip
 
-    def out(
-        self, i: int, pdl: bool = True, dense: bool = False, settings: out_projection.ProjectSettings | None = None
-    ) -> None:
+    def out(self, i: int, pdl: bool = True, dense: bool = False, settings: Any = None) -> None:
         s = self.data[i]
         out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, s.order,
                                      self.y, pdl, settings)  # fmt: skip

@@ -20,7 +20,7 @@ from benchmarks.sparse_attention_problem import ALL_SHAPES, Problem
 from kernels import dense_gemv, dense_wide
 from kernels.dense_gemv import RowSettings
 from kernels.layer_norm import LayerNormWeights
-from kernels.out_projection import ProjectSettings
+from kernels.out_projection import HeadTileSettings, ProjectSettings
 from kernels.qkv import TileSettings
 
 KERNELS = ("select", "qkv", "attention", "out", "qkv-dense", "attention-dense", "out-dense", "fc1", "fc2", "lm-head")
@@ -44,7 +44,9 @@ def row_candidates(d: int) -> Iterable[RowSettings]:
             yield RowSettings(programs, rows, warps, width)
 
 
-def output_candidates() -> Iterable[ProjectSettings]:
+def output_candidates(dense: bool) -> Iterable[ProjectSettings | HeadTileSettings]:
+    if not dense:
+        yield from (HeadTileSettings(rows, stages, rows // 16) for rows in (16, 32) for stages in (3, 4, 5, 6, 8))
     for rows, (width, warps) in itertools.product((2, 4, 8, 16), ((512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8))):
         if rows * width / warps <= 4096:
             yield ProjectSettings(rows, width, warps)
@@ -70,7 +72,7 @@ def candidates(kernel: str, problem: Problem) -> tuple[Callable[[int, Any], None
         return lambda i, s: problem.attend(i, True, dense, *s), choices, size["cache"]
     if kernel.startswith("out"):
         dense = kernel.endswith("dense")
-        return lambda i, s: problem.out(i, True, dense, s), output_candidates(), size["out"]
+        return lambda i, s: problem.out(i, True, dense, s), output_candidates(dense), size["out"]
     if kernel == "fc2":
         mats, y = many(d, ffn), torch.randn(1, ffn, device="cuda")
         base, to = torch.zeros(1, d, device="cuda"), torch.empty(1, d, device="cuda")

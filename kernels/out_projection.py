@@ -3,10 +3,12 @@
 j runs over the columns of the selected heads; mixed (B, h * head_dim) fp32 is zero elsewhere; w (d, h * head_dim).
 A head's columns of a row are 256 contiguous bytes at head dim 128, so the rows need no transposing: every output has
 one owner, and there are no partial sums, no atomics and no second pass; bias and residual cost nothing.
+Two kernels: rows in registers, or, where a selection leaves many rows (d >= 7168), tiles of 16 outputs on the tensor
+cores, a selected head a step of a cp.async pipeline; these round mixed to the weights' dtype, as the reference does.
 
-The selection and its order may be read before the wait for the attention kernel: they were written two launches
-earlier or more, and the launch before this one lets this one start only after it has waited for everything before it.
-So a program's first columns are loaded into registers while attention, which leaves the memory idle, still runs.
+The selection's order, the bias and the residual may be read before the wait for the attention kernel: they were written
+two launches earlier or more, and the launch before this one lets this one start only after it has waited for
+everything before it. So a program's first columns are loaded into registers while attention still runs.
 """
 
 from dataclasses import dataclass
@@ -32,9 +34,20 @@ class ProjectSettings:
     warps: int
 
 
-def project_settings(d: int) -> ProjectSettings:
-    """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
-    return ProjectSettings(8, 1024, 4) if d <= 4096 else ProjectSettings(8, 512, 4)
+@dataclass(frozen=True)
+class HeadTileSettings:
+    """rows: of a program; stages: of the pipeline over heads."""
+
+    rows: int
+    stages: int
+    warps: int
+
+
+def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSettings:
+    """Launch settings by width, measured in the attention block with the shared carveout of `launch.share_carveout`."""
+    if 7168 <= d <= 9216 and not all_heads:
+        return HeadTileSettings(16, 4, 1)
+    return ProjectSettings(8, 1024, 4) if d <= 4096 or all_heads else ProjectSettings(8, 512, 4)
 
 
 def project_heads_reference(mixed, weight, bias, residual, selection, order, out, pdl=False) -> None:
@@ -105,6 +118,45 @@ def _project_kernel(
     tl.store(out + rows, value, mask=inside)
 
 
+@triton.jit
+def _project_tiles_kernel(
+    mixed,
+    weight,
+    bias,
+    residual,
+    order,
+    out,
+    n_rows,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    WIDTH: tl.constexpr = H * HEAD_DIM
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    at = weight + rows.to(tl.int64)[:, None] * WIDTH
+    c = tl.arange(0, HEAD_TILE)
+    heads = tl.arange(0, H_TILE)
+    b = tl.arange(0, 8)  # the product's narrowest second side; only its first column exists
+    n = tl.load(order + H, cache_modifier=".cg")
+    chosen = tl.load(order + heads, mask=heads < H, other=0, cache_modifier=".cg")
+    offset = tl.load(bias + rows, mask=inside, other=0.0)
+    base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
+    start_dependents(PDL)
+    y = tl.zeros((ROWS, 8), tl.float32)
+    for i in tl.range(0, n, num_stages=STAGES):
+        column = tl.sum(tl.where(heads == i, chosen, 0)) * HEAD_DIM + c
+        w = tl.load(at + column[None, :], mask=inside[:, None] & (c < HEAD_DIM)[None, :], other=0.0)
+        x_ptrs = mixed + b[None, :] * WIDTH + column[:, None]  # as if of a batch, so that columns lie side by side
+        x = tl.load(x_ptrs, mask=(b == 0)[None, :] & (c < HEAD_DIM)[:, None], other=0.0)
+        y = tl.dot(w, x.to(w.dtype), y, input_precision="ieee")
+    tl.store(out + rows, tl.sum(y, 1) + offset.to(tl.float32) + base, mask=inside)
+
+
 def project_heads(
     mixed: Tensor,
     weight: Tensor,
@@ -114,13 +166,14 @@ def project_heads(
     order: Tensor | None,
     out: Tensor,
     pdl: bool = False,
-    settings: ProjectSettings | None = None,
+    settings: ProjectSettings | HeadTileSettings | None = None,
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim); selection None = all heads.
 
     order: (h + 1) int32, the selected heads and their number, as `qkv` writes them. One row runs in one kernel, bitwise
     deterministic; several as a matrix product over all columns: the union of the heads of several rows leaves little
-    out. Errors: shapes, a CPU tensor, a selection without its order.
+    out. The residual must be older than the launch before this one.
+    Errors: shapes, a CPU tensor, a selection without its order.
     """
     check_device("mixed", mixed)
     batch, width = mixed.shape
@@ -137,8 +190,28 @@ def project_heads(
             raise ValueError("a selection of heads needs their order, as qkv writes it")
         check_shape("order", order, n_heads + 1)
     pdl = use_pdl(pdl, mixed.device)
-    settings = settings or project_settings(d)
+    settings = settings or project_settings(d, selection is None)
     head_dim = width // n_heads
+    if isinstance(settings, HeadTileSettings):
+        _project_tiles_kernel[(triton.cdiv(d, settings.rows),)](
+            mixed,
+            weight,
+            bias,
+            residual,
+            order,
+            out,
+            d,
+            H=n_heads,
+            H_TILE=triton.next_power_of_2(n_heads),
+            HEAD_DIM=head_dim,
+            HEAD_TILE=triton.next_power_of_2(head_dim),
+            ROWS=settings.rows,
+            STAGES=settings.stages,
+            PDL=pdl,
+            num_warps=settings.warps,
+            launch_pdl=pdl,
+        )
+        return
     block = min(settings.width, triton.next_power_of_2(width))
     _project_kernel[(triton.cdiv(d, settings.rows),)](
         mixed,

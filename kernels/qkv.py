@@ -42,9 +42,13 @@ class TileSettings:
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
-    """Launch settings, from benchmarks/sparse_attention_sweep.py. A tile is of one head, and one of its q, k, v."""
+    """Launch settings, from benchmarks/sparse_attention_sweep.py. A tile is of one head, and one of its q, k, v.
+
+    Shared memory decides how many programs run at once, and so how many are left for a second wave: a few are as slow
+    as many. With the carveout of `launch.share_carveout` that is 4 a multiprocessor, and 3 with seven stages.
+    """
     if batch == 1:
-        rows, pairs, block, stages, warps = 16, 8, 128, 6, 1
+        rows, pairs, block, stages, warps = 16, 8, 128, 7 if 7168 <= d < 8192 else 6, 1
     elif batch <= 8:
         rows, pairs, block, stages, warps = 16, 16, 128, 6, 1
     else:

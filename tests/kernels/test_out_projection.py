@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.head_select import head_selection
-from kernels.out_projection import project_heads, project_heads_reference
+from kernels.out_projection import HeadTileSettings, ProjectSettings, project_heads, project_heads_reference
 
 NAN = float("nan")
 
@@ -27,14 +27,18 @@ def case(device, batch, n_heads, head_dim, d, density, dtype=torch.float32):
     return mixed * mask.repeat_interleave(head_dim, 1), weight, bias, residual, selection, order
 
 
+ROWS, TILES = ProjectSettings(4, 16, 4), HeadTileSettings(16, 3, 1)
+
+
 @pytest.mark.parametrize(
-    ("batch", "n_heads", "head_dim", "d", "density"),
-    [(1, 3, 16, 40, 0.5), (1, 4, 16, 64, 0.0), (3, 2, 80, 33, 0.6), (1, 2, 80, 33, None), (2, 3, 32, 20, None)],
-)
-def test_project_heads(device, batch, n_heads, head_dim, d, density):
+    ("batch", "n_heads", "head_dim", "d", "density", "settings"),
+    [(1, 3, 16, 40, 0.5, ROWS), (1, 4, 16, 64, 0.0, ROWS), (1, 2, 80, 33, None, ROWS), (2, 3, 32, 20, None, None),
+     (1, 3, 16, 40, 0.5, TILES), (1, 4, 16, 64, 0.0, TILES), (1, 3, 80, 33, 0.6, TILES), (3, 2, 80, 33, 0.6, None)],
+)  # fmt: skip
+def test_project_heads(device, batch, n_heads, head_dim, d, density, settings):
     mixed, weight, *rest = case(device, batch, n_heads, head_dim, d, density)
     out, expected = (torch.full((batch, d), NAN, device=device) for _ in range(2))
-    project_heads(mixed, weight, *rest, out)
+    project_heads(mixed, weight, *rest, out, settings=settings)
     project_heads_reference(mixed, weight.nan_to_num(), *rest, expected)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
