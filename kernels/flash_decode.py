@@ -282,7 +282,7 @@ def flash_decode(
         HEAD_TILE=triton.next_power_of_2(head_dim),
         SPLITS=splits,
         SPLIT_TILE=triton.next_power_of_2(splits),
-        PARTS=min(COMBINED, triton.next_power_of_2(splits)),
+        PARTS=COMBINED,
         POSITIONS=positions,
         ALL=selection is None,
         HAS_WATERMARK=watermark is not None,

@@ -296,7 +296,7 @@ def attend_select(
         HEAD_TILE=triton.next_power_of_2(head_dim),
         SPLITS=splits,
         SPLIT_TILE=triton.next_power_of_2(splits),
-        PARTS=min(COMBINED, triton.next_power_of_2(splits)),
+        PARTS=COMBINED,
         POSITIONS=POSITIONS,
         STALE=valid is not None,
         HAS_MEAN=mean is not None,
