@@ -274,14 +274,15 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
     return ScatterSettings(128, min(16 if d <= 2048 else 64, blocks), rows=32, warps=4, slots=slots)
 
 
-# Density from which the dense MLP is faster than the sparse one with its predictor (rank d / 16, all selected rows
-# live), measured at batch 1: benchmarks/results/sparse_mlp.csv. For a choice at capture time.
-DENSE_FROM = ((2048, 0.14), (4096, 0.67), (5120, 0.79), (7168, 0.64), (9216, 0.86), (12288, 0.89))
+# Density from which the engine's dense MLP is faster than the sparse one with its predictor (rank d / 16), all selected
+# rows live, in a chain of steps at batch 1: benchmarks/results/sparse_mlp.csv. Between measured densities a line; at 2048,
+# 5120 and 7168 all-live times are those of 60 % live with fc2's rows counted up. Below 2048 nothing was measured.
+DENSE_FROM = ((0, 0.14), (2048, 0.4), (4096, 0.79), (5120, 0.9), (7168, 0.88), (9216, 0.92), (12288, 0.97))
 
 
-# The same for 2 and more rows, by the density of what they select together: where a line through the measured time at
-# the table's union (8 rows, 17.5 %; 16 rows, 26.3 %) and the predictor's alone meets cuBLAS, a tenth off.
-DENSE_FROM_BATCHES = ((2048, 0.0), (4096, 0.36), (7168, 0.6), (9216, 0.74))
+# The same for 2 to 32 rows, by the density of what they select together. Measured at 4096 and 9216 up to unions of 50 %,
+# where the sparse MLP still takes 0.61-0.66 and 0.56-0.64 of the dense one's time; not trusted much beyond that.
+DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
 
 
 def sparse_pays(d: int, density: float, batch: int = 1) -> bool:
@@ -290,5 +291,4 @@ def sparse_pays(d: int, density: float, batch: int = 1) -> bool:
     density: of what the rows of the batch select together.
     """
     table = DENSE_FROM if batch == 1 else DENSE_FROM_BATCHES
-    limits = [limit for width, limit in table if width <= d] or [table[0][1]]
-    return density < limits[-1]
+    return density < [limit for width, limit in table if width <= d][-1]
