@@ -1,8 +1,4 @@
-"""What the attention, LM head and sampling kernels share: tiles of a model dimension, launch options, checks.
-
-A model dimension such as 9216 is no power of two, which `tl.arange` wants. Kernels take it as two tiles (8192 + 1024),
-both loaded before the first reduction, so that a whole row stays in flight and in registers.
-"""
+"""What the attention, LM head and sampling kernels share: tiles of a dimension, launch options, checks."""
 
 import torch
 import triton
@@ -22,7 +18,7 @@ def start_dependents(PDL: tl.constexpr):
 
 
 def two_tiles(d: int) -> tuple[int, int]:
-    """Splits d into the largest power of two and the power of two that covers the rest (0: nothing is left).
+    """Splits d, no power of two as `tl.arange` wants it, into the largest one and the one that covers the rest (or 0).
 
     >>> two_tiles(9216), two_tiles(7168), two_tiles(4096)
     ((8192, 1024), (4096, 4096), (4096, 0))

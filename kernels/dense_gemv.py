@@ -54,53 +54,6 @@ def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> Non
 
 
 @triton.jit
-def load_rows(weight, line, n_rows, c0, c1, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows from `line` on as two tiles (ROWS, D0) and (ROWS, D1); rows from n_rows on are not read."""
-    lines = line + tl.arange(0, ROWS)
-    width = tl.where(lines < n_rows, D, 0)
-    at = weight + lines.to(tl.int64)[:, None] * D
-    w0 = tl.load(at + c0[None, :], mask=c0[None, :] < width[:, None], other=0.0, eviction_policy="evict_first")
-    w1 = w0
-    if D1 > 0:
-        w1 = tl.load(at + c1[None, :], mask=c1[None, :] < width[:, None], other=0.0, eviction_policy="evict_first")
-    return w0, w1
-
-
-@triton.jit
-def normalised(x, g0, a0, g1, a1, c0, c1, D: tl.constexpr, D1: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr):
-    """LayerNorm(x) as two fp32 tiles, rounded to TYPE in between."""
-    x0 = tl.load(x + c0)
-    total = tl.sum(x0)
-    x1 = x0
-    if D1 > 0:
-        x1 = tl.load(x + c1, mask=c1 < D, other=0.0)
-        total += tl.sum(x1)
-    mean = total / D
-    square = tl.sum((x0 - mean) * (x0 - mean))
-    if D1 > 0:
-        square += tl.sum(tl.where(c1 < D, (x1 - mean) * (x1 - mean), 0.0))
-    scale = 1.0 / tl.sqrt(square / D + EPS)
-    n0 = ((x0 - mean) * scale * g0 + a0).to(TYPE).to(tl.float32)
-    n1 = n0
-    if D1 > 0:
-        n1 = ((x1 - mean) * scale * g1 + a1).to(TYPE).to(tl.float32)
-    return n0, n1
-
-
-@triton.jit
-def norm_parameters(norm_weight, norm_bias, c0, c1, D: tl.constexpr, D1: tl.constexpr):
-    """Weight and bias of a LayerNorm as two fp32 tiles each."""
-    g0 = tl.load(norm_weight + c0).to(tl.float32)
-    a0 = tl.load(norm_bias + c0).to(tl.float32)
-    g1 = g0
-    a1 = a0
-    if D1 > 0:
-        g1 = tl.load(norm_weight + c1, mask=c1 < D, other=0.0).to(tl.float32)
-        a1 = tl.load(norm_bias + c1, mask=c1 < D, other=0.0).to(tl.float32)
-    return g0, a0, g1, a1
-
-
-@triton.jit
 def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read."""
     tiles = ()
