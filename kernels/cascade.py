@@ -17,6 +17,7 @@ all its candidates, and then reads what passed, its lines asked of the L2 before
 and in the other a program owns every SHARE-th candidate of one block of the selection; rows share the weights that are
 read, and x comes from the L1 for each: exact, and for what passes slower than a product on tensor cores from about four
 rows on. row_bits is set to what passed, so that the selection says afterwards what was used.
+Half the bytes of whole candidate rows, but not less time yet: benchmarks/NOTES.md.
 """
 
 from dataclasses import dataclass
