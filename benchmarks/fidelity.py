@@ -181,9 +181,8 @@ def main() -> int:
     parser.add_argument("--head-density", type=float)
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument(
-        "--parts", nargs="+", default=["sets", "greedy", "replay"], choices=["sets", "greedy", "replay"]
-    )
+    parts = ["sets", "single", "greedy", "replay"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = load_opt(args.model, "float32", "cuda")
