@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
-from dejavu_train.decode_crossover import choose_forms, describe_forms, expected_union
+from dejavu_train.decode_crossover import choose_forms, describe_forms, expected_union, heads_pay
 from dejavu_train.decode_weights import DecodeWeights, load_predictors
 from dejavu_train.errors import UserError
 from dejavu_train.timing import time_engine
@@ -202,6 +202,12 @@ def test_what_independent_rows_select_together():
     assert expected_union(0.1, 8, skewed) == pytest.approx(masks.any(1).float().mean().item(), rel=0.02)
     assert expected_union(0.3, 4, torch.zeros(10)) == pytest.approx(1 - 0.7**4)
     assert expected_union(0.3, 4, torch.tensor([1.0, *[0.0] * 9])) == pytest.approx(1 - 0.7**4)
+
+
+def test_heads_pay_below_the_measured_share_at_one_row():
+    assert heads_pay(9216, 0.85, 1) and not heads_pay(9216, 0.95, 1)
+    assert heads_pay(5120, 0.5, 1) and not heads_pay(64, 0.5, 1)
+    assert not heads_pay(9216, 0.1, 2)
 
 
 def test_layers_that_do_not_pay_run_densely(model, monkeypatch):
