@@ -1,4 +1,4 @@
-# make demo    train predictors on the embedded model and evaluate the sparse model (about 15 minutes on 2 cores)
+# make demo    train predictors on the embedded model and evaluate the sparse model (about 8 minutes on 2 cores)
 # make test    lint, format check, types, tests
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
