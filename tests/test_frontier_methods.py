@@ -315,7 +315,7 @@ def test_the_gate_is_a_step_forward_and_a_sigmoid_backward():
     values = torch.tensor([[1.0, 2.0]], requires_grad=True)
     logits = torch.tensor([[0.5, -0.5]], requires_grad=True)
     cost = torch.ones(1, 2)
-    out, spent = tune._Gate.apply(values, logits, cost, torch.zeros(()), torch.zeros(()), 1.0)
+    out, spent = tune.Gate.apply(values, logits, cost, torch.zeros(()), torch.zeros(()), 1.0)
     assert out.tolist() == [[1.0, 0.0]] and float(spent) == 1.0
     (out.sum() + 3 * spent).backward()
     assert values.grad.tolist() == [[1.0, 0.0]]

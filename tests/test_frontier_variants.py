@@ -186,7 +186,7 @@ def test_the_gate_knows_what_dropping_costs_at_second_order():
     values = torch.ones(1, 2)
     for side in (1.0, -1.0):
         logits = torch.full((1, 2), side, requires_grad=True)
-        out, _ = tune._Gate.apply(values, logits, torch.zeros(1, 2), torch.zeros(()), curvature, 1.0)
+        out, _ = tune.Gate.apply(values, logits, torch.zeros(1, 2), torch.zeros(()), curvature, 1.0)
         (out - target).square().sum().backward()
         slope = torch.sigmoid(torch.tensor(1.0)) * torch.sigmoid(torch.tensor(-1.0))
         gain = (1 - target).square() - target.square()  # what switching on does to the loss

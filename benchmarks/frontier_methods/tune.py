@@ -23,45 +23,7 @@ from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.predictors import BITS, Predictors
 from benchmarks.frontier_methods.select import WEIGHT_BYTES
 from benchmarks.frontier_methods.sets import Batch
-
-
-class _Gate(torch.autograd.Function):
-    """values x (logit > 0), and the mean cost of what is selected; backward as if the step were a sigmoid.
-
-    ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) is what one selected unit costs;
-    ``rest`` replaces the values of what is not selected. ``curvature`` (..., n) is the loss's second derivative along
-    a unit's switch: near the dense model the gradient of what is selected vanishes although dropping it would cost
-    half the curvature, so f(1) - f(0) = f'(s) + (1/2 - s) f'' is what the logit is told, not f'(s).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, logits: Tensor, cost: Tensor, rest: Tensor, curvature: Tensor, width: float
-    ) -> Any:
-        keep = logits > 0
-        ctx.save_for_backward(values, logits, cost, rest, curvature)
-        ctx.width = width
-        wide = keep if values.dim() == logits.dim() else keep[..., None]
-        return torch.where(wide, values, rest), (keep * cost).sum(-1).mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        grad, grad_cost = gradients
-        values, logits, cost, rest, curvature = ctx.saved_tensors
-        keep = logits > 0
-        wide = keep if values.dim() == logits.dim() else keep[..., None]
-        soft = torch.sigmoid(logits / ctx.width)
-        slope = soft * (1 - soft) / ctx.width
-        gain = grad * (values - rest)
-        if values.dim() > logits.dim():
-            gain = gain.sum(-1)
-        rows = logits.numel() // logits.shape[-1]
-        gain = gain + (0.5 - keep.to(gain.dtype)) * curvature
-        grad_logits = slope * (gain + grad_cost * cost / rows)
-        grad_rest = None
-        if ctx.needs_input_grad[3]:
-            grad_rest = (grad * ~wide).sum(tuple(range(grad.dim() - rest.dim())))
-        return grad * wide, grad_logits, None, grad_rest, None, None
+from dejavu_train.tune import Gate
 
 
 class SoftGates:
@@ -107,7 +69,7 @@ class SoftGates:
         curvature = activation.new_zeros(())
         if self.statistics is not None:
             curvature = (activation.detach() * self.statistics.neuron[layer]).square() / self.tokens
-        out, spent = _Gate.apply(activation, logits, cost, activation.new_zeros(()), curvature, self.width)
+        out, spent = Gate.apply(activation, logits, cost, activation.new_zeros(()), curvature, self.width)
         self.mlp_cost.append(spent)
         return out
 
@@ -121,7 +83,7 @@ class SoftGates:
         if self.statistics is not None:
             apart = (out - rest).detach()
             curvature = torch.einsum("bthe,hef,bthf->bth", apart, self.statistics.fisher[layer], apart) / self.tokens
-        kept, spent = _Gate.apply(out, logits, cost, rest, curvature, self.width)
+        kept, spent = Gate.apply(out, logits, cost, rest, curvature, self.width)
         self.head_cost.append(spent)
         return kept
 
