@@ -53,9 +53,7 @@ def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:
 
     def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         label = LABELS.get(name, name)
-        if name == "gather_gemv":
-            label = "down" if args[3] is None else "fc1"
-        elif name == "dense_rows":
+        if name == "dense_rows":
             label = "fc1" if args[4] == "relu" else "lm_head"
         calls.setdefault(label, []).append((getattr(watched.plain, name), args, kwargs))
 

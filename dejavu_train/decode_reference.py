@@ -38,19 +38,15 @@ def gather_gemv(
     bias: Tensor | None,
     selection: Selection | None,
     activation: str,
-    out: Any,
+    out: Tensor,
     ln: LayerNormWeights | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.gather_gemv.gather_gemv`; a list of live rows is filled through `set_dense`."""
+    """See `kernels.gather_gemv.gather_gemv`; `out` is dense, zero where a neuron is not selected."""
     if ln is not None:
         x = layer_norm_reference(x, ln, weight.dtype)
     mask = None if selection is None else selection.to_mask(len(x))
-    y = gather_gemv_reference(x, weight, bias, mask, activation)
-    if isinstance(out, Tensor):
-        out.copy_(y)
-    else:
-        out.set_dense(y)
+    out.copy_(gather_gemv_reference(x, weight, bias, mask, activation))
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
@@ -74,7 +70,7 @@ def cascade(
 
 
 def scatter_gemv(
-    h: Any,
+    h: Tensor,
     weight_t: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -85,6 +81,5 @@ def scatter_gemv(
     pdl: bool = False,
 ) -> None:
     """See `kernels.scatter_gemv.scatter_gemv`."""
-    dense = h if isinstance(h, Tensor) else h.to_dense()
-    mask = None if selection is None else selection.to_mask(len(dense)).repeat_interleave(rows_per_id, dim=1)
-    out.copy_(scatter_gemv_reference(dense, weight_t, bias, residual, mask))
+    mask = None if selection is None else selection.to_mask(len(h)).repeat_interleave(rows_per_id, dim=1)
+    out.copy_(scatter_gemv_reference(h, weight_t, bias, residual, mask))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.decode_ops import operations
-from dejavu_train.decode_weights import DecodeWeights, TargetPredictor
+from dejavu_train.decode_weights import DecodeWeights, LayerWeights, TargetPredictor
 from kernels import (
     cascade,
     flash_decode,
@@ -111,7 +111,6 @@ class DecodeStep:
         self._normalised = torch.zeros(batch, d, dtype=dtype, device=device)
         self._hidden_dense = torch.zeros(batch, shape.d_ffn, device=device)
         # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
-        self._live: Any = self._hidden_dense
         packed = triton_ops and batch == 1
         self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
         self._partials = packed_rows.partial_sums(d, device) if packed else None
@@ -129,9 +128,9 @@ class DecodeStep:
         block = listed_gemv.listed_block(d) if batch == 1 else 64
         self._tested: Any = self._hidden_dense
         self._levels: cascade.InputLevels | None = None
-        if triton_ops and any(predictor.grid is not None for predictor in self.predictors.values()):
-            if batch > 1:
-                self._tested = cascade.cascade_rows(shape.d_ffn, d, batch, block, device)
+        cascades = any(predictor.grid is not None for predictor in self.predictors.values())
+        if triton_ops and batch > 1 and cascades:  # one row rounds its input in the kernel, into the packed list
+            self._tested = cascade.cascade_rows(shape.d_ffn, d, batch, block, device)
             self._levels = cascade.InputLevels.empty(batch, d, device)
         for key, predictor in self.predictors.items():
             heads = predictor.target == "heads"
@@ -226,45 +225,45 @@ class DecodeStep:
         predictor = self.predictors.get((layer, "mlp"))
         self._predict(layer, "mlp_in", x, weights.norm2)
         if predictor is None:
-            hidden: Any = self._hidden_dense
-            if self.batch > 1 and ops.dense_hidden is not None:
-                hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
-                ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
-                return
-            ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
-            ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            self._dense_mlp(weights, x, out)
             return
         self._join((layer, "mlp"))
         own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
         source, norm = (self._normalised, None) if own else (x, weights.norm2)
-        chosen = self.selections[layer, "mlp"]
-        hidden = self._live
+        chosen, hidden = self.selections[layer, "mlp"], self._hidden_dense
         if self._packed is not None:
             ops.pack(chosen, self._packed, pdl=pdl)
+        if not own and (weights.cascade is not None or self._batched is not None):
+            ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
         if weights.cascade is not None:
-            if not own:
-                ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
             hidden = self._tested
             ops.cascade(
                 self._normalised, weights.cascade, chosen, self._packed or hidden, row_state=self.state.row_state,
                 pdl=pdl, scratch=self._levels,
             )  # fmt: skip
-        elif self._batched is not None:
-            if not own:
-                ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
-            ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)
-            ops.packed_batch(self._batched, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
-            return
-        elif self._packed is None:
-            ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
-        if self._packed is None:
-            ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self.scatter, pdl=pdl)
-            return
-        if weights.cascade is None:
+        elif self._packed is not None:
             # The predictor normalised x before the launch before fc1: fc1 reads it before it waits.
             early = "x" if own else None
             ops.listed_gemv(source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl)
-        ops.packed_rows(self._packed, weights.fc2, weights.fc2_bias, x, out, partials=self._partials, pdl=pdl)
+        elif self._batched is not None:
+            ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)
+            ops.packed_batch(self._batched, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            return
+        else:
+            ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
+        if self._packed is not None:
+            ops.packed_rows(self._packed, weights.fc2, weights.fc2_bias, x, out, partials=self._partials, pdl=pdl)
+        else:
+            ops.scatter_gemv(hidden, weights.fc2, weights.fc2_bias, x, None, out, scratch=self.scatter, pdl=pdl)
+
+    def _dense_mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> None:
+        ops, pdl = self.ops, self._pdl
+        if self.batch > 1 and ops.dense_hidden is not None:
+            hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+            ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            return
+        ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", self._hidden_dense, pdl=pdl)
+        ops.dense_wide(self._hidden_dense, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
 
     def tail(self, mode: str, score: bool) -> None:
         head = self.weights.lm_head

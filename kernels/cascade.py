@@ -29,9 +29,9 @@ from torch import Tensor
 
 from kernels.attention_common import INTERPRET, start_dependents, two_tiles, use_pdl
 from kernels.cascade_batch import InputLevels, cascade_rows_kernel, levels_kernel
-from kernels.cascade_parts import largest, level_products, levels, plane_words, prefetch_lines, row_products, x_parts
+from kernels.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
 from kernels.gather_gemv import LiveRows
-from kernels.launch import check_input, check_tensor, next_power_of_two, require
+from kernels.launch import check_input, check_tensor, next_power_of_two, prefetch_l2, require
 from kernels.packed_rows import PackedRows
 from kernels.select import Selection
 
@@ -170,7 +170,7 @@ def _listed_kernel(
             line = 32 * tl.arange(0, LINES)
             for j in range(0, passing):
                 row = tl.sum(tl.where(passed & (place == j), rows, 0), 0)
-                prefetch_lines(rest + row.to(tl.int64) * (3 * W), line, line < 3 * W)
+                prefetch_l2(rest + row.to(tl.int64) * (3 * W), line, line < 3 * W)
         for j in range(0, passing):
             own = passed & (place == j)
             row = tl.sum(tl.where(own, rows, 0), 0)

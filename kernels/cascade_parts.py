@@ -106,12 +106,3 @@ def shifted(words, LEFT: tl.constexpr):
 def plane_words(plane, row, on, w, W: tl.constexpr, WIDTH: tl.constexpr):
     """Tile w of a row of a plane, or nothing."""
     return tl.load(plane + row.to(tl.int64) * WIDTH + w, mask=w < tl.where(on, W, 0), other=0)
-
-
-@triton.jit
-def prefetch_lines(base, offsets, mask):
-    """Ask the L2 for the 128-byte lines at base + offsets. Masked entries ask for the first line again."""
-    safe = (base + tl.where(mask, offsets, 0)).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "mov.u32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [safe], dtype=tl.int32, is_pure=False, pack=1
-    )

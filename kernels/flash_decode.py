@@ -13,6 +13,7 @@ q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32;
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -227,6 +228,68 @@ def _flash_decode_kernel(
     )  # fmt: skip
 
 
+def attention_launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    selection: Selection | None,
+    position: torch.Tensor,
+    watermark: torch.Tensor | None,
+    valid: torch.Tensor | None,
+    out: torch.Tensor,
+    scratch: AttentionScratch,
+    mean: torch.Tensor | None,
+    positions: int,
+    pdl: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and constants of `attend`, the same in every grid that carries it, checked."""
+    check_device("q", q)
+    batch, n_heads, head_dim = q.shape
+    check_head_dim(head_dim)
+    capacity = k_cache.shape[2]
+    check_shape("q", q, batch, n_heads, head_dim)
+    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
+    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
+    check_shape("out", out, batch, n_heads * head_dim)
+    check_shape("position", position, batch)
+    if mean is not None:
+        check_shape("mean", mean, n_heads, head_dim)
+    check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
+    splits = triton.cdiv(capacity, positions)
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        position if selection is None else selection.row_bits,
+        position,
+        position if watermark is None else watermark,
+        position if valid is None else valid,
+        out if mean is None else mean,
+        out,
+        scratch.partial,
+        scratch.largest,
+        scratch.total,
+        scratch.tickets,
+        capacity,
+        head_dim**-0.5,
+    )
+    constants = {
+        "H": n_heads,
+        "HEAD_DIM": head_dim,
+        "HEAD_TILE": triton.next_power_of_2(head_dim),
+        "SPLITS": splits,
+        "SPLIT_TILE": triton.next_power_of_2(splits),
+        "PARTS": COMBINED,
+        "POSITIONS": positions,
+        "ALL": selection is None,
+        "HAS_WATERMARK": watermark is not None,
+        "STALE": valid is not None,
+        "HAS_MEAN": mean is not None,
+        "PDL": pdl,
+    }
+    return arguments, constants
+
+
 def flash_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -246,49 +309,12 @@ def flash_decode(
 
     Errors: shapes, head dims, a CPU tensor.
     """
-    check_device("q", q)
-    batch, n_heads, head_dim = q.shape
-    check_head_dim(head_dim)
-    capacity = k_cache.shape[2]
-    check_shape("q", q, batch, n_heads, head_dim)
-    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
-    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
-    check_shape("out", out, batch, n_heads * head_dim)
-    check_shape("position", position, batch)
-    if mean is not None:
-        check_shape("mean", mean, n_heads, head_dim)
-    positions = positions or block_positions(capacity, batch * n_heads)
-    splits = triton.cdiv(capacity, positions)
-    check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
+    batch, n_heads, _ = q.shape
+    positions = positions or block_positions(k_cache.shape[2], batch * n_heads)
     pdl = use_pdl(pdl, q.device)
-    _flash_decode_kernel[(batch * n_heads, splits)](
-        q,
-        k_cache,
-        v_cache,
-        position if selection is None else selection.row_bits,
-        position,
-        position if watermark is None else watermark,
-        position if valid is None else valid,
-        out if mean is None else mean,
-        out,
-        scratch.partial,
-        scratch.largest,
-        scratch.total,
-        scratch.tickets,
-        capacity,
-        head_dim**-0.5,
-        H=n_heads,
-        HEAD_DIM=head_dim,
-        HEAD_TILE=triton.next_power_of_2(head_dim),
-        SPLITS=splits,
-        SPLIT_TILE=triton.next_power_of_2(splits),
-        PARTS=COMBINED,
-        POSITIONS=positions,
-        ALL=selection is None,
-        HAS_WATERMARK=watermark is not None,
-        STALE=valid is not None,
-        HAS_MEAN=mean is not None,
-        PDL=pdl,
-        num_warps=warps or WARPS[positions],
-        launch_pdl=pdl,
+    arguments, constants = attention_launch(
+        q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, positions, pdl
+    )
+    _flash_decode_kernel[(batch * n_heads, constants["SPLITS"])](
+        *arguments, **constants, num_warps=warps or WARPS[positions], launch_pdl=pdl
     )

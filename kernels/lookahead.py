@@ -16,15 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_head_dim, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
 from kernels.dense_gemv import normalised_vector, row_pieces
-from kernels.flash_decode import (
-    BLOCK,
-    COMBINED,
-    AttentionScratch,
-    attend,
-    flash_decode_reference,
-)
+from kernels.flash_decode import BLOCK, AttentionScratch, attend, attention_launch, flash_decode_reference
 from kernels.head_select import head_select_reference
 from kernels.launch import column_block
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
@@ -206,13 +200,15 @@ def _attend_select_kernel(
     SPLIT_TILE: tl.constexpr,
     PARTS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    ALL: tl.constexpr,
+    HAS_WATERMARK: tl.constexpr,
     STALE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    PDL: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     N_BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid < N_BLOCKS:
@@ -224,7 +220,7 @@ def _attend_select_kernel(
         attend(
             (pid - N_BLOCKS) // SPLITS, (pid - N_BLOCKS) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
             valid, mean, out, partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS,
-            SPLIT_TILE, PARTS, POSITIONS, False, True, STALE, HAS_MEAN, PDL,
+            SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL,
         )  # fmt: skip
 
 
@@ -251,36 +247,15 @@ def attend_select(
     hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank), in int8 with row scales too. Errors: shapes, head
     dims, a CPU tensor.
     """
-    check_device("q", q)
-    _, n_heads, head_dim = q.shape
-    check_head_dim(head_dim)
-    capacity, rank, n = k_cache.shape[2], hidden.shape[1], mlp_selection.n
-    check_shape("q", q, 1, n_heads, head_dim)
-    check_shape("k_cache", k_cache, 1, n_heads, capacity, head_dim)
-    check_shape("v_cache", v_cache, 1, n_heads, capacity, head_dim)
-    check_shape("out", out, 1, n_heads * head_dim)
-    check_shape("up", mlp.up, n, rank)
-    check_shape("scratch.partial", scratch.partial, n_heads, triton.cdiv(capacity, BLOCK), head_dim)
-    if mean is not None:
-        check_shape("mean", mean, n_heads, head_dim)
-    n_blocks, splits = mlp_selection.counts.numel(), triton.cdiv(capacity, POSITIONS)
     pdl = use_pdl(pdl, q.device)
-    _attend_select_kernel[(n_blocks + n_heads * splits,)](
-        q,
-        k_cache,
-        v_cache,
-        selection.row_bits,
-        position,
-        watermark,
-        position if valid is None else valid,
-        out if mean is None else mean,
-        out,
-        scratch.partial,
-        scratch.largest,
-        scratch.total,
-        scratch.tickets,
-        capacity,
-        head_dim**-0.5,
+    arguments, constants = attention_launch(
+        q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, POSITIONS, pdl
+    )
+    rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
+    check_shape("q", q, 1, *q.shape[1:])
+    check_shape("up", mlp.up, n, rank)
+    _attend_select_kernel[(n_blocks + q.shape[1] * constants["SPLITS"],)](
+        *arguments,
         hidden,
         mlp.up,
         mlp.up_scale,
@@ -291,20 +266,11 @@ def attend_select(
         mlp_selection.counts,
         mlp_selection.row_bits,
         n,
-        H=n_heads,
-        HEAD_DIM=head_dim,
-        HEAD_TILE=triton.next_power_of_2(head_dim),
-        SPLITS=splits,
-        SPLIT_TILE=triton.next_power_of_2(splits),
-        PARTS=COMBINED,
-        POSITIONS=POSITIONS,
-        STALE=valid is not None,
-        HAS_MEAN=mean is not None,
+        **constants,
         RANK=rank,
         CHUNK=rank_chunk(rank),
         BLOCK=mlp_selection.block,
         N_BLOCKS=n_blocks,
-        PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,
     )

@@ -120,7 +120,7 @@ class PredictorWeights:
 
     def with_down_in(self, dtype: torch.dtype) -> "PredictorWeights":
         """A copy whose first matrix is in `dtype`, without scales: for a grid that reads it beside another matrix."""
-        down = self.down.float() if self.down_scale is None else self.down.float() * self.down_scale[:, None]
+        down = _unscaled(self.down, self.down_scale, torch.float32)
         return replace(self, down=down.to(dtype), down_scale=None, sums=None)
 
 
@@ -135,25 +135,20 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
+def _unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """weight (n, d) in `dtype`, its rows times their scales (n,) where it has some."""
+    return weight.to(dtype) if scale is None else weight.to(dtype) * scale[:, None].to(dtype)
+
+
 def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeights | None = None) -> Tensor:
     """Logits (B, n) in plain torch; fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     if ln is not None:
         x = layer_norm_reference(x, ln, wide)
-    down = (
-        predictor.down.to(wide)
-        if predictor.down_scale is None
-        else (predictor.down.to(wide) * predictor.down_scale[:, None].to(wide))
-    )
-    up = (
-        predictor.up.to(wide)
-        if predictor.up_scale is None
-        else (predictor.up.to(wide) * predictor.up_scale[:, None].to(wide))
-    )
-    hidden = x.to(wide) @ down.T
+    hidden = x.to(wide) @ _unscaled(predictor.down, predictor.down_scale, wide).T
     if predictor.relu:
         hidden = hidden.relu()
-    logits = hidden @ up.T
+    logits = hidden @ _unscaled(predictor.up, predictor.up_scale, wide).T
     return logits if predictor.bias is None else logits + predictor.bias.to(wide)
 
 
