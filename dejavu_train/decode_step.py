@@ -199,18 +199,17 @@ class DecodeStep:
                 self._order,
             )  # fmt: skip
             if layer in self._fused:
-                ops.site_predict(*site, self._fused[layer], self._rank_scratch[layer, "mlp"], pdl=pdl)
+                mlp, hidden = self._fused[layer], self._rank_scratch[layer, "mlp"]
+                chosen = (self.predictors[layer, "mlp"].threshold, state.row_state, self.selections[layer, "mlp"])
+                ops.site_predict(*site, mlp, hidden, pdl=pdl)
+                ops.qkv_select(*rows, mlp, hidden, *chosen, policy=self.kv_policy, pdl=pdl)
             else:
                 ops.head_select(*site, pdl=pdl)
-            ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
+                ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
         attention = (*caches, selection, state.position, watermark, valid, self.heads_out, self.attention)
         mean = None if predictor is None else predictor.mean
-        if layer in self._fused:
-            mlp = self.predictors[layer, "mlp"]
-            ops.attend_select(
-                *attention, self._fused[layer], self._rank_scratch[layer, "mlp"], mlp.threshold, state.row_state,
-                self.selections[layer, "mlp"], pdl=pdl, mean=mean,
-            )  # fmt: skip
+        if layer in self._fused and self._packed is not None:
+            ops.attend_pack(*attention, self.selections[layer, "mlp"], self._packed, pdl=pdl, mean=mean)
         else:
             ops.flash_decode(*attention, pdl=pdl, mean=mean)
         middle = self.x[2 * layer + 1]
@@ -231,7 +230,8 @@ class DecodeStep:
         own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
         source, norm = (self._normalised, None) if own else (x, weights.norm2)
         chosen, hidden = self.selections[layer, "mlp"], self._hidden_dense
-        if self._packed is not None:
+        fused = layer in self._fused
+        if self._packed is not None and not fused:
             ops.pack(chosen, self._packed, pdl=pdl)
         if not own and (weights.cascade is not None or self._batched is not None):
             ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
@@ -242,8 +242,9 @@ class DecodeStep:
                 pdl=pdl, scratch=self._levels,
             )  # fmt: skip
         elif self._packed is not None:
-            # The predictor normalised x before the launch before fc1: fc1 reads it before it waits.
-            early = "x" if own else None
+            # What was written before the launch before fc1 is read before fc1 waits: x, as the predictor normalised it,
+            # or the list of a predictor that rode with attention.
+            early = "x" if own else "list" if fused else None
             ops.listed_gemv(source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl)
         elif self._batched is not None:
             ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)

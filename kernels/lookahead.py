@@ -1,14 +1,16 @@
 # mypy: disable-error-code="assignment"
-"""Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with two of the attention's kernels.
+"""Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with three of the attention's kernels.
 
 Stage 1 (`site_predict`), one grid: programs < h decide a head each and keep attn_in; the others give A_ROWS of
     hidden[r] = act(down[r] . n),   n = LayerNorm(x)
-Stage 3 (`attend_select`), one grid: programs < ceil(ffn / block) own `block` neurons each and list those with
-    up[i] . hidden + bias[i] > threshold;   the others are the attention's, as in `flash_decode`
-Attention waits on latency and leaves the memory idle; independent work in its grid costs no launch edge and no event.
-(In the grid of q/k/v, which is bound by memory, it only slowed the fatter kernel down: benchmarks/NOTES.md.)
-One batch row. Formulas, shapes and layouts as in `head_select`, `select` and `flash_decode`; down (rank, d),
-up (ffn, rank), hidden (rank) fp32.
+Stage 2 (`qkv_select`), one grid: the tiles of q/k/v, and programs that own `block` neurons each and list those with
+    up[i] . hidden + bias[i] > threshold
+Stage 3 (`attend_pack`), one grid: attention as in `flash_decode`, and programs that close the gaps of that list.
+Independent work in a grid costs no launch edge and no event, and it fills the last wave of the tiles. So that no
+program needs more registers than a tile of q/k/v does, the second product runs on the tensor cores as well: a tile of
+`up` times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding.
+One batch row. Formulas, shapes and layouts as in `head_select`, `qkv`, `select`, `flash_decode` and `packed_rows`;
+down (rank, d), up (ffn, rank), hidden (rank) fp32, finite in up's dtype.
 """
 
 import torch
@@ -17,15 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.batch_kernels import store_selection
 from kernels.dense_gemv import normalised_vector, row_pieces
-from kernels.flash_decode import BLOCK, AttentionScratch, attend, attention_launch, flash_decode_reference
+from kernels.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
 from kernels.head_select import head_select_reference
-from kernels.launch import column_block
+from kernels.launch import column_block, prefetch_l2
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.select import PredictorWeights, Selection, predict_select_reference, rank_chunk, select_block
+from kernels.packed_rows import PackedRows, pack_launch, pack_ranges
+from kernels.qkv import qkv_launch, qkv_reference, qkv_tile
+from kernels.select import PredictorWeights, Selection, predict_select_reference
 
-POSITIONS = 2 * BLOCK  # of an attention program here: as many threads as a block of the predictor wants
-WARPS = 4
+PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
+PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # of a hidden value, as columns of a product
 
 
 def site_predict_reference(
@@ -37,12 +42,14 @@ def site_predict_reference(
     hidden.copy_(z.relu() if mlp.relu else z)
 
 
-def attend_select_reference(
-    q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mlp, hidden, mlp_threshold, row_state,
-    mlp_selection, pdl=False, mean=None,
+def qkv_select_reference(
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, mlp, hidden,
+    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
-    flash_decode_reference(q, k_cache, v_cache, selection, position, watermark, valid, out, mean=mean)
+    qkv_reference(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy=policy
+    )
     second = PredictorWeights(
         torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
     )  # fmt: skip
@@ -166,8 +173,221 @@ def site_predict(
     )
 
 
+@triton.jit
+def _select_tile(
+    block_number,
+    hidden,
+    up,
+    up_scale,
+    bias,
+    threshold,
+    row_state,
+    ids,
+    counts,
+    row_bits,
+    n,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Logits and list of the neurons block_number * BLOCK .. + BLOCK - 1."""
+    rows = block_number * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    k = tl.arange(0, CHUNK)
+    part = tl.arange(0, 8)
+    scale = 1.0
+    if up_scale is not None:
+        scale = tl.load(up_scale + rows, mask=inside, other=0.0)
+    offset = tl.zeros((BLOCK,), tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    limit = tl.load(threshold)
+    state = tl.load(row_state)
+    w_ptrs = up + rows.to(tl.int64)[:, None] * RANK + k[None, :]
+    if LINES > 0:
+        if PDL:  # the tile is one piece of memory
+            line = tl.arange(0, LINES) * (1024 // up.dtype.element_ty.primitive_bitwidth)
+            prefetch_l2(up + block_number.to(tl.int64) * (BLOCK * RANK), line, line < BLOCK * RANK)
+    start_dependents(PDL)
+    sums = tl.zeros((BLOCK, 8), tl.float32)
+    for column in tl.range(0, RANK, CHUNK, num_stages=STAGES):
+        if RANK % CHUNK == 0:
+            w = tl.load(w_ptrs + column, mask=inside[:, None], other=0.0)
+            z = tl.load(hidden + column + k)
+        else:
+            w = tl.load(w_ptrs + column, mask=inside[:, None] & (column + k < RANK)[None, :], other=0.0)
+            z = tl.load(hidden + column + k, mask=column + k < RANK, other=0.0)
+        high = z.to(TYPE)
+        columns = tl.where((part == 0)[None, :], high.to(tl.float32)[:, None], 0.0)
+        if PARTS > 1:
+            rest = z - high.to(tl.float32)
+            middle = rest.to(TYPE)
+            columns = tl.where((part == 1)[None, :], middle.to(tl.float32)[:, None], columns)
+        if PARTS > 2:
+            columns = tl.where((part == 2)[None, :], (rest - middle.to(tl.float32))[:, None], columns)
+        sums = tl.dot(w.to(TYPE), columns.to(TYPE), sums, input_precision="ieee")
+    logits = tl.sum(sums, 1) * scale + offset
+    chosen = (logits > limit) & inside  # False for NaN
+    chosen = (chosen & (state > 0)) | (inside & (state == 2))
+    bits = chosen.to(tl.int32)
+    tl.store(row_bits + rows, bits, mask=inside)
+    store_selection(bits, rows, block_number, ids, counts, BLOCK)
+
+
 @triton.jit(do_not_specialize=["n"])
-def _attend_select_kernel(
+def _qkv_select_kernel(
+    attn_in,
+    weight,
+    qkv_bias,
+    head_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    order,
+    capacity,
+    hidden,
+    up,
+    up_scale,
+    mlp_bias,
+    mlp_threshold,
+    row_state,
+    ids,
+    counts,
+    mlp_bits,
+    n,
+    n_tiles,
+    n_blocks,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+    RANK: tl.constexpr,
+    MLP_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MLP_STAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LINES: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if FIRST:
+        tile = pid - n_blocks
+        block_number = pid
+        selects = pid < n_blocks
+    else:
+        tile = pid
+        block_number = pid - n_tiles
+        selects = pid >= n_tiles
+    if selects:
+        _select_tile(
+            block_number, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
+            MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, LINES, PDL,
+        )  # fmt: skip
+    else:
+        qkv_tile(
+            tile, n_tiles, attn_in, weight, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache, order,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+        )  # fmt: skip
+
+
+def qkv_select(
+    attn_in: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    selection: Selection,
+    position: Tensor,
+    watermark: Tensor,
+    valid: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    order: Tensor,
+    mlp: PredictorWeights,
+    hidden: Tensor,
+    mlp_threshold: Tensor,
+    row_state: Tensor,
+    mlp_selection: Selection,
+    policy: str = "backfill",
+    pdl: bool = False,
+    first: bool = False,
+    prefetch: bool = False,
+) -> None:
+    """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
+
+    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, or in int8 or fp8 with row
+    scales. Errors: shapes, policy, a CPU tensor.
+    """
+    pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, constants, warps = qkv_launch(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy, pdl
+    )
+    rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
+    check_shape("q", q, 1, *q.shape[1:])
+    check_shape("up", mlp.up, n, rank)
+    chunk = min(64, max(16, triton.next_power_of_2(rank)))
+    narrow = mlp.up.dtype if mlp.up.dtype in PARTS else torch.float16
+    types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    lines = triton.cdiv(mlp_selection.block * rank * mlp.up.element_size(), 128)
+    _qkv_select_kernel[(n_tiles + n_blocks,)](
+        *arguments,
+        hidden,
+        mlp.up,
+        mlp.up_scale,
+        mlp.bias,
+        mlp_threshold,
+        row_state,
+        mlp_selection.ids,
+        mlp_selection.counts,
+        mlp_selection.row_bits,
+        n,
+        n_tiles,
+        n_blocks,
+        **constants,
+        RANK=rank,
+        MLP_BLOCK=mlp_selection.block,
+        CHUNK=chunk,
+        MLP_STAGES=min(4, triton.cdiv(rank, chunk)),
+        TYPE=types[narrow],
+        PARTS=PARTS[narrow],
+        LINES=triton.next_power_of_2(lines) if prefetch else 0,
+        FIRST=first,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def fetch_l2(ptrs, mask, BYTES: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [ptrs.to(tl.int64), tl.full(mask.shape, BYTES, tl.int32), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["n_ranges"])
+def _attend_pack_kernel(
     q,
     k_cache,
     v_cache,
@@ -183,16 +403,15 @@ def _attend_select_kernel(
     tickets,
     capacity,
     scale,
-    hidden,
-    up,
-    up_scale,
-    mlp_bias,
-    mlp_threshold,
-    row_state,
     ids,
+    values,
     counts,
-    mlp_bits,
-    n,
+    packed_ids,
+    packed_values,
+    packed_count,
+    n_ranges,
+    n_packs,
+    fc1,
     H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -205,26 +424,35 @@ def _attend_select_kernel(
     STALE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     PDL: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    N_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    ALL_RANGES: tl.constexpr,
+    RANGES: tl.constexpr,
+    D_FC1: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    if pid < N_BLOCKS:
-        select_block(
-            pid, hidden, up, up_scale, mlp_bias, mlp_threshold, 0.0, row_state, ids, counts, mlp_bits, None, n, RANK,
-            CHUNK, BLOCK, PDL,
+    if pid < n_packs:
+        pack_ranges(
+            pid, ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
+            RANGES, PDL,
         )  # fmt: skip
+        if FETCH > 0:
+            own = pid * RANGES + tl.arange(0, RANGES)
+            slot = tl.arange(0, SLOTS_PAD)
+            mine = tl.load(counts + own, mask=own < n_ranges, other=0)
+            valid = slot[None, :] < mine[:, None]
+            row = tl.load(ids + own[:, None] * SLOTS + slot[None, :], mask=valid, other=0)
+            fetch_l2(fc1 + row.to(tl.int64) * D_FC1, valid, FETCH)
     else:
         attend(
-            (pid - N_BLOCKS) // SPLITS, (pid - N_BLOCKS) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
+            (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
             valid, mean, out, partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS,
             SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL,
         )  # fmt: skip
 
 
-def attend_select(
+def attend_pack(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -234,43 +462,31 @@ def attend_select(
     valid: Tensor | None,
     out: Tensor,
     scratch: AttentionScratch,
-    mlp: PredictorWeights,
-    hidden: Tensor,
-    mlp_threshold: Tensor,
-    row_state: Tensor,
     mlp_selection: Selection,
+    packed: PackedRows,
     pdl: bool = False,
     mean: Tensor | None = None,
+    fc1: Tensor | None = None,
+    fetch: int = 0,
 ) -> None:
-    """Stage 3: `flash_decode` and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
-
-    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank), in int8 with row scales too. Errors: shapes, head
-    dims, a CPU tensor.
-    """
+    """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row. Errors: shapes, head dims."""
     pdl = use_pdl(pdl, q.device)
-    arguments, constants = attention_launch(
-        q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, POSITIONS, pdl
-    )
-    rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
     check_shape("q", q, 1, *q.shape[1:])
-    check_shape("up", mlp.up, n, rank)
-    _attend_select_kernel[(n_blocks + q.shape[1] * constants["SPLITS"],)](
+    positions = block_positions(k_cache.shape[2], q.shape[1])
+    arguments, constants = attention_launch(
+        q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, positions, pdl
+    )
+    n_packs, pack_arguments, pack_constants = pack_launch(mlp_selection, packed, PACKED_ENTRIES)
+    pack_constants["ALL_RANGES"] = pack_constants.pop("ALL")  # `attend` has an ALL too
+    _attend_pack_kernel[(n_packs + q.shape[1] * constants["SPLITS"],)](
         *arguments,
-        hidden,
-        mlp.up,
-        mlp.up_scale,
-        mlp.bias,
-        mlp_threshold,
-        row_state,
-        mlp_selection.ids,
-        mlp_selection.counts,
-        mlp_selection.row_bits,
-        n,
+        *pack_arguments,
+        n_packs,
+        fc1,
         **constants,
-        RANK=rank,
-        CHUNK=rank_chunk(rank),
-        BLOCK=mlp_selection.block,
-        N_BLOCKS=n_blocks,
-        num_warps=WARPS,
+        D_FC1=0 if fc1 is None else fc1.shape[1],
+        FETCH=fetch,
+        **pack_constants,
+        num_warps=WARPS[positions],
         launch_pdl=pdl,
     )

@@ -15,6 +15,7 @@ K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays mi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -300,6 +301,33 @@ def qkv(
 
     order: (h + 1) int32, receives the selected heads in ascending order and, at its end, their number.
     """
+    pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, constants, warps = qkv_launch(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy, pdl, settings
+    )
+    _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
+
+
+def qkv_launch(
+    attn_in: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    selection: Selection,
+    position: torch.Tensor,
+    watermark: torch.Tensor,
+    valid: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    order: torch.Tensor,
+    policy: str,
+    pdl: bool,
+    settings: TileSettings | None = None,
+) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
+    """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
+
+    As many tiles as all heads have: the hardware hands them out, and those beyond the selected heads' leave.
+    """
     batch, n_heads, head_dim, d = check_projection(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
@@ -308,10 +336,8 @@ def qkv(
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
     if policy == "stale" and valid is None:
         raise ValueError('the policy "stale" needs the tensor of valid positions')
-    pdl = use_pdl(pdl, q.device)
     settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
-    # As many programs as all heads have tiles: the hardware hands them out, and those beyond the selected ones leave.
-    _qkv_kernel[(3 * head_dim * n_heads // settings.rows,)](
+    arguments = (
         attn_in,
         weight,
         bias,
@@ -324,22 +350,23 @@ def qkv(
         v_cache,
         order,
         k_cache.shape[2],
-        B=batch,
-        B_TILE=triton.next_power_of_2(batch),
-        H=n_heads,
-        H_TILE=triton.next_power_of_2(n_heads),
-        HEAD_DIM=head_dim,
-        D=d,
-        ROWS=settings.rows,
-        PAIRS=settings.pairs,
-        WIDE=max(settings.wide, settings.pairs),
-        BLOCK=settings.block,
-        STAGES=settings.stages,
-        POLICY=POLICIES[policy],
-        PDL=pdl,
-        num_warps=settings.warps,
-        launch_pdl=pdl,
     )
+    constants = {
+        "B": batch,
+        "B_TILE": triton.next_power_of_2(batch),
+        "H": n_heads,
+        "H_TILE": triton.next_power_of_2(n_heads),
+        "HEAD_DIM": head_dim,
+        "D": d,
+        "ROWS": settings.rows,
+        "PAIRS": settings.pairs,
+        "WIDE": max(settings.wide, settings.pairs),
+        "BLOCK": settings.block,
+        "STAGES": settings.stages,
+        "POLICY": POLICIES[policy],
+        "PDL": pdl,
+    }
+    return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 
 def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
