@@ -1,8 +1,8 @@
 # mypy: disable-error-code="assignment"
 """Look-ahead without stages of its own: an MLP predictor of `attn_in` rides with three of the attention's kernels.
 
-Stage 1 (`site_predict`), one grid: programs < h decide a head each and keep attn_in; the others give A_ROWS of
-    hidden[r] = act(down[r] . n),   n = LayerNorm(x)
+Stage 1 (`site_predict`), one grid: the rows of both predictors, heads first, times n = LayerNorm(x), as in `norm_gemv`:
+    head i is selected where <head_rows[i], n> + bias[i] > threshold;   hidden[r] = act(down[r] . n)
 Stage 2 (`qkv_select`), one grid: the tiles of q/k/v, and programs that own `block` neurons each and list those with
     up[i] . hidden + bias[i] > threshold
 Stage 3 (`attend_pack`), one grid: attention as in `flash_decode`, and programs that close the gaps of that list.
@@ -13,6 +13,8 @@ One batch row. Formulas, shapes and layouts as in `head_select`, `qkv`, `select`
 down (rank, d), up (ffn, rank), hidden (rank) fp32, finite in up's dtype.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,11 +22,11 @@ from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
 from kernels.batch_kernels import store_selection
-from kernels.dense_gemv import normalised_vector, row_pieces
 from kernels.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
 from kernels.head_select import head_select_reference
-from kernels.launch import column_block, prefetch_l2
+from kernels.launch import prefetch_l2
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.norm_gemv import norm_launch, norm_sums, normalised_rows
 from kernels.packed_rows import PackedRows, pack_launch, pack_ranges
 from kernels.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.select import PredictorWeights, Selection, predict_select_reference
@@ -33,13 +35,35 @@ PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's progr
 PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # of a hidden value, as columns of a product
 
 
+@dataclass(frozen=True)
+class SiteRows:
+    """The rows that read one site: of the heads' predictor (h, d) and of the MLP's `down` (rank, d), one after another.
+
+    sums: of all rows with the LayerNorm in front of them, see `norm_sums`.
+    """
+
+    rows: Tensor
+    sums: tuple[Tensor, Tensor]
+    n_heads: int
+    relu: bool
+
+    @classmethod
+    def stack(cls, heads: Tensor, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
+        """In the dtype of the heads' predictor; scales of `down` are multiplied in."""
+        down = mlp.down.float() if mlp.down_scale is None else mlp.down.float() * mlp.down_scale[:, None]
+        rows = torch.cat([heads, down.to(heads.dtype)])
+        return cls(rows, norm_sums(rows, ln), len(heads), mlp.relu)
+
+
 def site_predict_reference(
-    x, ln, predictor, bias, threshold, position, row_state, attn_in, selection, mlp, hidden, pdl=False
+    x, ln, site, bias, threshold, position, row_state, attn_in, selection, hidden, pdl=False
 ) -> None:
     """Plain torch, in place."""
-    head_select_reference(x, ln, predictor, bias, threshold, position, row_state, attn_in, selection)
-    z = layer_norm_reference(x, ln, attn_in.dtype).float() @ mlp.down.float().T
-    hidden.copy_(z.relu() if mlp.relu else z)
+    head_select_reference(
+        x, ln, site.rows[: site.n_heads], bias, threshold, position, row_state, attn_in, selection
+    )  # fmt: skip
+    z = layer_norm_reference(x, ln, torch.float32) @ site.rows[site.n_heads :].float().T
+    hidden.copy_(z.relu() if site.relu else z)
 
 
 def qkv_select_reference(
@@ -56,12 +80,14 @@ def qkv_select_reference(
     mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _site_kernel(
     x,
     norm_weight,
     norm_bias,
-    predictor,
+    weight,
+    gains,
+    shifts,
     bias,
     threshold,
     position,
@@ -69,87 +95,64 @@ def _site_kernel(
     attn_in,
     row_bits,
     counts,
-    down,
     hidden,
+    n_rows,
+    eps,
     H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLICE: tl.constexpr,
-    RANK: tl.constexpr,
-    A_ROWS: tl.constexpr,
     RELU: tl.constexpr,
-    EPS: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
-    c = tl.arange(0, BLOCK)
-    # All rows of a program are static, so they are on their way before the wait: one head's, or A_ROWS of `down`.
-    is_head = pid < H
-    matrix = predictor
-    first = pid
-    stop = pid + 1
-    if not is_head:
-        matrix = down
-        first = (pid - H) * A_ROWS
-        stop = RANK
-    rows = row_pieces(matrix, first, stop, c, D, BLOCK, A_ROWS)
-    start_dependents(PDL)
-    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
-    if is_head:
-        kept_row = attn_in + tl.load(position).to(tl.int64) * D
-        for j in tl.static_range(STEPS):
-            column = j * BLOCK + c
-            own = (column >= pid * SLICE) & (column < tl.minimum(pid * SLICE + SLICE, D))
-            tl.store(kept_row + column, n[j].to(attn_in.dtype.element_ty), mask=own)
-    for i in tl.static_range(A_ROWS):
-        products = rows[i * STEPS].to(tl.float32) * n[0]
-        for j in tl.static_range(1, STEPS):
-            products += rows[i * STEPS + j].to(tl.float32) * n[j]
-        value = tl.sum(products, 0)
-        if is_head:
-            if i == 0:
-                state = tl.load(row_state)
-                chosen = (((value + tl.load(bias + pid)) > tl.load(threshold)) & (state > 0)) | (state == 2)
-                tl.store(row_bits + pid, chosen.to(tl.int32))
-                tl.store(counts + pid, chosen.to(tl.int32))
-        elif first + i < RANK:
-            if RELU:
-                value = tl.maximum(value, 0.0)
-            tl.store(hidden + first + i, value)
+    rows = pid * ROWS + tl.arange(0, ROWS)
+    offset = tl.load(bias + rows, mask=rows < H, other=0.0)
+    limit = tl.load(threshold)
+    # Position and state are those that the step before left: older than the launch before this one.
+    state = tl.load(row_state)
+    kept = attn_in + tl.load(position).to(tl.int64) * D
+    y = normalised_rows(
+        pid, x, norm_weight, norm_bias, weight, gains, shifts, kept, n_rows, eps, D, D0, D1, ROWS, SLICE, PDL
+    )
+    chosen = ((((y + offset) > limit) & (state > 0)) | (state == 2)).to(tl.int32)
+    tl.store(row_bits + rows, chosen, mask=rows < H)
+    tl.store(counts + rows, chosen, mask=rows < H)
+    if RELU:
+        y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+    tl.store(hidden + rows - H, y, mask=(rows >= H) & (rows < n_rows))
 
 
 def site_predict(
     x: Tensor,
     ln: LayerNormWeights,
-    predictor: Tensor,
+    site: SiteRows,
     bias: Tensor,
     threshold: Tensor,
     position: Tensor,
     row_state: Tensor,
     attn_in: Tensor,
     selection: Selection,
-    mlp: PredictorWeights,
     hidden: Tensor,
     pdl: bool = False,
 ) -> None:
     """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32."""
     check_device("x", x)
-    d, rank, n_heads = x.shape[1], mlp.down.shape[0], selection.n
+    d, n_rows, n_heads = x.shape[1], len(site.rows), selection.n
     check_shape("x", x, 1, d)
     check_shape("attn_in", attn_in, 1, attn_in.shape[1], d)
-    check_shape("predictor", predictor, n_heads, d)
-    check_shape("down", mlp.down, rank, d)
-    check_shape("hidden", hidden, 1, rank)
-    if mlp.down.dtype != predictor.dtype:
-        raise ValueError(f"both predictors need one dtype, got {predictor.dtype} and {mlp.down.dtype}")
-    a_rows = 2 if d <= 4096 else 4
+    check_shape("site.rows", site.rows, n_heads + hidden.shape[1], d)
+    check_shape("bias", bias, n_heads)
     pdl = use_pdl(pdl, x.device)
-    _site_kernel[(n_heads + triton.cdiv(rank, a_rows),)](
+    programs, constants, warps = norm_launch(d, n_rows)
+    _site_kernel[(programs,)](
         x,
         ln.weight,
         ln.bias,
-        predictor,
+        site.rows,
+        *site.sums,
         bias,
         threshold,
         position,
@@ -157,18 +160,14 @@ def site_predict(
         attn_in,
         selection.row_bits,
         selection.counts,
-        mlp.down,
         hidden,
+        n_rows,
+        ln.eps,
         H=n_heads,
-        D=d,
-        BLOCK=column_block(d, 8),
-        SLICE=triton.cdiv(d, n_heads),
-        RANK=rank,
-        A_ROWS=a_rows,
-        RELU=mlp.relu,
-        EPS=ln.eps,
+        RELU=site.relu,
+        **constants,
         PDL=pdl,
-        num_warps=8,
+        num_warps=warps,
         launch_pdl=pdl,
     )
 
@@ -441,9 +440,9 @@ def _attend_pack_kernel(
             own = pid * RANGES + tl.arange(0, RANGES)
             slot = tl.arange(0, SLOTS_PAD)
             mine = tl.load(counts + own, mask=own < n_ranges, other=0)
-            valid = slot[None, :] < mine[:, None]
-            row = tl.load(ids + own[:, None] * SLOTS + slot[None, :], mask=valid, other=0)
-            fetch_l2(fc1 + row.to(tl.int64) * D_FC1, valid, FETCH)
+            chosen = slot[None, :] < mine[:, None]
+            row = tl.load(ids + own[:, None] * SLOTS + slot[None, :], mask=chosen, other=0)
+            fetch_l2(fc1 + row.to(tl.int64) * D_FC1, chosen, FETCH)
     else:
         attend(
             (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,

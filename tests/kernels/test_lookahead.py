@@ -6,7 +6,14 @@ import torch
 from kernels.flash_decode import AttentionScratch, flash_decode_reference
 from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
-from kernels.lookahead import attend_pack, qkv_select, qkv_select_reference, site_predict, site_predict_reference
+from kernels.lookahead import (
+    SiteRows,
+    attend_pack,
+    qkv_select,
+    qkv_select_reference,
+    site_predict,
+    site_predict_reference,
+)
 from kernels.packed_rows import PackedRows
 from kernels.select import PredictorWeights, Selection, quantize_rows
 
@@ -58,7 +65,7 @@ def test_lookahead(device, first, state, n_heads, head_dim, d, rank, n, relu, st
         scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
         packed = PackedRows.empty(n, device)
         packed.count.fill_(-1)
-        site = (x, ln, predictor, bias, zero, position, row_state, attn_in, heads, mlp, hidden)
+        site = (x, ln, SiteRows.stack(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
         rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, order)
         chosen = (mlp, hidden, zero, row_state, neurons)
         attention = (q, k, v, heads, position, watermark, None, out, scratch)
