@@ -164,7 +164,9 @@ def _fill(
 
 
 @triton.jit
-def _qkv_kernel(
+def qkv_tile(
+    tile,
+    n_tiles,
     attn_in,
     weight,
     bias,
@@ -191,9 +193,9 @@ def _qkv_kernel(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Tile `tile` of n_tiles, with its wait: a program's whole work, also as a part of another kernel's grid."""
     # The tile is of the n-th selected head, from that head's row `row` on. With the policy "always" the k and v rows of
     # all heads come first (n < 0), then the q rows of the selected ones. ROWS divides HEAD_DIM: of one of q, k, v.
-    tile = tl.program_id(0)
     n = tile * ROWS // (3 * HEAD_DIM)
     row = tile * ROWS % (3 * HEAD_DIM)
     if POLICY == 1:
@@ -207,7 +209,7 @@ def _qkv_kernel(
     last = tl.load(position + b, mask=b < B, other=0)
     marks = tl.load(watermark + heads, mask=(heads < H) & (B == 1), other=0)
     start_dependents(PDL)
-    if tile == tl.num_programs(0) - 1:  # the one with the least to do
+    if tile == n_tiles - 1:  # the one with the least to do
         write_order(row_bits, order, H, H_TILE)
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
     chosen = (head_bits != 0).to(tl.int32)
@@ -242,6 +244,40 @@ def _qkv_kernel(
                     head, row, start, n_pairs, first, ends, attn_in, weight, bias, valid, q, k_cache, v_cache, capacity,
                     B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
                 )  # fmt: skip
+
+
+@triton.jit
+def _qkv_kernel(
+    attn_in,
+    weight,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    order,
+    capacity,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    qkv_tile(
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
+        v_cache, order, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+    )  # fmt: skip
 
 
 def qkv(
