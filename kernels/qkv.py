@@ -124,21 +124,27 @@ def _fill(
     Batch row b lacks positions from first[b] on; ends[b]: how many pairs there are up to its last one.
     """
     c = tl.arange(0, BLOCK)
-    rows = row + tl.arange(0, ROWS)
-    j = start + tl.arange(0, PAIRS)
+    r = tl.arange(0, ROWS)
+    i = tl.arange(0, PAIRS)
+    j = start + i
     exists = j < n_pairs
+    # Scalar bases and constant offsets: little is left to compute before the first load.
     if B == 1:
         of_row = tl.zeros_like(j)
-        p = tl.sum(first) + j
+        present = tl.sum(first) + start
+        p = present + i
+        x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
     else:
         b = tl.arange(0, first.shape[0])
         passed = ends[None, :] <= j[:, None]
         of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
         begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
         p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
-    w_ptrs = weight + head.to(tl.int64) * (3 * HEAD_DIM * D) + rows[:, None] * D + c[None, :]
-    x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
-    offset = tl.load(bias + head * (3 * HEAD_DIM) + rows)  # used after the product: nothing waits for it before
+        x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+    line = head * (3 * HEAD_DIM) + row
+    w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
+    offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
+    rows = row + r
     values = tl.zeros((ROWS, PAIRS), tl.float32)
     for column in tl.range(0, D, BLOCK, num_stages=STAGES):
         if D % BLOCK == 0:
