@@ -30,7 +30,7 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
-    wide: inputs of one product for a head that lacks more than `pairs`, in steps of half the columns.
+    wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
     """
 
     rows: int
@@ -38,7 +38,7 @@ class TileSettings:
     block: int
     stages: int
     warps: int
-    wide: int = 8
+    wide: int
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
@@ -48,14 +48,14 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     as many. With the carveout of `launch.share_carveout` that is 4 a multiprocessor, and 3 with seven stages.
     """
     if batch == 1:
-        rows, pairs, block, stages, warps = 16, 8, 128, 7 if 7168 <= d < 8192 else 6, 1
+        rows, pairs, block, stages, warps, wide = 16, 8, 128, 7 if 7168 <= d < 8192 else 6, 1, 8
     elif batch <= 8:
-        rows, pairs, block, stages, warps = 16, 16, 128, 6, 1
+        rows, pairs, block, stages, warps, wide = 16, 16, 128, 6, 1, 32
     else:
-        rows, pairs, block, stages, warps = 32, 32, 128, 4, 4
+        rows, pairs, block, stages, warps, wide = 32, 32, 128, 4, 4, 32
     rows = min(rows, head_dim & -head_dim)
     block = min(block * 2 // max(2, element_size), max(32, triton.next_power_of_2(d)))
-    return TileSettings(rows, pairs, block, stages, warps)
+    return TileSettings(rows, pairs, block, stages, warps, wide)
 
 
 def qkv_reference(
@@ -343,7 +343,7 @@ def qkv(
         D=d,
         ROWS=settings.rows,
         PAIRS=settings.pairs,
-        WIDE=max(settings.wide, settings.pairs),
+        WIDE=max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
         BLOCK=settings.block,
         STAGES=settings.stages,
         POLICY=POLICIES[policy],
