@@ -303,7 +303,7 @@ class DecodeStep:
         torch.cuda.synchronize(self.device)
         for tensor, copy in saved:
             tensor.copy_(copy)
-        launch.share_carveout()
+        launch.share_carveout(launch.SPARSE_CARVEOUT if self.predictors else launch.DRIVERS_CARVEOUT)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.eager(mode, score)

@@ -24,7 +24,6 @@ from kernels.attention_common import check_device, check_shape, start_dependents
 from kernels.batch_kernels import store_selection
 from kernels.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
 from kernels.head_select import head_select_reference
-from kernels.launch import prefetch_l2
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.norm_gemv import norm_launch, norm_sums, normalised_rows
 from kernels.packed_rows import PackedRows, pack_launch, pack_ranges
@@ -191,7 +190,6 @@ def _select_tile(
     STAGES: tl.constexpr,
     TYPE: tl.constexpr,
     PARTS: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Logits and list of the neurons block_number * BLOCK .. + BLOCK - 1."""
@@ -208,10 +206,6 @@ def _select_tile(
     limit = tl.load(threshold)
     state = tl.load(row_state)
     w_ptrs = up + rows.to(tl.int64)[:, None] * RANK + k[None, :]
-    if LINES > 0:
-        if PDL:  # the tile is one piece of memory
-            line = tl.arange(0, LINES) * (1024 // up.dtype.element_ty.primitive_bitwidth)
-            prefetch_l2(up + block_number.to(tl.int64) * (BLOCK * RANK), line, line < BLOCK * RANK)
     start_dependents(PDL)
     sums = tl.zeros((BLOCK, 8), tl.float32)
     for column in tl.range(0, RANK, CHUNK, num_stages=STAGES):
@@ -263,7 +257,6 @@ def _qkv_select_kernel(
     mlp_bits,
     n,
     n_tiles,
-    n_blocks,
     B: tl.constexpr,
     B_TILE: tl.constexpr,
     H: tl.constexpr,
@@ -283,26 +276,16 @@ def _qkv_select_kernel(
     MLP_STAGES: tl.constexpr,
     TYPE: tl.constexpr,
     PARTS: tl.constexpr,
-    LINES: tl.constexpr,
-    FIRST: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    if FIRST:
-        tile = pid - n_blocks
-        block_number = pid
-        selects = pid < n_blocks
-    else:
-        tile = pid
-        block_number = pid - n_tiles
-        selects = pid >= n_tiles
-    if selects:
+    if pid >= n_tiles:
         _select_tile(
-            block_number, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
-            MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, LINES, PDL,
+            pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
+            MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL,
         )  # fmt: skip
     else:
         qkv_tile(
-            tile, n_tiles, attn_in, weight, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache, order,
+            pid, n_tiles, attn_in, weight, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache, order,
             capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
         )  # fmt: skip
 
@@ -326,8 +309,6 @@ def qkv_select(
     mlp_selection: Selection,
     policy: str = "backfill",
     pdl: bool = False,
-    first: bool = False,
-    prefetch: bool = False,
 ) -> None:
     """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
 
@@ -344,7 +325,6 @@ def qkv_select(
     chunk = min(64, max(16, triton.next_power_of_2(rank)))
     narrow = mlp.up.dtype if mlp.up.dtype in PARTS else torch.float16
     types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    lines = triton.cdiv(mlp_selection.block * rank * mlp.up.element_size(), 128)
     _qkv_select_kernel[(n_tiles + n_blocks,)](
         *arguments,
         hidden,
@@ -358,7 +338,6 @@ def qkv_select(
         mlp_selection.row_bits,
         n,
         n_tiles,
-        n_blocks,
         **constants,
         RANK=rank,
         MLP_BLOCK=mlp_selection.block,
@@ -366,22 +345,8 @@ def qkv_select(
         MLP_STAGES=min(4, triton.cdiv(rank, chunk)),
         TYPE=types[narrow],
         PARTS=PARTS[narrow],
-        LINES=triton.next_power_of_2(lines) if prefetch else 0,
-        FIRST=first,
         num_warps=warps,
         launch_pdl=pdl,
-    )
-
-
-@triton.jit
-def fetch_l2(ptrs, mask, BYTES: tl.constexpr):
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [ptrs.to(tl.int64), tl.full(mask.shape, BYTES, tl.int32), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -410,7 +375,6 @@ def _attend_pack_kernel(
     packed_count,
     n_ranges,
     n_packs,
-    fc1,
     H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -427,8 +391,6 @@ def _attend_pack_kernel(
     SLOTS_PAD: tl.constexpr,
     ALL_RANGES: tl.constexpr,
     RANGES: tl.constexpr,
-    D_FC1: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid < n_packs:
@@ -436,13 +398,6 @@ def _attend_pack_kernel(
             pid, ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
             RANGES, PDL,
         )  # fmt: skip
-        if FETCH > 0:
-            own = pid * RANGES + tl.arange(0, RANGES)
-            slot = tl.arange(0, SLOTS_PAD)
-            mine = tl.load(counts + own, mask=own < n_ranges, other=0)
-            chosen = slot[None, :] < mine[:, None]
-            row = tl.load(ids + own[:, None] * SLOTS + slot[None, :], mask=chosen, other=0)
-            fetch_l2(fc1 + row.to(tl.int64) * D_FC1, chosen, FETCH)
     else:
         attend(
             (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
@@ -465,8 +420,6 @@ def attend_pack(
     packed: PackedRows,
     pdl: bool = False,
     mean: Tensor | None = None,
-    fc1: Tensor | None = None,
-    fetch: int = 0,
 ) -> None:
     """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row. Errors: shapes, head dims."""
     pdl = use_pdl(pdl, q.device)
@@ -481,10 +434,7 @@ def attend_pack(
         *arguments,
         *pack_arguments,
         n_packs,
-        fc1,
         **constants,
-        D_FC1=0 if fc1 is None else fc1.shape[1],
-        FETCH=fetch,
         **pack_constants,
         num_warps=WARPS[positions],
         launch_pdl=pdl,

@@ -24,13 +24,12 @@ def norm(d, device):
     return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
 
 
-@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("state", [0, 1, 2])
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "rank", "n", "relu", "stored"),
     [(3, 16, 48, 7, 70, False, None), (2, 32, 64, 16, 128, True, torch.int8)],
 )
-def test_lookahead(device, first, state, n_heads, head_dim, d, rank, n, relu, stored):
+def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     """All three stages in turn, the kernels' chain against the references' chain."""
     capacity, last = 70, 66
     x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
@@ -71,7 +70,7 @@ def test_lookahead(device, first, state, n_heads, head_dim, d, rank, n, relu, st
         attention = (q, k, v, heads, position, watermark, None, out, scratch)
         if kernels:
             site_predict(*site)
-            qkv_select(*rows, *chosen, first=first)
+            qkv_select(*rows, *chosen)
             attend_pack(*attention, neurons, packed, mean=mean)
             listed = packed.ids[: int(packed.count)].long()
         else:
