@@ -68,14 +68,14 @@ class DecodeStep:
             for layer in range(self.shape.n_layers)
             if look_ahead == "fused" and self._can_fuse(layer)
         }
-        self._lookahead = torch.cuda.Stream(device) if look_ahead == "stream" and device.type == "cuda" else None
+        self._lookahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
         self._pending: dict[tuple[int, str], torch.cuda.Event] = {}
         self._allocate(ops == "triton")
 
     def _can_fuse(self, layer: int) -> bool:
-        """Whether the MLP's predictor can ride with the attention's kernels."""
+        """Whether the MLP's predictor can ride with q/k/v and attention: it then costs no stage of its own."""
         heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
         if self.batch > 1 or heads is None or mlp is None or heads.folded is None or mlp.top_k is not None:
             return False

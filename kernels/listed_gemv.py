@@ -33,10 +33,14 @@ class ListedSettings:
     warps: int
 
 
-def listed_settings(d: int) -> ListedSettings:
-    """Launch settings by width."""
+def listed_settings(d: int, norm: bool = False) -> ListedSettings:
+    """Launch settings by width. With a LayerNorm x is held in fp32: fewer programs fit, and one wave it must be."""
     if INTERPRET:
         return ListedSettings(5, min(128, column_block(d)), 4)
+    if norm and 2048 < d <= 8192:
+        return ListedSettings(660 if d <= 4096 else 528 if d <= 5120 else 396, 1024, 4)
+    if norm and d > 8192:
+        return ListedSettings(264, 2048, 8)
     if d <= 2048:
         return ListedSettings(1056, column_block(d, 8), 8)
     if d <= 4096:
@@ -169,7 +173,7 @@ def listed_gemv(
         gains, shifts = sums or norm_sums(weight, ln)
         check_shape("sums", gains, n)
         check_shape("sums", shifts, n)
-    settings = settings or listed_settings(d)
+    settings = settings or listed_settings(d, ln is not None)
     block = min(settings.block, max(16, triton.next_power_of_2(d)))
     pdl = use_pdl(pdl, x.device)
     _listed_kernel[(min(settings.programs, n),)](

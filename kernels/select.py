@@ -118,11 +118,6 @@ class PredictorWeights:
         up, up_scale = quantize_rows(self.up, dtype)
         return PredictorWeights(down, up, self.bias, down_scale, up_scale, self.relu)
 
-    def with_down_in(self, dtype: torch.dtype) -> "PredictorWeights":
-        """A copy whose first matrix is in `dtype`, without scales: for a grid that reads it beside another matrix."""
-        down = _unscaled(self.down, self.down_scale, torch.float32)
-        return replace(self, down=down.to(dtype), down_scale=None, sums=None)
-
 
 def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """weight (n, d) -> (n, d) int8 or float8_e4m3fn, scales (n,) fp32, weight ~ quantized * scale[:, None]."""
