@@ -76,11 +76,11 @@ def required_cells(model: str) -> list[Cell]:
     dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]
     if len(prompts) > 1:
         sparse.append(Cell(predictors="int8"))
+        # Look-ahead: every way at one prompt, the fused one at all of them.
+        ways = ((1, "inline"), (1, "stream"), (2, "stream"))
+        sparse += [Cell(prompt=prompt, site=1, look_ahead="fused", breakdown=prompt == 256) for prompt in prompts]
+        sparse += [Cell(prompt=256, site=site, look_ahead=how) for site, how in ways]
     if model in ("6.7b", "66b"):
-        sparse += [
-            Cell(prompt=256, site=site, look_ahead=how)
-            for site, how in ((1, "inline"), (1, "stream"), (1, "fused"), (2, "stream"))
-        ]
         for batch, union in UNION[model].items():
             sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
             if model == "6.7b":  # small enough that the dense form may win: both, to judge the choice
