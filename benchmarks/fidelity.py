@@ -24,6 +24,7 @@ from dejavu_train.bundle import Bundle
 from dejavu_train.decode import DecodeEngine
 from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, load_tokenizer
+from dejavu_train.planes import input_levels
 from dejavu_train.selections import Given, Predicted
 from dejavu_train.sparse_model import SparseOPTForCausalLM
 
@@ -49,7 +50,9 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
 
 class Watching(Predicted):
     """Selections of the bundle; keeps by (layer, target), as (B, T, n): `chosen`; `margin`, how far each logit lies
-    from its threshold, or a cascade's score from its bar where that is nearer; `values`, the logits."""
+    from its threshold; `values`, the logits. Of a cascade the margin is that of the nearer decision, less one level of
+    the second test's rounded input times the largest weight: a level at a rounding boundary may fall on either side.
+    """
 
     def __init__(self, bundle: Bundle, model: Any) -> None:
         super().__init__(bundle, model.device, model)
@@ -64,7 +67,9 @@ class Watching(Predicted):
             margin = (logits - (entry.threshold or 0.0)).abs()
             if target == "mlp" and layer in self._tests:
                 test = self._tests[layer]
-                margin = torch.minimum(margin, (test.scores(sites["mlp_in", layer]) - test.bar).abs())
+                x = sites["mlp_in", layer]
+                level = input_levels(x)[1] * test.planes.step * 7
+                margin = torch.minimum(margin, ((test.scores(x) - test.bar).abs() - level).clamp_min(0.0))
             self.chosen[layer, target], self.margin[layer, target] = keep, margin
             self.values[layer, target] = logits
         return keep
