@@ -4,7 +4,7 @@
    and its perplexity. What fp32 itself is worth at a token is measured: the pass of `mask` in fp64 with the same sets.
 2. Greedy tokens of the engine, 900 after one prompt and 50 after each of 18, equal those of `gather` (but where two
    logits differ by less than 1e-4). `gather` reads the engine's tokens one by one, so a near-tie ends no comparison.
-3. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16).
+3. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16, 1 and 4 rows).
 
     python -m benchmarks.fidelity --model checkpoints/opt-mini --bundle FOLDER
 """
@@ -244,22 +244,25 @@ def compare_tokens(model: Any, bundle: Bundle, prompts: list[list[int]], n: int,
 
 
 @torch.no_grad()
-def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int) -> dict[str, Any]:
-    """Captured steps against eager ones, with and without programmatic dependent launch."""
+def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int, look_ahead: str) -> dict[str, Any]:
+    """Captured steps against eager ones, with and without programmatic dependent launch, of one row and of four."""
     equal = True
-    for dtype in (torch.float16,):
+    for batch in (1, 4):
         engines = [
-            DecodeEngine(model, bundle, batch=4, dtype=dtype, graph=graph, pdl=pdl, crossover=False)
+            DecodeEngine(
+                model, bundle, batch=batch, dtype=torch.float16, graph=graph, pdl=pdl, look_ahead=look_ahead,
+                crossover=False,
+            )
             for graph, pdl in ((True, True), (False, True), (True, False))
-        ]
+        ]  # fmt: skip
         for prompts in ([row[:30] for row in rows[:4]], [row[:9] for row in rows[3::-1]], [rows[0][:5], rows[1][:70]]):
-            made = [engine.generate(prompts, n, stop_tokens=()) for engine in engines]
+            made = [engine.generate(prompts[:batch], n, stop_tokens=()) for engine in engines]
             equal &= made[0] == made[1] == made[2]
             equal &= all(torch.equal(engines[0].core.logits, engine.core.logits) for engine in engines[1:])
-        ordered = engines[0].generate([row[:30] for row in rows[:4]], 64, stop_tokens=())
-        turned = engines[0].generate([row[:30] for row in rows[3::-1]], 64, stop_tokens=())
+        ordered = engines[0].generate([row[:30] for row in rows[:batch]], 64, stop_tokens=())
+        turned = engines[0].generate([row[:30] for row in rows[:batch][::-1]], 64, stop_tokens=())
         equal &= ordered == turned[::-1]
-    return {"tokens": n, "replay_equals_eager": equal}
+    return {"tokens": n, "rows": [1, 4], "replay_equals_eager": equal}
 
 
 def main() -> int:
@@ -294,7 +297,7 @@ def main() -> int:
         ("single", lambda: compare_sets(model, bundle, rows, 1, args.look_ahead)),
         ("greedy", lambda: compare_tokens(model, bundle, [rows[0][:100]], 900, args.gather_device)),
         ("prompts", lambda: compare_tokens(model, bundle, [row[:100] for row in rows[:18]], 50, args.gather_device)),
-        ("replay", lambda: compare_replay(model, bundle, rows, 512)),
+        ("replay", lambda: compare_replay(model, bundle, rows, 512, args.look_ahead)),
     ):
         if name not in args.parts:
             continue
