@@ -49,9 +49,11 @@ def norm_settings(d: int) -> NormSettings:
 
 
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
-    """Sums of every row of weight (rank, d) with the LayerNorm's weight and bias: (rank,) fp32 each, without scales."""
-    wide = weight.float()
-    return wide @ ln.weight.float(), wide @ ln.bias.float()
+    """Sums of every row of weight (n, d) with the LayerNorm's weight and bias: (n,) fp32 each, without scales."""
+    both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
+    # In parts: a wide copy of a whole fc1 may not fit beside the model.
+    gains, shifts = torch.cat([part.float() @ both for part in weight.split(4096)]).T.contiguous()
+    return gains, shifts
 
 
 def norm_gemv_reference(
@@ -63,6 +65,64 @@ def norm_gemv_reference(
     if scale is not None:
         y = y * scale.to(wide)
     return y.relu() if relu else y
+
+
+@triton.jit
+def normalised_rows(
+    pid,
+    x_ptr,
+    gain_ptr,
+    shift_ptr,
+    w_ptr,
+    gains_ptr,
+    shifts_ptr,
+    normalised_ptr,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Products of program pid's ROWS rows with LayerNorm(x), with the wait: (ROWS,) fp32; stores its slice of n."""
+    rows = pid * ROWS + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    c0 = tl.arange(0, D0)
+    at = w_ptr + rows.to(tl.int64)[:, None] * D
+    w0 = tl.load(at + c0[None, :], mask=inside[:, None], other=0.0)
+    g0 = tl.load(gain_ptr + c0)
+    if D1 > 0:
+        c1 = D0 + tl.arange(0, D1)
+        near = c1 < D
+        w1 = tl.load(at + c1[None, :], mask=inside[:, None] & near[None, :], other=0.0)
+        g1 = tl.load(gain_ptr + c1, mask=near, other=0.0)
+    gains = tl.load(gains_ptr + rows, mask=inside, other=0.0)
+    shifts = tl.load(shifts_ptr + rows, mask=inside, other=0.0)
+    own = pid * SLICE + tl.arange(0, SLICE)
+    if normalised_ptr is not None:
+        own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+        own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    x0 = tl.load(x_ptr + c0).to(tl.float32)
+    if D1 > 0:
+        x1 = tl.load(x_ptr + c1, mask=near, other=0.0).to(tl.float32)
+    if normalised_ptr is not None:
+        own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+    y = tl.sum(w0.to(tl.float32) * (g0.to(tl.float32) * x0)[None, :], 1)
+    total = tl.sum(x0, 0)
+    squares = tl.sum(x0 * x0, 0)
+    if D1 > 0:
+        y += tl.sum(w1.to(tl.float32) * (g1.to(tl.float32) * x1)[None, :], 1)
+        total += tl.sum(x1, 0)
+        squares += tl.sum(x1 * x1, 0)
+    mean = total / D
+    rstd = tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
+    if normalised_ptr is not None:
+        value = (own_x - mean) * rstd * own_gain + own_shift
+        tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
+    return rstd * (y - mean * gains) + shifts
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -89,47 +149,17 @@ def _norm_gemv_kernel(
     pid = tl.program_id(0)
     rows = pid * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
-    c0 = tl.arange(0, D0)
-    at = w_ptr + rows.to(tl.int64)[:, None] * D
-    w0 = tl.load(at + c0[None, :], mask=inside[:, None], other=0.0)
-    g0 = tl.load(gain_ptr + c0)
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
-        near = c1 < D
-        w1 = tl.load(at + c1[None, :], mask=inside[:, None] & near[None, :], other=0.0)
-        g1 = tl.load(gain_ptr + c1, mask=near, other=0.0)
-    gains = tl.load(gains_ptr + rows, mask=inside, other=0.0)
-    shifts = tl.load(shifts_ptr + rows, mask=inside, other=0.0)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
-    own = pid * SLICE + tl.arange(0, SLICE)
-    if normalised_ptr is not None:
-        own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-        own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
-    x0 = tl.load(x_ptr + c0).to(tl.float32)
-    if D1 > 0:
-        x1 = tl.load(x_ptr + c1, mask=near, other=0.0).to(tl.float32)
-    if normalised_ptr is not None:
-        own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-    y = tl.sum(w0.to(tl.float32) * (g0.to(tl.float32) * x0)[None, :], 1)
-    total = tl.sum(x0, 0)
-    squares = tl.sum(x0 * x0, 0)
-    if D1 > 0:
-        y += tl.sum(w1.to(tl.float32) * (g1.to(tl.float32) * x1)[None, :], 1)
-        total += tl.sum(x1, 0)
-        squares += tl.sum(x1 * x1, 0)
-    mean = total / D
-    rstd = tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
-    y = rstd * (y - mean * gains) + shifts
+    y = normalised_rows(
+        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, D0, D1, ROWS,
+        SLICE, PDL,
+    )  # fmt: skip
     if scale_ptr is not None:
         y = y * scale
     if RELU:
         y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
     tl.store(out_ptr + rows, y, mask=inside)
-    if normalised_ptr is not None:
-        value = (own_x - mean) * rstd * own_gain + own_shift
-        tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
 
 
 def norm_gemv(
@@ -163,9 +193,7 @@ def norm_gemv(
         check_tensor("scale", scale, (rank,), (torch.float32,), x)
     if normalised_out is not None:
         check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
-    settings = settings or norm_settings(d)
-    programs = -(-rank // settings.rows)
-    d0, d1 = two_tiles(d)
+    programs, constants, warps = norm_launch(d, rank, settings)
     has_pdl, use_pdl = programmatic(x, pdl)
     _norm_gemv_kernel[(programs,)](
         x,
@@ -178,13 +206,24 @@ def norm_gemv(
         normalised_out,
         rank,
         ln.eps,
-        D=d,
-        D0=d0,
-        D1=d1,
-        ROWS=settings.rows,
-        SLICE=next_power_of_two(-(-d // programs)),
+        **constants,
         RELU=relu,
         PDL=has_pdl,
-        num_warps=min(settings.warps, max(1, (d1 or d0) // 32)),  # no more threads than columns
+        num_warps=warps,
         launch_pdl=use_pdl,
     )
+
+
+def norm_launch(d: int, n_rows: int, settings: NormSettings | None = None) -> tuple[int, dict[str, int], int]:
+    """(programs, constants, warps) of `normalised_rows`, the same in every kernel that calls it."""
+    settings = settings or norm_settings(d)
+    programs = -(-n_rows // settings.rows)
+    d0, d1 = two_tiles(d)
+    constants = {
+        "D": d,
+        "D0": d0,
+        "D1": d1,
+        "ROWS": settings.rows,
+        "SLICE": next_power_of_two(-(-d // programs)),
+    }
+    return programs, constants, min(settings.warps, max(1, (d1 or d0) // 32))  # no more threads than columns
