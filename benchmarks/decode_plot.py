@@ -10,7 +10,7 @@ from benchmarks.decode_problem import UNION
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, str]
-AHEAD = "site=1 look_ahead=fused"
+AHEAD = "site=1"
 
 
 def best(rows: list[Row], model: str, engine: str, ahead: bool = False) -> list[tuple[int, float, float]]:

@@ -17,6 +17,14 @@ def start_dependents(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def wait_having_started_dependents(PDL: tl.constexpr):
+    """Lets the next kernel launch, then waits: it then starts before what this one waits for is written."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
 def two_tiles(d: int) -> tuple[int, int]:
     """Splits d, no power of two as `tl.arange` wants it, into the largest one and the one that covers the rest (or 0).
 

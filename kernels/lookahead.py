@@ -396,7 +396,7 @@ def _attend_pack_kernel(
     if pid < n_packs:
         pack_ranges(
             pid, ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
-            RANGES, PDL,
+            RANGES, True, PDL,
         )  # fmt: skip
     else:
         attend(

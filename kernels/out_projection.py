@@ -56,16 +56,25 @@ def project_heads_reference(mixed, weight, bias, residual, selection, order, out
 
 
 @triton.jit
+def _selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr):
+    """(the selected heads in ascending order (H_TILE,), H beyond them; their number)."""
+    heads = tl.arange(0, H_TILE)
+    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0, cache_modifier=".cg") != 0).to(tl.int32)
+    rank = tl.cumsum(chosen, 0)
+    before = (rank[:, None] <= heads[None, :]) & (heads < H)[:, None]
+    return tl.sum(before.to(tl.int32), 0), tl.sum(chosen)
+
+
+@triton.jit
 def _step(
-    at, inside, order, begin, n, H: tl.constexpr, HEAD_DIM: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
-    ALL: tl.constexpr,
-):  # fmt: skip
+    at, inside, order, begin, n, HEAD_DIM: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr
+):
     """(weights (ROWS, BLOCK), their columns (BLOCK,)) of the n selected columns from the begin-th on."""
     j = begin + tl.arange(0, BLOCK)
     if ALL:
         columns = j
     else:
-        head = tl.load(order + tl.minimum(j // HEAD_DIM, H), mask=j < n, other=0, cache_modifier=".cg")
+        head = tl.gather(order, tl.minimum(j // HEAD_DIM, order.shape[0] - 1), 0)
         # RUN neighbouring columns lie in one head and side by side: what lets a thread load 16 bytes at once.
         columns = tl.max_contiguous(tl.multiple_of(head * HEAD_DIM + j % HEAD_DIM, RUN), RUN)
     w = tl.load(
@@ -80,10 +89,11 @@ def _project_kernel(
     weight,
     bias,
     residual,
-    order,
+    row_bits,
     out,
     n_rows,
     H: tl.constexpr,
+    H_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     RUN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,14 +109,16 @@ def _project_kernel(
     at = weight + rows.to(tl.int64)[:, None] * WIDTH
     c = tl.arange(0, BLOCK)
     if ALL:
+        order = c
         n = WIDTH
     else:
-        n = tl.load(order + H, cache_modifier=".cg") * HEAD_DIM
-    w, columns = _step(at, inside, order, 0, n, H, HEAD_DIM, RUN, BLOCK, ALL)
+        order, n_heads = _selected_heads(row_bits, H, H_TILE)
+        n = n_heads * HEAD_DIM
+    w, columns = _step(at, inside, order, 0, n, HEAD_DIM, RUN, BLOCK, ALL)
     start_dependents(PDL)
     acc = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
     for begin in range(0, n, BLOCK):
-        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, H, HEAD_DIM, RUN, BLOCK, ALL)
+        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, HEAD_DIM, RUN, BLOCK, ALL)
         x = tl.load(mixed + columns, mask=begin + c < n, other=0.0)
         products = tl.reshape(w.to(tl.float32) * x[None, :], (ROWS, BLOCK // VECTOR, VECTOR))
         acc += tl.sum(products, 2)
@@ -124,7 +136,7 @@ def _project_tiles_kernel(
     weight,
     bias,
     residual,
-    order,
+    row_bits,
     out,
     n_rows,
     H: tl.constexpr,
@@ -142,14 +154,13 @@ def _project_tiles_kernel(
     c = tl.arange(0, HEAD_TILE)
     heads = tl.arange(0, H_TILE)
     b = tl.arange(0, 8)  # the product's narrowest second side; only its first column exists
-    n = tl.load(order + H, cache_modifier=".cg")
-    chosen = tl.load(order + heads, mask=heads < H, other=0, cache_modifier=".cg")
+    order, n = _selected_heads(row_bits, H, H_TILE)
     offset = tl.load(bias + rows, mask=inside, other=0.0)
     base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
     start_dependents(PDL)
     y = tl.zeros((ROWS, 8), tl.float32)
     for i in tl.range(0, n, num_stages=STAGES):
-        column = tl.sum(tl.where(heads == i, chosen, 0)) * HEAD_DIM + c
+        column = tl.sum(tl.where(heads == i, order, 0)) * HEAD_DIM + c
         w = tl.load(at + column[None, :], mask=inside[:, None] & (c < HEAD_DIM)[None, :], other=0.0)
         x_ptrs = mixed + b[None, :] * WIDTH + column[:, None]  # as if of a batch, so that columns lie side by side
         x = tl.load(x_ptrs, mask=(b == 0)[None, :] & (c < HEAD_DIM)[:, None], other=0.0)
@@ -198,7 +209,7 @@ def project_heads(
             weight,
             bias,
             residual,
-            order,
+            selection.row_bits,
             out,
             d,
             H=n_heads,
@@ -218,10 +229,11 @@ def project_heads(
         weight,
         bias,
         residual,
-        mixed if order is None else order,
+        mixed if selection is None else selection.row_bits,
         out,
         d,
         H=n_heads,
+        H_TILE=triton.next_power_of_2(n_heads),
         HEAD_DIM=head_dim,
         RUN=head_dim & -head_dim,
         ROWS=settings.rows,

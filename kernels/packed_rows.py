@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, use_pdl
+from kernels.attention_common import check_device, check_shape, use_pdl, wait_having_started_dependents
 from kernels.gather_gemv import LiveRows
 from kernels.launch import INTERPRET, wait_for_predecessor
 from kernels.select import Selection
@@ -67,11 +67,15 @@ def pack_ranges(
     SLOTS_PAD: tl.constexpr,
     ALL: tl.constexpr,
     RANGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program number_of's RANGES ranges, with its wait: a program's whole work, also as a part of another grid."""
     # All slots are read beside the counts that say which of them are valid: one round trip.
-    wait_for_predecessor(PDL)
+    if EARLY:
+        wait_having_started_dependents(PDL)
+    else:
+        wait_for_predecessor(PDL)
     low = number_of * RANGES
     every = tl.arange(0, ALL)
     number = tl.load(counts + every, mask=every < n_ranges, other=0)
@@ -110,7 +114,7 @@ def _pack_kernel(
 ):
     pack_ranges(
         tl.program_id(0), ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD,
-        ALL, RANGES, PDL,
+        ALL, RANGES, False, PDL,
     )  # fmt: skip
 
 
