@@ -3,7 +3,7 @@
 j runs over the columns of the selected heads; mixed (B, h * head_dim) fp32 is zero elsewhere; w (d, h * head_dim).
 A head's columns of a row are 256 contiguous bytes at head dim 128, so the rows need no transposing: every output has
 one owner, and there are no partial sums, no atomics and no second pass; bias and residual cost nothing.
-Two kernels: rows in registers, or, where a selection leaves many rows (d >= 7168), tiles of 16 outputs on the tensor
+Two kernels: rows in registers, or, where a selection leaves many rows (d near 9216), tiles of 16 outputs on the tensor
 cores, a selected head a step of a cp.async pipeline; these round mixed to the weights' dtype, as the reference does.
 
 The selection's order, the bias and the residual may be read before the wait for the attention kernel: they were written
@@ -44,8 +44,8 @@ class HeadTileSettings:
 
 
 def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSettings:
-    """Launch settings by width, measured in the attention block with the shared carveout of `launch.share_carveout`."""
-    if 7168 <= d <= 9216 and not all_heads:
+    """Launch settings by width, measured in whole steps under the carveout of `launch.share_carveout`."""
+    if 8192 <= d <= 9216 and not all_heads:
         return HeadTileSettings(16, 4, 1)
     return ProjectSettings(8, 1024, 4) if d <= 4096 or all_heads else ProjectSettings(8, 512, 4)
 
