@@ -6,9 +6,10 @@ one owner, and there are no partial sums, no atomics and no second pass; bias an
 Two kernels: rows in registers, or, where a selection leaves many rows (d near 9216), tiles of 16 outputs on the tensor
 cores, a selected head a step of a cp.async pipeline; these round mixed to the weights' dtype, as the reference does.
 
-The selection's order, the bias and the residual may be read before the wait for the attention kernel: they were written
+The selection's order, the bias and the residual are read before the wait for the attention kernel: they were written
 two launches earlier or more, and the launch before this one lets this one start only after it has waited for
-everything before it. So a program's first columns are loaded into registers while attention still runs.
+everything before it. So a program's first columns are loaded into registers while attention still runs, and what
+remains afterwards waits for no list.
 """
 
 from dataclasses import dataclass
@@ -56,22 +57,28 @@ def project_heads_reference(mixed, weight, bias, residual, selection, order, out
 
 
 @triton.jit
-def _step(
-    at, inside, order, begin, n, H: tl.constexpr, HEAD_DIM: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
-    ALL: tl.constexpr,
-):  # fmt: skip
-    """(weights (ROWS, BLOCK), their columns (BLOCK,)) of the n selected columns from the begin-th on."""
+def _heads(order, begin, n, H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
+    """The heads (BLOCK,) of the selected columns from the begin-th on, n columns in all."""
     j = begin + tl.arange(0, BLOCK)
-    if ALL:
-        columns = j
-    else:
-        head = tl.load(order + tl.minimum(j // HEAD_DIM, H), mask=j < n, other=0, cache_modifier=".cg")
-        # RUN neighbouring columns lie in one head and side by side: what lets a thread load 16 bytes at once.
-        columns = tl.max_contiguous(tl.multiple_of(head * HEAD_DIM + j % HEAD_DIM, RUN), RUN)
-    w = tl.load(
-        at + columns[None, :], mask=(j < n)[None, :] & inside[:, None], other=0.0, eviction_policy="evict_first"
-    )
-    return w, columns
+    heads = tl.zeros_like(j)
+    if not ALL:
+        heads = tl.load(order + tl.minimum(j // HEAD_DIM, H), mask=j < n, other=0, cache_modifier=".cg")
+    return heads
+
+
+@triton.jit
+def _columns(heads, begin, HEAD_DIM: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
+    """Where they lie in a row. RUN neighbours lie side by side: what lets a thread load 16 bytes at once."""
+    columns = begin + tl.arange(0, BLOCK)
+    if not ALL:
+        columns = tl.max_contiguous(tl.multiple_of(heads * HEAD_DIM + columns % HEAD_DIM, RUN), RUN)
+    return columns
+
+
+@triton.jit
+def _weights(at, inside, columns, begin, n, BLOCK: tl.constexpr):
+    mask = (begin + tl.arange(0, BLOCK) < n)[None, :] & inside[:, None]
+    return tl.load(at + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -92,7 +99,8 @@ def _project_kernel(
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # A program owns ROWS outputs and walks over the selected columns, the next ones on their way before these are used.
+    # A program owns ROWS outputs and walks over the selected columns, the next ones on their way before these are used,
+    # and the heads of those after them. All but `mixed` is old enough to be read before the wait.
     WIDTH: tl.constexpr = H * HEAD_DIM
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
@@ -102,19 +110,24 @@ def _project_kernel(
         n = WIDTH
     else:
         n = tl.load(order + H, cache_modifier=".cg") * HEAD_DIM
-    w, columns = _step(at, inside, order, 0, n, H, HEAD_DIM, RUN, BLOCK, ALL)
+    heads = _heads(order, 0, n, H, HEAD_DIM, BLOCK, ALL)
+    second = _heads(order, BLOCK, n, H, HEAD_DIM, BLOCK, ALL)
+    w = _weights(at, inside, _columns(heads, 0, HEAD_DIM, RUN, BLOCK, ALL), 0, n, BLOCK)
+    offset = tl.load(bias + rows, mask=inside, other=0.0)
+    base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
     start_dependents(PDL)
     acc = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
     for begin in range(0, n, BLOCK):
-        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, H, HEAD_DIM, RUN, BLOCK, ALL)
-        x = tl.load(mixed + columns, mask=begin + c < n, other=0.0)
+        x = tl.load(mixed + _columns(heads, begin, HEAD_DIM, RUN, BLOCK, ALL), mask=begin + c < n, other=0.0)
+        after = begin + BLOCK
+        coming = _weights(at, inside, _columns(second, after, HEAD_DIM, RUN, BLOCK, ALL), after, n, BLOCK)
+        third = _heads(order, begin + 2 * BLOCK, n, H, HEAD_DIM, BLOCK, ALL)
         products = tl.reshape(w.to(tl.float32) * x[None, :], (ROWS, BLOCK // VECTOR, VECTOR))
         acc += tl.sum(products, 2)
         w = coming
-        columns = next_columns
-    value = tl.sum(acc, 1)
-    value += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(residual + rows, mask=inside, other=0.0)
+        heads = second
+        second = third
+    value = tl.sum(acc, 1) + offset.to(tl.float32) + base
     tl.store(out + rows, value, mask=inside)
 
 
