@@ -19,14 +19,6 @@ SETS = 24  # past the L2, and enough that what a graph takes to start is shared 
 ALL_SHAPES = SHAPES | {"175b": OPTShape(12288, 49152, 96, 96, 50272, 2048)}
 
 
-def order_of(mask: torch.Tensor) -> torch.Tensor:
-    """The selected heads in order and, at the end, their number: (h + 1) int32."""
-    ids = mask.any(0).nonzero().flatten()
-    order = torch.zeros(mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-    order[: len(ids)], order[-1] = ids, len(ids)
-    return order
-
-
 class Problem:
     """density: selected heads of each row; context: positions before the token; `gaps` may be switched between runs."""
 
@@ -58,7 +50,7 @@ class Problem:
                 predictor=normal(h, d), bias=bias, selection=selection, own=head_select.head_selection(h, "cuda"),
                 k=normal(batch, h, context + 1, hd), v=normal(batch, h, context + 1, hd),
                 attn_in=normal(batch, context + 1, d), watermark=self.watermark[i], mask=mask,
-                ids=mask.any(0).nonzero().flatten(), order=order_of(mask),
+                ids=mask.any(0).nonzero().flatten(),
             )  # fmt: skip
 
         self.data = [one(i) for i in range(self.sets)]
@@ -71,7 +63,6 @@ class Problem:
         self.position = torch.full((batch,), context, dtype=torch.int32, device="cuda")
         self.row_state = torch.ones(batch, dtype=torch.int32, device="cuda")
         self.q = torch.empty(batch, h, hd, device="cuda")
-        self.order = torch.zeros(h + 1, dtype=torch.int32, device="cuda")
         self.mixed = torch.randn(batch, d, device="cuda")
         self.scratch = flash_decode.AttentionScratch.empty(batch, h, hd, context + 1, "cuda")
 
@@ -92,7 +83,7 @@ class Problem:
     def project(self, i: int, pdl: bool = True, settings: qkv.TileSettings | None = None) -> None:
         s = self.data[i]
         qkv.qkv(s.attn_in, s.qkv, s.qkv_bias, s.selection, self.position, s.watermark, None, self.q, s.k, s.v,
-                self.order, "backfill", pdl, settings)  # fmt: skip
+                "backfill", pdl, settings)  # fmt: skip
 
     def attend(
         self, i: int, pdl: bool = True, dense: bool = False, positions: int | None = None, warps: int | None = None
@@ -104,7 +95,7 @@ class Problem:
 
     def out(self, i: int, pdl: bool = True, dense: bool = False, settings: Any = None) -> None:
         s = self.data[i]
-        out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection, s.order,
+        out_projection.project_heads(self.mixed, s.out, s.out_bias, self.x, None if dense else s.selection,
                                      self.y, pdl, settings)  # fmt: skip
 
     def projections(self, i: int) -> None:
@@ -150,11 +141,11 @@ class Problem:
         got = self.y.clone()
         k, v = s.k.clone(), s.v.clone()
         mark, q, mixed, y = self.first[0].clone(), self.q.clone(), self.mixed.clone(), self.y.clone()
-        qkv.qkv_reference(s.attn_in, s.qkv, s.qkv_bias, s.selection, self.position, mark, None, q, k, v, self.order)
+        qkv.qkv_reference(s.attn_in, s.qkv, s.qkv_bias, s.selection, self.position, mark, None, q, k, v)
         flash_decode.flash_decode_reference(
             q, k, v, s.selection, self.position, mark, None, mixed, self.scratch, False
         )  # fmt: skip
-        out_projection.project_heads_reference(mixed, s.out, s.out_bias, self.x, s.selection, s.order, y, False)
+        out_projection.project_heads_reference(mixed, s.out, s.out_bias, self.x, s.selection, y, False)
         torch.testing.assert_close(got, y, atol=2e-2, rtol=2e-2)
         self.reset()
 

@@ -110,7 +110,6 @@ class DecodeStep:
         # One residual buffer per half-block: a look-ahead predictor may still read an older one.
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, d, device=device)
         self.q = torch.zeros(batch, h, hd, device=device)
-        self._order = torch.zeros(shape.n_layers, h + 1, dtype=torch.int32, device=device)
         self.heads_out = torch.zeros(batch, h * hd, device=device)
         self.attention = flash_decode.AttentionScratch.empty(batch, h, hd, self.context, device)
         self.scatter = scatter_gemv.ScatterScratch.empty(batch, d, device)
@@ -207,7 +206,6 @@ class DecodeStep:
             rows = (
                 self.attn_in[layer], weights.qkv, weights.qkv_bias, selection, state.position, watermark, valid,
                 *caches,
-                self._order[layer],
             )  # fmt: skip
             if layer in self._fused:
                 mlp, hidden = self.predictors[layer, "mlp"], self._rank_scratch[layer, "mlp"]
@@ -224,9 +222,7 @@ class DecodeStep:
         else:
             ops.flash_decode(*attention, pdl=pdl, mean=mean)
         middle = self.x[2 * layer + 1]
-        ops.project_heads(
-            self.heads_out, weights.out, self._out_bias[layer], x, selection, self._order[layer], middle, pdl=pdl
-        )
+        ops.project_heads(self.heads_out, weights.out, self._out_bias[layer], x, selection, middle, pdl=pdl)
 
     def _mlp_half(self, layer: int) -> None:
         ops, pdl = self.ops, self._pdl

@@ -71,10 +71,18 @@ def normalised_vector(
     x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
 ):
     """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D."""
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     xs = load_vector(x, c, D, BLOCK)
     gains = load_vector(norm_weight, c, D, BLOCK)
     shifts = load_vector(norm_bias, c, D, BLOCK)
+    return normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, TYPE)
+
+
+@triton.jit
+def normalised_pieces(
+    xs, gains, shifts, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
+):
+    """`normalised_vector` of loaded pieces: the parameters are static, and may be on their way before a wait."""
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     total = xs[0]
     for j in tl.static_range(1, STEPS):
         total += xs[j]

@@ -77,6 +77,16 @@ def flash_decode_reference(
 
 
 @triton.jit
+def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM: tl.constexpr):
+    """(outputs (PARTS, HEAD_TILE), maxima (PARTS,)) of the ranges `some` of the head whose first slot is given."""
+    there = some < n_live
+    mask = there[:, None] & inside[None, :]
+    at = (first + some)[:, None] * HEAD_DIM + c[None, :]
+    parts = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return parts, tl.load(largest + first + some, mask=there, other=-1e30, cache_modifier=".cg")
+
+
+@triton.jit
 def attend(
     pair,
     split,
@@ -162,25 +172,20 @@ def attend(
                     tl.store(watermark + pair, last + 1)
             elif arrived == n_live - 1:
                 tl.debug_barrier()
+                # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
+                some = tl.arange(0, PARTS)
                 s = tl.arange(0, SPLIT_TILE)
                 live = s < n_live
+                parts, heights = _partial_results(partial, largest, pair * SPLITS, some, n_live, c, inside, HEAD_DIM)
                 tops = tl.load(largest + pair * SPLITS + s, mask=live, other=-1e30, cache_modifier=".cg")
                 sums = tl.load(total + pair * SPLITS + s, mask=live, other=0.0, cache_modifier=".cg")
                 highest = tl.max(tops, 0)
                 result = tl.zeros([HEAD_TILE], tl.float32)
                 for part in range(0, n_live, PARTS):
-                    some = part + tl.arange(0, PARTS)
-                    there = some < n_live
-                    factor = tl.exp(
-                        tl.load(largest + pair * SPLITS + some, mask=there, other=-1e30, cache_modifier=".cg") - highest
+                    result += tl.sum(parts * tl.exp(heights - highest)[:, None], 0)
+                    parts, heights = _partial_results(
+                        partial, largest, pair * SPLITS, part + PARTS + some, n_live, c, inside, HEAD_DIM
                     )
-                    parts = tl.load(
-                        partial + (pair * SPLITS + some)[:, None] * HEAD_DIM + c[None, :],
-                        mask=there[:, None] & inside[None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    result += tl.sum(parts * factor[:, None], 0)
                 result = result / tl.sum(sums * tl.exp(tops - highest))
                 tl.store(out + pair * HEAD_DIM + c, result - usual, mask=inside)
                 tl.store(tickets + pair, 0)

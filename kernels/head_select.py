@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """Head selection and the attention's input of one decoding step.
 
     n[b] = LayerNorm(x[b])                                  rounded to the cache's dtype
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
-from kernels.dense_gemv import normalised_vector
+from kernels.dense_gemv import normalised_pieces
 from kernels.launch import column_block, load_vector
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
@@ -57,7 +58,8 @@ def _head_select_kernel(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Program i normalises every row, keeps its slice of columns and decides head i for all rows.
+    # Program i normalises every row, keeps its slice of columns and decides head i for all rows. Everything but x is
+    # read before the wait: parameters are static, positions and states are those that the step before left.
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     head = tl.program_id(0)
     c = tl.arange(0, BLOCK)
@@ -65,11 +67,19 @@ def _head_select_kernel(
         w = load_vector(predictor + head * D, c, D, BLOCK)
         offset = tl.load(bias + head)
         limit = tl.load(threshold)
+    gains = load_vector(norm_weight, c, D, BLOCK)
+    shifts = load_vector(norm_bias, c, D, BLOCK)
+    places = ()
+    states = ()
+    for b in tl.static_range(B):
+        places = places + (tl.load(position + b),)
+        states = states + (tl.load(row_state + b),)
     start_dependents(PDL)
     bits = 0
     for b in tl.static_range(B):
-        n = normalised_vector(x + b * D, norm_weight, norm_bias, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
-        kept_row = attn_in + (b * capacity + tl.load(position + b)).to(tl.int64) * D
+        xs = load_vector(x + b * D, c, D, BLOCK)
+        n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
+        kept_row = attn_in + (b * capacity + places[b]).to(tl.int64) * D
         for j in tl.static_range(STEPS):
             column = j * BLOCK + c
             own = (column >= head * SLICE) & (column < tl.minimum(head * SLICE + SLICE, D))
@@ -79,8 +89,7 @@ def _head_select_kernel(
             for j in tl.static_range(1, STEPS):
                 products += w[j].to(tl.float32) * n[j]
             logit = tl.sum(products, 0)
-            state = tl.load(row_state + b)
-            chosen = (((logit + offset) > limit) & (state > 0)) | (state == 2)
+            chosen = (((logit + offset) > limit) & (states[b] > 0)) | (states[b] == 2)
             bits |= chosen.to(tl.int32) << b
     if HAS_PREDICTOR:
         tl.store(row_bits + head, bits)

@@ -66,13 +66,11 @@ def site_predict_reference(
 
 
 def qkv_select_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, mlp, hidden,
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, mlp, hidden,
     mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
-    qkv_reference(
-        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy=policy
-    )
+    qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy=policy)
     second = PredictorWeights(
         torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
     )  # fmt: skip
@@ -244,7 +242,6 @@ def _qkv_select_kernel(
     q,
     k_cache,
     v_cache,
-    order,
     capacity,
     hidden,
     up,
@@ -285,7 +282,7 @@ def _qkv_select_kernel(
         )  # fmt: skip
     else:
         qkv_tile(
-            pid, n_tiles, attn_in, weight, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache, order,
+            pid, n_tiles, attn_in, weight, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
             capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
         )  # fmt: skip
 
@@ -301,7 +298,6 @@ def qkv_select(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    order: Tensor,
     mlp: PredictorWeights,
     hidden: Tensor,
     mlp_threshold: Tensor,
@@ -317,7 +313,7 @@ def qkv_select(
     """
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
-        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy, pdl
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl
     )
     rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
     check_shape("q", q, 1, *q.shape[1:])

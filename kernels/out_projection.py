@@ -3,12 +3,12 @@
 j runs over the columns of the selected heads; mixed (B, h * head_dim) fp32 is zero elsewhere; w (d, h * head_dim).
 A head's columns of a row are 256 contiguous bytes at head dim 128, so the rows need no transposing: every output has
 one owner, and there are no partial sums, no atomics and no second pass; bias and residual cost nothing.
-Two kernels: rows in registers, or, where a selection leaves many rows (d >= 7168), tiles of 16 outputs on the tensor
+Two kernels: rows in registers, or, where a selection leaves many rows (d near 9216), tiles of 16 outputs on the tensor
 cores, a selected head a step of a cp.async pipeline; these round mixed to the weights' dtype, as the reference does.
 
-The selection's order, the bias and the residual may be read before the wait for the attention kernel: they were written
-two launches earlier or more, and the launch before this one lets this one start only after it has waited for
-everything before it. So a program's first columns are loaded into registers while attention still runs.
+The attention kernel lets this one start before it has waited for q/k/v itself. What is older than q/k/v is read before
+the wait: selection, bias, residual. So a program's first columns are loaded into registers while q/k/v ends and
+attention runs.
 """
 
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ class HeadTileSettings:
 
 
 def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSettings:
-    """Launch settings by width, measured in the attention block with the shared carveout of `launch.share_carveout`."""
-    if 7168 <= d <= 9216 and not all_heads:
+    """Launch settings by width, measured in whole steps under the carveout of `launch.share_carveout`."""
+    if 8192 <= d <= 9216 and not all_heads:
         return HeadTileSettings(16, 4, 1)
     return ProjectSettings(8, 1024, 4) if d <= 4096 or all_heads else ProjectSettings(8, 512, 4)
 
 
-def project_heads_reference(mixed, weight, bias, residual, selection, order, out, pdl=False) -> None:
+def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:
     """Plain torch."""
     out.copy_(torch.nn.functional.linear(mixed.to(weight.dtype), weight).float() + bias.float() + residual)
 
@@ -103,6 +103,7 @@ def _project_kernel(
     PDL: tl.constexpr,
 ):
     # A program owns ROWS outputs and walks over the selected columns, the next ones on their way before these are used.
+    # All but `mixed` is old enough to be read before the wait.
     WIDTH: tl.constexpr = H * HEAD_DIM
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
@@ -115,18 +116,18 @@ def _project_kernel(
         order, n_heads = _selected_heads(row_bits, H, H_TILE)
         n = n_heads * HEAD_DIM
     w, columns = _step(at, inside, order, 0, n, HEAD_DIM, RUN, BLOCK, ALL)
+    offset = tl.load(bias + rows, mask=inside, other=0.0)
+    base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
     start_dependents(PDL)
     acc = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
     for begin in range(0, n, BLOCK):
-        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, HEAD_DIM, RUN, BLOCK, ALL)
         x = tl.load(mixed + columns, mask=begin + c < n, other=0.0)
+        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, HEAD_DIM, RUN, BLOCK, ALL)
         products = tl.reshape(w.to(tl.float32) * x[None, :], (ROWS, BLOCK // VECTOR, VECTOR))
         acc += tl.sum(products, 2)
         w = coming
         columns = next_columns
-    value = tl.sum(acc, 1)
-    value += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(residual + rows, mask=inside, other=0.0)
+    value = tl.sum(acc, 1) + offset.to(tl.float32) + base
     tl.store(out + rows, value, mask=inside)
 
 
@@ -174,17 +175,15 @@ def project_heads(
     bias: Tensor,
     residual: Tensor,
     selection: Selection | None,
-    order: Tensor | None,
     out: Tensor,
     pdl: bool = False,
     settings: ProjectSettings | HeadTileSettings | None = None,
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim); selection None = all heads.
 
-    order: (h + 1) int32, the selected heads and their number, as `qkv` writes them. One row runs in one kernel, bitwise
-    deterministic; several as a matrix product over all columns: the union of the heads of several rows leaves little
-    out. The residual must be older than the launch before this one.
-    Errors: shapes, a CPU tensor, a selection without its order.
+    One row runs in one kernel, bitwise deterministic; several as a matrix product over all columns: the union of the
+    heads of several rows leaves little out. Selection and residual must be older than the two launches before this one.
+    Errors: shapes, a CPU tensor.
     """
     check_device("mixed", mixed)
     batch, width = mixed.shape
@@ -196,10 +195,6 @@ def project_heads(
         dense_add(mixed, weight, bias, residual, out, pdl=pdl)
         return
     n_heads = 1 if selection is None else selection.n
-    if selection is not None:
-        if order is None:
-            raise ValueError("a selection of heads needs their order, as qkv writes it")
-        check_shape("order", order, n_heads + 1)
     pdl = use_pdl(pdl, mixed.device)
     settings = settings or project_settings(d, selection is None)
     head_dim = width // n_heads

@@ -9,7 +9,8 @@ head_dim) fp32. k_cache, v_cache (B, h, T, head_dim). watermark (B, h) int32 is 
 the next stage, advances it, because other programs of the same head may still be reading it.
 A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores: the (batch row,
 position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
-and batches cost no second pass over the weights, and a tile has no reduction between threads.
+and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
+long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
 Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 """
@@ -43,13 +44,11 @@ class TileSettings:
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
-    """Launch settings, from benchmarks/sparse_attention_sweep.py. A tile is of one head, and one of its q, k, v.
-
-    Shared memory decides how many programs run at once, and so how many are left for a second wave: a few are as slow
-    as many. With the carveout of `launch.share_carveout` that is 4 a multiprocessor, and 3 with seven stages.
-    """
+    """Launch settings, from whole steps under the carveout of `launch.share_carveout`: a chain of this stage alone
+    misleads, because its programs then start beside those of the same kernel. A tile is of one of a head's q, k, v."""
     if batch == 1:
-        rows, pairs, block, stages, warps, wide = 16, 8, 128, 7 if 7168 <= d < 8192 else 6, 1, 8
+        rows, block, stages, warps = (64, 128, 4, 2) if 7168 <= d < 8192 else (16, 128, 6, 1)
+        pairs, wide = 8, 8
     elif batch <= 8:
         rows, pairs, block, stages, warps, wide = 16, 16, 128, 6, 1, 32
     else:
@@ -60,14 +59,12 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 
 
 def qkv_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy="backfill",
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy="backfill",
     pdl=False,
 ) -> None:  # fmt: skip
     """Plain torch, one (row, head) at a time."""
     batch, n_heads, head_dim = q.shape
     mask = selection.to_mask(batch)
-    picked = mask.any(0).nonzero().flatten()
-    order[: len(picked)], order[-1] = picked, len(picked)
     for b in range(batch):
         t = int(position[b])
         for head in range(n_heads):
@@ -83,15 +80,6 @@ def qkv_reference(
                 q[b, head] = rows[0, -1]
             if policy == "stale":
                 valid[b, head, t] = 1
-
-
-@triton.jit
-def write_order(row_bits, order, H: tl.constexpr, H_TILE: tl.constexpr):
-    """order[:n] = the selected heads, ascending; order[H] = n. For the output projection."""
-    heads = tl.arange(0, H_TILE)
-    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0) != 0).to(tl.int32)
-    tl.store(order + tl.cumsum(chosen, 0) - 1, heads, mask=chosen != 0)
-    tl.store(order + H, tl.sum(chosen))
 
 
 @triton.jit
@@ -184,7 +172,6 @@ def qkv_tile(
     q,
     k_cache,
     v_cache,
-    order,
     capacity,
     B: tl.constexpr,
     B_TILE: tl.constexpr,
@@ -200,10 +187,11 @@ def qkv_tile(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tile `tile` of n_tiles, with its wait: a program's whole work, also as a part of another kernel's grid."""
-    # An item is ROWS rows of a head and up to WIDE of the pairs that it lacks: first the rows of q, which need the
-    # present position only, then those of k and v for each group of pairs. A head that was idle for long has several
-    # groups, and so several programs, at about the same time: its weights come from memory once, and none is late.
+    """A program's whole work, its wait included: items tile, tile + n_tiles, ... Other kernels' grids may carry it too.
+
+    An item is ROWS rows of a head and up to WIDE of the pairs that it lacks: first the rows of q, which need the
+    present position only, then those of k and v for each group of pairs. All take about as long, so that none is late.
+    """
     TILES: tl.constexpr = HEAD_DIM // ROWS  # of each of q, k, v
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
@@ -216,8 +204,6 @@ def qkv_tile(
         lacking = tl.where(inside, last[:, None] + 1 - tl.minimum(marks, last[:, None]), 0)
     groups = (tl.sum(lacking, 0) + WIDE - 1) // WIDE
     start_dependents(PDL)
-    if tile == n_tiles - 1:  # the one with the least to do
-        write_order(row_bits, order, H, H_TILE)
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
     chosen = head_bits != 0
     if POLICY == 1:
@@ -260,35 +246,14 @@ def qkv_tile(
 
 @triton.jit
 def _qkv_kernel(
-    attn_in,
-    weight,
-    bias,
-    row_bits,
-    position,
-    watermark,
-    valid,
-    q,
-    k_cache,
-    v_cache,
-    order,
-    capacity,
-    B: tl.constexpr,
-    B_TILE: tl.constexpr,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    POLICY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
+    B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     qkv_tile(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, order, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+        v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
     )  # fmt: skip
 
 
@@ -303,18 +268,14 @@ def qkv(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    order: torch.Tensor,
     policy: str = "backfill",
     pdl: bool = False,
     settings: TileSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy.
-
-    order: (h + 1) int32, receives the selected heads in ascending order and, at its end, their number.
-    """
+    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
-        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy, pdl, settings
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl, settings
     )
     _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
 
@@ -330,7 +291,6 @@ def qkv_launch(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    order: torch.Tensor,
     policy: str,
     pdl: bool,
     settings: TileSettings | None = None,
@@ -342,7 +302,6 @@ def qkv_launch(
     batch, n_heads, head_dim, d = check_projection(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
-    check_shape("order", order, n_heads + 1)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
     if policy == "stale" and valid is None:
@@ -359,7 +318,6 @@ def qkv_launch(
         q,
         k_cache,
         v_cache,
-        order,
         k_cache.shape[2],
     )
     constants = {

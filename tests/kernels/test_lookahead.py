@@ -60,12 +60,11 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
             torch.full((1, n_heads * head_dim), NAN, device=device),
         )
         k, v = (cache.clone() for cache in caches)
-        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
         scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
         packed = PackedRows.empty(n, device)
         packed.count.fill_(-1)
         site = (x, ln, SiteRows.stack(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
-        rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, order)
+        rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v)
         chosen = (mlp, hidden, zero, row_state, neurons)
         attention = (q, k, v, heads, position, watermark, None, out, scratch)
         if kernels:
@@ -78,6 +77,6 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
             qkv_select_reference(*rows, *chosen)
             flash_decode_reference(*attention, mean=mean)
             listed = neurons.indices()
-        made.append((attn_in, hidden, heads.row_bits, order[-1:], watermark, out, listed, neurons.row_bits))
+        made.append((attn_in, hidden, heads.row_bits, watermark, out, listed, neurons.row_bits))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

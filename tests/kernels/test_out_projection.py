@@ -10,21 +10,19 @@ NAN = float("nan")
 
 
 def case(device, batch, n_heads, head_dim, d, density, dtype=torch.float32):
-    """(mixed, weight, bias, residual, selection, order); columns of heads that no row selects are NaN in the weight."""
+    """(mixed, weight, bias, residual, selection); columns of heads that no row selects are NaN in the weight."""
     width = n_heads * head_dim
     mixed, residual = torch.randn(batch, width, device=device), torch.randn(batch, d, device=device)
     weight = (torch.randn(d, width, device=device) / width**0.5).to(dtype)
     bias = torch.randn(d, device=device).to(dtype)
     if density is None:
-        return mixed, weight, bias, residual, None, None
+        return mixed, weight, bias, residual, None
     mask = torch.rand(batch, n_heads, device=device) < density
     selection = head_selection(n_heads, device)
     selection.set_mask(mask)
-    picked = mask.any(0).nonzero().flatten()
-    order = torch.cat([picked, picked.new_full((n_heads + 1 - len(picked),), len(picked))]).int()
     if batch == 1:  # several rows are a product over all columns
         weight[:, ~mask.any(0).repeat_interleave(head_dim)] = NAN
-    return mixed * mask.repeat_interleave(head_dim, 1), weight, bias, residual, selection, order
+    return mixed * mask.repeat_interleave(head_dim, 1), weight, bias, residual, selection
 
 
 ROWS, TILES = ProjectSettings(4, 16, 4), HeadTileSettings(16, 3, 1)
@@ -61,8 +59,6 @@ def test_at_true_shapes(device, dtype, batch, n_heads, d, density):
 
 
 def test_mistakes_are_one_line(device):
-    mixed, weight, bias, residual, selection, order = case(device, 1, 3, 16, 40, 0.5)
-    with pytest.raises(ValueError, match="a selection of heads needs their order"):
-        project_heads(mixed, weight, bias, residual, selection, None, residual.clone())
+    mixed, weight, bias, residual, selection = case(device, 1, 3, 16, 40, 0.5)
     with pytest.raises(ValueError, match=r"weight: expected shape \(40, 32\), got \(40, 48\)"):
-        project_heads(mixed[:, :32].contiguous(), weight, bias, residual, selection, order, residual.clone())
+        project_heads(mixed[:, :32].contiguous(), weight, bias, residual, selection, residual.clone())

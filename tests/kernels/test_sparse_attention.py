@@ -76,9 +76,8 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
         valid = torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=device)
-        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
-        function(attn_in, weight, bias, selection, position, watermark, valid, q, k, v, order, policy)
-        made.append((q, k, v, valid, order))
+        function(attn_in, weight, bias, selection, position, watermark, valid, q, k, v, policy)
+        made.append((q, k, v, valid))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
@@ -96,10 +95,9 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
     for options in ({"settings": TileSettings(16, pairs, 32, 2, 1, wide)}, None):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
-        arguments = (attn_in, weight, bias, selection, position, watermark, None, q, k, v, order)
+        arguments = (attn_in, weight, bias, selection, position, watermark, None, q, k, v)
         qkv_reference(*arguments) if options is None else qkv(*arguments, **options)
-        made.append((q, k, v, order))
+        made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
@@ -173,8 +171,7 @@ def test_attention_stages_at_true_shapes(device, dtype, batch, n_heads, d):
         generator = torch.Generator(device).manual_seed(0)
         k, v = (tensor.normal_(generator=generator).to(dtype) for tensor in (k, v))
         marks = watermark.clone()
-        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
-        run_qkv(attn_in, weight, bias, selection, position, marks, None, q, k, v, order)
+        run_qkv(attn_in, weight, bias, selection, position, marks, None, q, k, v)
         out = torch.full((batch, n_heads * head_dim), NAN, device=device)
         scratch = AttentionScratch.empty(batch, n_heads, head_dim, capacity, device)
         run_decode(q, k, v, selection, position, marks, None, out, scratch)
@@ -188,11 +185,10 @@ def test_mistakes_are_one_line(device):
     weight, bias, attn_in, position, watermark, selection = attention_case(1, 2, 16, 32, 5, device)
     q = torch.zeros(1, 2, 16, device=device)
     k = torch.zeros(1, 2, 5, 16, device=device)
-    order = torch.zeros(3, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="unknown policy 'never'"):
-        qkv(attn_in, weight, bias, selection, position, watermark, None, q, k, k, order, "never")
+        qkv(attn_in, weight, bias, selection, position, watermark, None, q, k, k, "never")
     with pytest.raises(ValueError, match=r"k_cache: expected shape \(1, 2, 4, 16\), got \(1, 2, 5, 16\)|attn_in"):
-        qkv(attn_in[:, :4].contiguous(), weight, bias, selection, position, watermark, None, q, k, k, order)
+        qkv(attn_in[:, :4].contiguous(), weight, bias, selection, position, watermark, None, q, k, k)
     with pytest.raises(ValueError, match="head dim 24 is not supported"):
         q24 = torch.zeros(1, 2, 24, device=device)
         scratch = AttentionScratch.empty(1, 2, 24, 5, device)
