@@ -13,7 +13,6 @@ from benchmarks.harness import step_times
 from dejavu_train.decode import DecodeEngine
 
 LABELS = {
-    "listed_gemv": "fc1",
     "listed_batch": "fc1",
     "dense_hidden": "fc1",
     "scatter_gemv": "fc2",

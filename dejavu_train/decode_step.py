@@ -1,8 +1,9 @@
 """One decoding step of the engine: its static buffers, its kernels in order, and the CUDA graph that replays them.
 
 A layer of a sparse step, one batch row: head_select (LayerNorm, head predictor) - qkv - flash_decode - project_heads -
-predict_select (LayerNorm, predictor, list) - pack - listed_gemv (fc1) - packed_rows (fc2); with a second test
-predict_select - cascade - pack - packed_rows. A dense one: qkv_dense - flash_decode - project_heads - dense_rows -
+predict_select (LayerNorm, predictor, list) - pack - listed_mlp (fc1, fc2); with a second test predict_select - pack -
+cascade - packed_rows. With look-ahead by half a block: site_predict (LayerNorm, both predictors) - qkv_select -
+attend_pack - project_heads - listed_mlp. A dense one: qkv_dense - flash_decode - project_heads - dense_rows -
 dense_wide. LayerNorms are prologues, biases and residuals epilogues.
 """
 
@@ -236,32 +237,31 @@ class DecodeStep:
         self._join((layer, "mlp"))
         own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
         source, norm = (self._normalised, None) if own else (x, weights.norm2)
-        chosen, hidden = self.selections[layer, "mlp"], self._hidden_dense
-        fused = layer in self._fused
+        chosen, fused, plain = self.selections[layer, "mlp"], layer in self._fused, weights.cascade is None
         if self._packed is not None and not fused:
             ops.pack(chosen, self._packed, pdl=pdl)
         if not own and (weights.cascade is not None or self._batched is not None):
             ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
-        if weights.cascade is not None:
-            hidden = self._tested
+        if plain and self._packed is not None:
+            # What was written before the launch before this one is read before it waits: x, as the predictor normalised
+            # it, or the list of a predictor that rode with attention.
+            ops.listed_mlp(
+                source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, self._packed, out,
+                self._partials, "x" if own else "list" if fused else None, pdl, sums=self._fc1_sums.get(layer),
+            )  # fmt: skip
+            return
+        if plain and self._batched is not None:
+            ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)
+            ops.packed_batch(self._batched, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            return
+        hidden = self._hidden_dense if plain else self._tested
+        if plain:
+            ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
+        else:
             ops.cascade(
                 self._normalised, weights.cascade, chosen, self._packed or hidden, row_state=self.state.row_state,
                 pdl=pdl, scratch=self._levels,
             )  # fmt: skip
-        elif self._packed is not None:
-            # What was written before the launch before fc1 is read before fc1 waits: x, as the predictor normalised it,
-            # or the list of a predictor that rode with attention.
-            early = "x" if own else "list" if fused else None
-            ops.listed_gemv(
-                source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl,
-                sums=self._fc1_sums.get(layer),
-            )  # fmt: skip
-        elif self._batched is not None:
-            ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)
-            ops.packed_batch(self._batched, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
-            return
-        else:
-            ops.gather_gemv(source, weights.fc1, weights.fc1_bias, chosen, "relu", hidden, ln=norm, pdl=pdl)
         if self._packed is not None:
             ops.packed_rows(self._packed, weights.fc2, weights.fc2_bias, x, out, partials=self._partials, pdl=pdl)
         else:

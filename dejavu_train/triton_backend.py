@@ -168,7 +168,7 @@ class TritonDecoder(GatherDecoder):
         weight, bias = self._qkv[number]
         qkv.qkv(
             layer.attn_in, weight, bias, heads, position, watermark, stale, query, layer.keys, layer.values,
-            watermark.new_empty(n_heads + 1), self.kv_policy,
+            self.kv_policy,
         )  # fmt: skip
         seen = None
         if stale is not None or not bool(visible.all()):

@@ -25,7 +25,7 @@ from kernels.batch_kernels import store_selection
 from kernels.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
 from kernels.head_select import head_select_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.norm_gemv import norm_launch, norm_sums, normalised_rows
+from kernels.norm_gemv import norm_launch, norm_sums, normalised_rows, row_values
 from kernels.packed_rows import PackedRows, pack_launch, pack_ranges
 from kernels.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.select import PredictorWeights, Selection, predict_select_reference
@@ -98,28 +98,30 @@ def _site_kernel(
     H: tl.constexpr,
     RELU: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    offset = tl.load(bias + rows, mask=rows < H, other=0.0)
+    first = pid * ROWS
+    offsets = row_values(bias, first, H, ROWS)
     limit = tl.load(threshold)
     # Position and state are those that the step before left: older than the launch before this one.
     state = tl.load(row_state)
     kept = attn_in + tl.load(position).to(tl.int64) * D
-    y = normalised_rows(
-        pid, x, norm_weight, norm_bias, weight, gains, shifts, kept, n_rows, eps, D, D0, D1, ROWS, SLICE, PDL
+    products = normalised_rows(
+        pid, x, norm_weight, norm_bias, weight, gains, shifts, kept, n_rows, eps, D, BLOCK, ROWS, SLICE, PDL
     )
-    chosen = ((((y + offset) > limit) & (state > 0)) | (state == 2)).to(tl.int32)
-    tl.store(row_bits + rows, chosen, mask=rows < H)
-    tl.store(counts + rows, chosen, mask=rows < H)
-    if RELU:
-        y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-    tl.store(hidden + rows - H, y, mask=(rows >= H) & (rows < n_rows))
+    for r in tl.static_range(ROWS):
+        row = first + r
+        y = products[r]
+        chosen = ((((y + offsets[r]) > limit) & (state > 0)) | (state == 2)).to(tl.int32)
+        tl.store(row_bits + row, chosen, mask=row < H)
+        tl.store(counts + row, chosen, mask=row < H)
+        if RELU:
+            y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+        tl.store(hidden + row - H, y, mask=(row >= H) & (row < n_rows))
 
 
 def site_predict(

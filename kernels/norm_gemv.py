@@ -6,8 +6,8 @@
 
 x (1, d), w (rank, d), y (1, rank) fp32, sums in fp32. The two last sums depend on weights alone (`norm_sums`). The rows
 are in registers before the wait for the stage before; after it one pass over x gives products, mean and variance
-together, where a LayerNorm in front of the product takes two reductions more. A program also normalises its slice of x
-for fc1.
+together, and one reduction adds them all up: a barrier, where a sum each would take a dozen. A program also normalises
+its slice of x for fc1.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import two_tiles
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
     QUANTIZED_TYPES,
     check_input,
     check_tensor,
+    load_vector,
     next_power_of_two,
     programmatic,
     require,
@@ -31,21 +31,26 @@ from kernels.launch import (
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
+INTERPRETED = tl.constexpr(INTERPRET)
+PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
+MAX_ROWS = 6  # with the sums of x and its squares eight sums
+
 
 @dataclass(frozen=True)
 class NormSettings:
-    """rows: of a program; warps."""
+    """rows: of a program, at most MAX_ROWS; block: columns a piece of a row; warps."""
 
     rows: int
+    block: int
     warps: int
 
 
-def norm_settings(d: int) -> NormSettings:
+def norm_settings(d: int, rank: int) -> NormSettings:
+    """Launch settings by shape."""
     if INTERPRET:
-        return NormSettings(4, 4)
-    if d <= 5120:
-        return NormSettings(2, 16 if d == 4096 else 8)
-    return NormSettings(4, 8) if d <= 7168 else NormSettings(8, 16)
+        return NormSettings(1 + rank % MAX_ROWS, min(64, max(16, next_power_of_two(d))), 4)
+    block = min(2048, max(16, next_power_of_two(d)))
+    return NormSettings(min(MAX_ROWS, -(-rank // PROGRAMS)), block, 8)
 
 
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
@@ -68,6 +73,99 @@ def norm_gemv_reference(
 
 
 @triton.jit
+def to_float(tile):
+    """fp32, exactly. The GPU converts int8 at a quarter of its rate for sums: here a code's byte becomes the end of
+    the mantissa of 2^23, four codes at a time, and 2^23 (and the 128 that makes it positive) is subtracted."""
+    if tile.dtype == tl.int8 and not INTERPRETED:
+        floats = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes;
+            xor.b32 bytes, $4, 0x80808080;
+            prmt.b32 $0, bytes, 0x4B000000, 0x7650;
+            prmt.b32 $1, bytes, 0x4B000000, 0x7651;
+            prmt.b32 $2, bytes, 0x4B000000, 0x7652;
+            prmt.b32 $3, bytes, 0x4B000000, 0x7653;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [tile],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        floats = floats - 8388736.0
+    else:
+        floats = tile.to(tl.float32)
+    return floats
+
+
+@triton.jit
+def row_tiles(w_ptr, first, n_rows, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows first .. first + ROWS - 1 in pieces (BLOCK,), row by row; the last row again beyond n_rows."""
+    tiles = ()
+    for r in tl.static_range(ROWS):
+        at = w_ptr + tl.minimum(first + r, n_rows - 1).to(tl.int64) * D
+        tiles = tiles + load_vector(at, columns, D, BLOCK)
+    return tiles
+
+
+@triton.jit
+def sums_together(tiles, N: tl.constexpr):
+    """The sums of N <= 8 tiles (BLOCK,) as scalars, by one reduction."""
+    for _ in tl.static_range(N, 4 if N <= 4 else 8):
+        tiles = tiles + (tl.zeros_like(tiles[0]),)
+    low = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+    if N <= 4:
+        even, odd = tl.split(tl.sum(low, 0))
+        s0, s1 = tl.split(even)
+        s2, s3 = tl.split(odd)
+        sums = (s0, s1, s2, s3)
+    else:
+        high = tl.join(tl.join(tiles[4], tiles[5]), tl.join(tiles[6], tiles[7]))
+        first, second = tl.split(tl.sum(tl.join(low, high), 0))
+        even, odd = tl.split(first)
+        s0, s1 = tl.split(even)
+        s2, s3 = tl.split(odd)
+        even, odd = tl.split(second)
+        s4, s5 = tl.split(even)
+        s6, s7 = tl.split(odd)
+        sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+    return sums
+
+
+@triton.jit
+def norm_products(tiles, x, gain, STEPS: tl.constexpr, ROWS: tl.constexpr):
+    """Sums of rows times gain times x, of x and of its squares (ROWS + 2 scalars) from pieces in registers."""
+    scaled = ()
+    for j in tl.static_range(STEPS):
+        part = x[j].to(tl.float32)
+        scaled = scaled + (part * gain[j].to(tl.float32),)
+        if j == 0:
+            total = part
+            squares = part * part
+        else:
+            total += part
+            squares += part * part
+    products = ()
+    for r in tl.static_range(ROWS):
+        product = to_float(tiles[r * STEPS]) * scaled[0]
+        for j in tl.static_range(1, STEPS):
+            product += to_float(tiles[r * STEPS + j]) * scaled[j]
+        products = products + (product,)
+    return sums_together(products + (total, squares), ROWS + 2)
+
+
+@triton.jit
+def row_values(ptr, first, n_rows, ROWS: tl.constexpr):
+    """One scalar a row."""
+    values = ()
+    for r in tl.static_range(ROWS):
+        values = values + (tl.load(ptr + tl.minimum(first + r, n_rows - 1)),)
+    return values
+
+
+@triton.jit
 def normalised_rows(
     pid,
     x_ptr,
@@ -80,49 +178,37 @@ def normalised_rows(
     n_rows,
     eps,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Products of program pid's ROWS rows with LayerNorm(x), with the wait: (ROWS,) fp32; stores its slice of n."""
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    inside = rows < n_rows
-    c0 = tl.arange(0, D0)
-    at = w_ptr + rows.to(tl.int64)[:, None] * D
-    w0 = tl.load(at + c0[None, :], mask=inside[:, None], other=0.0)
-    g0 = tl.load(gain_ptr + c0)
-    if D1 > 0:
-        c1 = D0 + tl.arange(0, D1)
-        near = c1 < D
-        w1 = tl.load(at + c1[None, :], mask=inside[:, None] & near[None, :], other=0.0)
-        g1 = tl.load(gain_ptr + c1, mask=near, other=0.0)
-    gains = tl.load(gains_ptr + rows, mask=inside, other=0.0)
-    shifts = tl.load(shifts_ptr + rows, mask=inside, other=0.0)
+    """Products of program pid's ROWS rows with LayerNorm(x), as scalars, with the wait; stores its slice of it."""
+    first = pid * ROWS
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    columns = tl.arange(0, BLOCK)
+    tiles = row_tiles(w_ptr, first, n_rows, columns, D, BLOCK, ROWS)
+    gain = load_vector(gain_ptr, columns, D, BLOCK)
+    gains = row_values(gains_ptr, first, n_rows, ROWS)
+    shifts = row_values(shifts_ptr, first, n_rows, ROWS)
     own = pid * SLICE + tl.arange(0, SLICE)
     if normalised_ptr is not None:
         own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
         own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
     wait_for_predecessor(PDL)
-    x0 = tl.load(x_ptr + c0).to(tl.float32)
-    if D1 > 0:
-        x1 = tl.load(x_ptr + c1, mask=near, other=0.0).to(tl.float32)
+    x = load_vector(x_ptr, columns, D, BLOCK)
     if normalised_ptr is not None:
         own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-    y = tl.sum(w0.to(tl.float32) * (g0.to(tl.float32) * x0)[None, :], 1)
-    total = tl.sum(x0, 0)
-    squares = tl.sum(x0 * x0, 0)
-    if D1 > 0:
-        y += tl.sum(w1.to(tl.float32) * (g1.to(tl.float32) * x1)[None, :], 1)
-        total += tl.sum(x1, 0)
-        squares += tl.sum(x1 * x1, 0)
-    mean = total / D
-    rstd = tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
+    sums = norm_products(tiles, x, gain, STEPS, ROWS)
+    mean = sums[ROWS] / D
+    rstd = tl.rsqrt(tl.maximum(sums[ROWS + 1] / D - mean * mean, 0.0) + eps)
     if normalised_ptr is not None:
         value = (own_x - mean) * rstd * own_gain + own_shift
         tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
-    return rstd * (y - mean * gains) + shifts
+    products = ()
+    for r in tl.static_range(ROWS):
+        products = products + (rstd * (sums[r] - mean * gains[r]) + shifts[r],)
+    return products
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -139,27 +225,27 @@ def _norm_gemv_kernel(
     n_rows,
     eps,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     RELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    inside = rows < n_rows
+    first = pid * ROWS
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
-    y = normalised_rows(
-        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, D0, D1, ROWS,
+        scales = row_values(scale_ptr, first, n_rows, ROWS)
+    products = normalised_rows(
+        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
         SLICE, PDL,
     )  # fmt: skip
-    if scale_ptr is not None:
-        y = y * scale
-    if RELU:
-        y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-    tl.store(out_ptr + rows, y, mask=inside)
+    for r in tl.static_range(ROWS):
+        y = products[r]
+        if scale_ptr is not None:
+            y = y * scales[r]
+        if RELU:
+            y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+        tl.store(out_ptr + first + r, y, mask=first + r < n_rows)
 
 
 def norm_gemv(
@@ -216,14 +302,13 @@ def norm_gemv(
 
 def norm_launch(d: int, n_rows: int, settings: NormSettings | None = None) -> tuple[int, dict[str, int], int]:
     """(programs, constants, warps) of `normalised_rows`, the same in every kernel that calls it."""
-    settings = settings or norm_settings(d)
+    settings = settings or norm_settings(d, n_rows)
+    require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
     programs = -(-n_rows // settings.rows)
-    d0, d1 = two_tiles(d)
     constants = {
         "D": d,
-        "D0": d0,
-        "D1": d1,
+        "BLOCK": settings.block,
         "ROWS": settings.rows,
         "SLICE": next_power_of_two(-(-d // programs)),
     }
-    return programs, constants, min(settings.warps, max(1, (d1 or d0) // 32))  # no more threads than columns
+    return programs, constants, min(settings.warps, max(1, settings.block // 32))  # no more threads than columns

@@ -22,7 +22,7 @@ from kernels.launch import INTERPRET, wait_for_predecessor
 from kernels.select import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
-MAX_SPLITS = 132
+MAX_SPLITS = 264  # rows of the scratch for partial sums
 
 
 @dataclass(frozen=True)
@@ -216,19 +216,40 @@ def _add_kernel(
     D: tl.constexpr,
     STRIPE: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = residual + bias + the sum of the partial sums."""
     columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
     inside = columns < D
-    s = tl.arange(0, SPLITS_PAD)
+    s = tl.arange(0, CHUNK)
     offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_predecessor(PDL)
-    at = partials + s[:, None] * D + columns[None, :]
-    y = tl.sum(tl.load(at, mask=(s < SPLITS)[:, None] & inside[None, :], other=0.0), 0)
-    y += offset + tl.load(residual + columns, mask=inside, other=0.0)
-    tl.store(out + columns, y, mask=inside)
+    y = tl.zeros((CHUNK, STRIPE), tl.float32)
+    for first in tl.static_range(0, SPLITS, CHUNK):
+        at = partials + (first + s)[:, None] * D + columns[None, :]
+        y += tl.load(at, mask=(first + s < SPLITS)[:, None] & inside[None, :], other=0.0)
+    total = tl.sum(y, 0) + offset + tl.load(residual + columns, mask=inside, other=0.0)
+    tl.store(out + columns, total, mask=inside)
+
+
+def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
+    """out (1, d) = residual + bias + the first `splits` rows of partials (MAX_SPLITS, d); pdl as `use_pdl` gives it."""
+    d = out.shape[1]
+    chunk, stripe = (4, 32) if INTERPRET else (64, 32)
+    _add_kernel[(triton.cdiv(d, stripe),)](
+        partials,
+        bias,
+        residual,
+        out,
+        D=d,
+        STRIPE=stripe,
+        SPLITS=splits,
+        CHUNK=chunk,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
 
 
 @dataclass(frozen=True)
@@ -248,7 +269,7 @@ def packed_settings(d: int) -> PackedSettings:
     stripes = -(-d // stripe)
     if d == 9216:
         return PackedSettings(stripe, 44, 12)
-    return PackedSettings(stripe, min(MAX_SPLITS, 66 if d <= 2048 else 528 // stripes), 8)
+    return PackedSettings(stripe, min(132, 66 if d <= 2048 else 528 // stripes), 8)
 
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
@@ -292,21 +313,7 @@ def packed_rows(
         num_warps=max(1, settings.stripe // 256),
         launch_pdl=pdl,
     )
-    padded = triton.next_power_of_2(splits)
-    stripe = max(16, min(64, 4096 // padded))
-    _add_kernel[(triton.cdiv(d, stripe),)](
-        partials,
-        bias,
-        residual,
-        out,
-        D=d,
-        STRIPE=stripe,
-        SPLITS=splits,
-        SPLITS_PAD=padded,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    add_partials(partials, splits, bias, residual, out, pdl)
 
 
 def packed_rows_reference(

@@ -272,7 +272,7 @@ def qkv(
     pdl: bool = False,
     settings: TileSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element, bitwise deterministic. Errors: shapes, dims, policy."""
+    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
         attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl, settings

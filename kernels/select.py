@@ -26,7 +26,7 @@ from kernels.launch import (
     wait_for_predecessor,
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
-from kernels.norm_gemv import norm_gemv, norm_sums
+from kernels.norm_gemv import norm_gemv, norm_sums, to_float
 from kernels.short_product import short_product
 
 _store_selection = store_selection  # the name under which other kernels of this package know it
@@ -185,19 +185,27 @@ def select_block(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One batch row, block pid: its whole tile of `up` is static, so it is in registers before the wait."""
+    """One batch row, block pid: its whole tile of `up` is static, so it is in registers before the wait.
+
+    Columns come in chunks and a rest, all as long as they can be: a row's part is then whole lines of memory. Rows
+    beyond n are the last one again.
+    """
     rows = pid * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
+    at = up_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * RANK
     r = tl.arange(0, CHUNK)
-    STEPS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
-    MASKED: tl.constexpr = RANK % CHUNK != 0
+    STEPS: tl.constexpr = RANK // CHUNK
+    REST: tl.constexpr = RANK % CHUNK
     tiles = ()
     for j in tl.static_range(STEPS):
-        tile_ptrs = up_ptr + rows.to(tl.int64)[:, None] * RANK + (j * CHUNK + r)[None, :]
-        if MASKED:
-            tiles = tiles + (tl.load(tile_ptrs, mask=inside[:, None] & (j * CHUNK + r < RANK)[None, :], other=0.0),)
+        tiles = tiles + (tl.load(at + (j * CHUNK + r)[None, :]),)
+    if REST > 0:
+        WIDE: tl.constexpr = triton.next_power_of_2(REST)
+        last = STEPS * CHUNK + tl.arange(0, WIDE)
+        if WIDE == REST:
+            rest = tl.load(at + last[None, :])
         else:
-            tiles = tiles + (tl.load(tile_ptrs, mask=inside[:, None], other=0.0),)
+            rest = tl.load(at + last[None, :], mask=(last < RANK)[None, :], other=0.0)
     if up_scale_ptr is not None:
         scale = tl.load(up_scale_ptr + rows, mask=inside, other=0.0)
     if bias_ptr is not None:
@@ -209,14 +217,15 @@ def select_block(
     if row_state_ptr is not None:
         state = tl.load(row_state_ptr)
     wait_for_predecessor(PDL)
-    acc = tl.zeros((BLOCK, CHUNK), tl.float32)
-    for j in tl.static_range(STEPS):
-        if MASKED:
-            z = tl.load(hidden_ptr + j * CHUNK + r, mask=j * CHUNK + r < RANK, other=0.0)
-        else:
-            z = tl.load(hidden_ptr + j * CHUNK + r)
-        acc += tiles[j].to(tl.float32) * z[None, :]
-    logits = tl.sum(acc, 1)
+    logits = tl.zeros((BLOCK,), tl.float32)
+    if STEPS > 0:
+        acc = to_float(tiles[0]) * tl.load(hidden_ptr + r)[None, :]
+        for j in tl.static_range(1, STEPS):
+            acc += to_float(tiles[j]) * tl.load(hidden_ptr + j * CHUNK + r)[None, :]
+        logits += tl.sum(acc, 1)
+    if REST > 0:
+        z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
+        logits += tl.sum(to_float(rest) * z[None, :], 1)
     if up_scale_ptr is not None:
         logits = logits * scale
     if bias_ptr is not None:
@@ -296,9 +305,8 @@ def predict_select(
 
 
 def rank_chunk(rank: int) -> int:
-    """Columns of `up` a step: a power of two that divides the rank where one of 64 or more does, else masked."""
-    divisor = rank & -rank
-    return min(divisor, 256) if divisor >= 64 else min(next_power_of_two(rank), 128)
+    """Columns of `up` a step: a power of two, at most the rank; what is left of the rank is a step of its own."""
+    return min(256, 1 << (rank.bit_length() - 1))
 
 
 def select_rows(

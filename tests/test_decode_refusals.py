@@ -21,7 +21,7 @@ def run_select(x, w):
         (lambda x, w: gather_gemv(x, w, None, None, "none", torch.empty(1, 4)), "x is on cpu: the Triton kernels need"),
         (run_select, "x is on cpu: the Triton kernels need a CUDA device"),
         (lambda x, w: dense_rows(x, None, w, None, "none", torch.empty(1, 4)), "x: expected a CUDA tensor, got one on"),
-        (lambda x, w: project_heads(x, w, x, x, None, None, x), "mixed: expected a CUDA tensor, got one on cpu"),
+        (lambda x, w: project_heads(x, w, x, x, None, x), "mixed: expected a CUDA tensor, got one on cpu"),
     ],
 )
 def test_a_cpu_tensor_given_to_a_kernel_is_one_line(run, part, monkeypatch):

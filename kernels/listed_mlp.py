@@ -1,0 +1,261 @@
+# mypy: disable-error-code="assignment"
+"""fc1 and fc2 over a packed list in one grid, one token:
+
+    out[j] = residual[j] + b2[j] + sum_k h[k] w2_t[ids[k], j],   h[k] = relu(sum_j w1[ids[k], j] n[j] + b1[ids[k]])
+
+n = LayerNorm(x), folded into the products as in norm_gemv.py, or x itself. x (1, d) fp32 (in w1's dtype without a
+LayerNorm); w1 and w2_t (n, d). Program p takes entries p, p + P, p + 2 P, ... of the list, ROWS
+at a time: their rows of fc1, one reduction for all of them, then at once their rows of fc2, those of value zero left
+out. The rows of fc1 that come next, and the rows of fc2, are on their way meanwhile. So nothing waits between the two
+products, where two kernels end, start and fill the memory's queues again; what it costs is a sum of all d columns for
+each program, which `add_partials` adds up in a fixed order. Hence few programs, one or two a multiprocessor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention_common import check_device, check_shape, use_pdl
+from kernels.launch import INTERPRET, load_vector, wait_for_predecessor
+from kernels.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.norm_gemv import norm_sums, sums_together
+from kernels.packed_rows import MAX_SPLITS, PackedRows, add_partials, partial_sums
+
+
+@dataclass(frozen=True)
+class MlpSettings:
+    """programs: grid size; block: columns a piece of a row; rows: entries a step, at most 8; warps."""
+
+    programs: int
+    block: int
+    rows: int
+    warps: int
+
+
+def mlp_settings(d: int) -> MlpSettings:
+    """Launch settings by width."""
+    if INTERPRET:
+        return MlpSettings(5, min(64, max(16, triton.next_power_of_2(d))), 2, 2)
+    block = min(2048, max(16, triton.next_power_of_2(d)))
+    return MlpSettings(264 if d <= 4096 else 132, block, 2, 8)
+
+
+def listed_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
+    """Plain torch over a selection."""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    x = x if ln is None else layer_norm_reference(x, ln, wide)
+    h = (x.to(wide) @ w1.to(wide).T + b1.to(wide)).relu()
+    out.copy_(torch.where(selection.to_mask(len(x)), h, 0.0) @ w2_t.to(wide) + b2.to(wide) + residual)
+
+
+@triton.jit
+def _ids(ids, first, step, last, ROWS: tl.constexpr):
+    """Entries first, first + step, ... of the list; beyond the list's end old ones, in range."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        rows = rows + (tl.load(ids + tl.minimum(first + r * step, last)),)
+    return rows
+
+
+@triton.jit
+def _rows(w, rows, wanted, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows in pieces (BLOCK,), row by row; a row that is not wanted is not read."""
+    tiles = ()
+    for r in tl.static_range(ROWS):
+        at = w + rows[r].to(tl.int64) * D
+        limit = tl.where(wanted[r], D, 0)
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+            c = j * BLOCK + columns
+            tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def _inside(first, step, number, ROWS: tl.constexpr):
+    inside = ()
+    for r in tl.static_range(ROWS):
+        inside = inside + (first + r * step < number,)
+    return inside
+
+
+@triton.jit
+def _added(acc, tiles, values, STEPS: tl.constexpr, ROWS: tl.constexpr):
+    """acc plus rows times their values, piece by piece."""
+    more = ()
+    for j in tl.static_range(STEPS):
+        total = acc[j]
+        for r in tl.static_range(ROWS):
+            total += tiles[r * STEPS + j].to(tl.float32) * values[r]
+        more = more + (total,)
+    return more
+
+
+@triton.jit(do_not_specialize=["last"])
+def _listed_mlp_kernel(
+    x,
+    norm_weight,
+    gains,
+    shifts,
+    w1,
+    b1,
+    w2,
+    ids,
+    count,
+    partials,
+    last,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY_X: tl.constexpr,
+    EARLY_LIST: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    if EARLY_X:
+        n = load_vector(x, columns, D, BLOCK)
+    if NORM:
+        gain = load_vector(norm_weight, columns, D, BLOCK)
+    if not EARLY_LIST:
+        wait_for_predecessor(PDL)
+    number = tl.load(count)
+    rows = _ids(ids, pid, step, last, ROWS)
+    next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
+    w = _rows(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)
+    if EARLY_LIST:
+        wait_for_predecessor(PDL)
+    if not EARLY_X:
+        n = load_vector(x, columns, D, BLOCK)
+    if NORM:
+        total = n[0]
+        squares = n[0] * n[0]
+        scaled = (n[0] * gain[0].to(tl.float32),)
+        for j in tl.static_range(1, STEPS):
+            total += n[j]
+            squares += n[j] * n[j]
+            scaled = scaled + (n[j] * gain[j].to(tl.float32),)
+        n = scaled
+        both = sums_together((total, squares), 2)
+        mean = both[0] / D
+        rstd = tl.rsqrt(tl.maximum(both[1] / D - mean * mean, 0.0) + EPS)
+    acc = ()
+    for _ in tl.static_range(STEPS):
+        acc = acc + (tl.zeros((BLOCK,), tl.float32),)
+    values = ()
+    for _ in tl.static_range(ROWS):
+        values = values + (0.0,)
+    second = _rows(w2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS)  # none: zeros
+    for item in range(pid, number, ROWS * step):
+        inside = _inside(item, step, number, ROWS)
+        after = _inside(item + ROWS * step, step, number, ROWS)
+        coming = _rows(w1, next_rows, after, columns, D, BLOCK, ROWS)
+        far_rows = _ids(ids, item + 2 * ROWS * step, step, last, ROWS)
+        offsets = ()
+        products = ()
+        for r in tl.static_range(ROWS):
+            offset = tl.load(b1 + rows[r]).to(tl.float32)
+            if NORM:
+                offset += tl.load(shifts + rows[r]) - rstd * mean * tl.load(gains + rows[r])
+            offsets = offsets + (offset,)
+            product = w[r * STEPS].to(tl.float32) * n[0].to(tl.float32)
+            for j in tl.static_range(1, STEPS):
+                product += w[r * STEPS + j].to(tl.float32) * n[j].to(tl.float32)
+            products = products + (product,)
+        sums = sums_together(products, ROWS)
+        fresh = ()
+        live = ()
+        for r in tl.static_range(ROWS):
+            value = sums[r]
+            if NORM:
+                value = value * rstd
+            value += offsets[r]
+            value = tl.where((value <= 0) | (inside[r] == 0), 0.0, value)  # keeps a NaN
+            fresh = fresh + (value,)
+            live = live + (value != 0,)
+        acc = _added(acc, second, values, STEPS, ROWS)
+        second = _rows(w2, rows, live, columns, D, BLOCK, ROWS)
+        values = fresh
+        rows = next_rows
+        next_rows = far_rows
+        w = coming
+    acc = _added(acc, second, values, STEPS, ROWS)
+    for j in tl.static_range(STEPS):
+        c = j * BLOCK + columns
+        tl.store(partials + pid * D + c, acc[j], mask=c < D)
+
+
+def listed_mlp(
+    x: Tensor,
+    ln: LayerNormWeights | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2_t: Tensor,
+    b2: Tensor,
+    residual: Tensor,
+    rows: PackedRows,
+    out: Tensor,
+    partials: Tensor | None = None,
+    early: str | None = None,
+    pdl: bool = False,
+    settings: MlpSettings | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """One batch row; reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic.
+
+    sums: of w1 with ln, as `norm_sums` gives them; None = made here, for tests.
+    early: what was written before the launch before this one, and is read before the wait: "x" (without a LayerNorm
+    here: the predictor normalised it), "list" (of a look-ahead predictor), or None.
+    Errors: shapes, a CPU tensor.
+    """
+    check_device("x", x)
+    n, d = w1.shape
+    check_shape("x", x, 1, d)
+    check_shape("b1", b1, n)
+    check_shape("w2_t", w2_t, n, d)
+    check_shape("rows.ids", rows.ids, n)
+    check_shape("residual", residual, 1, d)
+    check_shape("out", out, 1, d)
+    if early not in (None, "x", "list") or (early == "x" and ln is not None):
+        raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
+    gains, shifts = None, None
+    if ln is not None:
+        gains, shifts = sums or norm_sums(w1, ln)
+        check_shape("sums", gains, n)
+        check_shape("sums", shifts, n)
+    settings = settings or mlp_settings(d)
+    programs = min(settings.programs, MAX_SPLITS)
+    if partials is None:
+        partials = partial_sums(d, out.device)
+    check_shape("partials", partials, MAX_SPLITS, d)
+    pdl = use_pdl(pdl, out.device)
+    _listed_mlp_kernel[(programs,)](
+        x,
+        None if ln is None else ln.weight,
+        gains,
+        shifts,
+        w1,
+        b1,
+        w2_t,
+        rows.ids,
+        rows.count,
+        partials,
+        n - 1,
+        D=d,
+        BLOCK=settings.block,
+        ROWS=settings.rows,
+        NORM=ln is not None,
+        EARLY_X=early == "x",
+        EARLY_LIST=early == "list",
+        EPS=1e-5 if ln is None else ln.eps,
+        PDL=pdl,
+        num_warps=min(settings.warps, max(1, settings.block // 32)),  # no more threads than columns
+        launch_pdl=pdl,
+    )
+    add_partials(partials, programs, b2, residual, out, pdl)
