@@ -47,7 +47,9 @@ def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSetti
     """Launch settings by width, measured in whole steps under the carveout of `launch.share_carveout`."""
     if 8192 <= d <= 9216 and not all_heads:
         return HeadTileSettings(16, 4, 1)
-    return ProjectSettings(8, 1024, 4) if d <= 4096 or all_heads else ProjectSettings(8, 512, 4)
+    if d <= 4096 or all_heads:
+        return ProjectSettings(8, 1024, 4)
+    return ProjectSettings(16 if d <= 7168 else 8, 512, 4)
 
 
 def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:

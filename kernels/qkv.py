@@ -47,8 +47,8 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     """Launch settings, from whole steps under the carveout of `launch.share_carveout`: a chain of this stage alone
     misleads, because its programs then start beside those of the same kernel. A tile is of one of a head's q, k, v."""
     if batch == 1:
-        rows, block, stages, warps = (64, 128, 4, 2) if 7168 <= d < 8192 else (16, 128, 6, 1)
-        pairs, wide = 8, 8
+        rows, stages = (32, 4) if 7168 <= d < 8192 else (16, 6)
+        pairs, block, warps, wide = 8, 128, 1, 8
     elif batch <= 8:
         rows, pairs, block, stages, warps, wide = 16, 16, 128, 6, 1, 32
     else:
