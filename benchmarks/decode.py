@@ -132,7 +132,8 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
     shape = SHAPES[name]
     try:
         if weights is None:
-            return summary(hugging_face(shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps), cell.batch)
+            times = hugging_face(shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps)
+            return summary(times, cell.batch) | {"note": "generate(), second call; a host's loop, see p20 and p80"}
         row = run_engine(cell, name, weights, steps)
     except torch.cuda.OutOfMemoryError:
         needed, room = bytes_needed(shape, cell.batch, cell.prompt + steps + EXTRA), torch.cuda.mem_get_info()[1]

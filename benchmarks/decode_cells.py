@@ -32,7 +32,7 @@ class Cell:
     rank: int = 0
     predictors: str = "float16"
     site: int = 0
-    look_ahead: str = "stream"
+    look_ahead: str = "fused"
     kv_policy: str = "backfill"
     pdl: bool = True
     crossover: bool = True
@@ -75,18 +75,20 @@ def required_cells(model: str) -> list[Cell]:
     sparse = [Cell(prompt=prompt, breakdown=prompt == 256) for prompt in prompts]
     dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]
     if len(prompts) > 1:
-        sparse.append(Cell(predictors="int8"))
+        # Look-ahead: every way at one prompt, the fused one at all of them.
+        ways = ((1, "inline"), (1, "stream"), (2, "stream"))
+        sparse += [dataclasses.replace(cell, site=1) for cell in sparse]
+        sparse += [Cell(predictors="int8"), Cell(predictors="int8", site=1)]
+        sparse += [Cell(prompt=256, site=site, look_ahead=how) for site, how in ways]
     if model in ("6.7b", "66b"):
-        sparse += [
-            Cell(prompt=256, site=site, look_ahead=how)
-            for site, how in ((1, "inline"), (1, "stream"), (1, "fused"), (2, "stream"))
-        ]
         for batch, union in UNION[model].items():
             sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
             if model == "6.7b":  # small enough that the dense form may win: both, to judge the choice
                 sparse.append(dataclasses.replace(sparse[-1], crossover=False))
             dense.append(Cell("dense", batch))
     if model == "66b":  # the paper's operating point for its 175B model
-        sparse.insert(0, Cell(mlp_density=0.195, head_density=0.37))
+        sparse[:0] = [Cell(mlp_density=0.195, head_density=0.37, site=site) for site in (0, 1)]
+    if model == "1.3b":  # so narrow that dense heads may win: both, to judge the choice
+        sparse.append(Cell(crossover=False))
     hugging_face = [Cell("hf-compile"), Cell("hf")] if model in ("1.3b", "6.7b") else []
     return [*hugging_face, *sparse, *dense]

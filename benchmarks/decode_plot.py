@@ -10,15 +10,19 @@ from benchmarks.decode_problem import UNION
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, str]
+AHEAD = "site=1 look_ahead=fused"
 
 
-def best(rows: list[Row], model: str, engine: str) -> list[tuple[int, float, float]]:
-    """(prompt, ms, floor in ms) of the fastest row of each prompt: batch 1, MLP 10 %, predictors at their own site."""
+def best(rows: list[Row], model: str, engine: str, ahead: bool = False) -> list[tuple[int, float, float]]:
+    """(prompt, ms, floor in ms) of the fastest row of each prompt: batch 1, MLP 10 %, predictors at their own site, or
+    fused half a block ahead."""
     found: dict[int, tuple[float, float]] = {}
     for row in rows:
         if (row["model"], row["engine"], row["batch"]) != (model, engine, "1") or not row["p50_ms"]:
             continue
-        if "site=" in row["options"] or (engine == "sparse" and not 0.09 < float(row["mlp_density"]) < 0.11):
+        if (row["options"] != AHEAD if ahead else "site=" in row["options"]) or (
+            engine == "sparse" and not 0.09 < float(row["mlp_density"]) < 0.11
+        ):
             continue
         point = float(row["p50_ms"]), float(row["floor45_ms"])
         found[int(row["prompt"])] = min(point, found.get(int(row["prompt"]), point))
@@ -56,6 +60,10 @@ def main() -> int:
             prompts = [point[0] for point in points]
             axis.plot(prompts, [point[1] for point in points], "o-", color=colour, label=engine, markersize=4)
             axis.plot(prompts, [point[2] for point in points], ":", color=colour, label=f"{engine}, bytes at 4.5 TB/s")
+        ahead = best(rows, model, "sparse", ahead=True)
+        if ahead:
+            label = "sparse, MLP predicted half a block ahead"
+            axis.plot([p[0] for p in ahead], [p[1] for p in ahead], "^--", color="tab:green", label=label, markersize=4)
         compiled = [row for row in rows if (row["model"], row["engine"]) == (model, "hf-compile") and row["p50_ms"]]
         if compiled:
             label = "transformers, static cache + compile"

@@ -1,14 +1,16 @@
 """Shows on a GPU that the fast way computes what the references do, with a real model and bundle, in fp32.
 
 1. Token by token through the engine, 16 rows at once and one by one: the same sets as `mask` (near-ties counted apart)
-   and its perplexity.
-2. Greedy tokens of the engine equal those of `gather` (but where the two best logits differ by less than 1e-4).
-3. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16).
+   and its perplexity. What fp32 itself is worth at a token is measured: the pass of `mask` in fp64 with the same sets.
+2. Greedy tokens of the engine, 900 after one prompt and 50 after each of 18, equal those of `gather` (but where two
+   logits differ by less than 1e-4). `gather` reads the engine's tokens one by one, so a near-tie ends no comparison.
+3. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16, 1 and 4 rows).
 
     python -m benchmarks.fidelity --model checkpoints/opt-mini --bundle FOLDER
 """
 
 import argparse
+import copy
 import json
 import math
 from pathlib import Path
@@ -17,14 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import commit
 from dejavu_train.bundle import Bundle
 from dejavu_train.decode import DecodeEngine
 from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, load_tokenizer
-from dejavu_train.selections import Predicted
+from dejavu_train.planes import input_levels
+from dejavu_train.selections import Given, Predicted
 from dejavu_train.sparse_model import SparseOPTForCausalLM
 
 NEAR = 1e-3  # distance of a logit to its threshold below which rounding in another order may decide
+NOISE = 4  # times what `mask` in fp32 is off its fp64 at the same token: the same, where the model amplifies rounding
+TIE = 1e-4  # distance of two logits of the vocabulary below which either token may be chosen
 
 
 def rows_of(text: str, tokenizer: Any, n_rows: int, length: int) -> list[list[int]]:
@@ -37,94 +43,172 @@ def rows_of(text: str, tokenizer: Any, n_rows: int, length: int) -> list[list[in
 
 
 def bits(words: Tensor, n_rows: int) -> Tensor:
-    """(n) int32 with a bit a row -> (B, n) bool."""
+    """(L, n) int32 with a bit a row -> (L, B, n) bool."""
     shifts = torch.arange(n_rows, device=words.device)
-    return ((words[None].long() >> shifts[:, None]) & 1).bool()
+    return ((words[:, None].long() >> shifts[:, None]) & 1).bool()
 
 
 class Watching(Predicted):
-    """Selections of the bundle; keeps, as (B, T, n) bool by (layer, target), what was chosen and what was a near-tie: a
-    logit within NEAR of its threshold, or a cascade's score within NEAR of its bar."""
+    """Selections of the bundle; keeps by (layer, target), as (B, T, n): `chosen`; `margin`, how far each logit lies
+    from its threshold; `values`, the logits. Of a cascade the margin is that of the nearer decision, less one level of
+    the second test's rounded input times the largest weight: a level at a rounding boundary may fall on either side.
+    """
 
     def __init__(self, bundle: Bundle, model: Any) -> None:
         super().__init__(bundle, model.device, model)
         self.chosen: dict[tuple[int, str], Tensor] = {}
-        self.near: dict[tuple[int, str], Tensor] = {}
+        self.margin: dict[tuple[int, str], Tensor] = {}
+        self.values: dict[tuple[int, str], Tensor] = {}
 
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
         keep, entry = super().__call__(layer, target, sites), self.bundle.entries.get((layer, target))
         if keep is not None and entry is not None:
             logits = self.predictors[layer, target](sites[entry.site, entry.site_layer].float())
-            near = (logits - (entry.threshold or 0.0)).abs() < NEAR
+            margin = (logits - (entry.threshold or 0.0)).abs()
             if target == "mlp" and layer in self._tests:
                 test = self._tests[layer]
-                near |= (test.scores(sites["mlp_in", layer]) - test.bar).abs() < NEAR
-            self.chosen[layer, target], self.near[layer, target] = keep, near
+                x = sites["mlp_in", layer]
+                level = input_levels(x)[1] * test.planes.step * 7
+                margin = torch.minimum(margin, ((test.scores(x) - test.bar).abs() - level).clamp_min(0.0))
+            self.chosen[layer, target], self.margin[layer, target] = keep, margin
+            self.values[layer, target] = logits
         return keep
 
 
+class Exact(Given):
+    """The sets that `watched` chose, for a model in fp64; keeps by (layer, target) how far the largest of the watched
+    logits is off at a token: (B, T, 1)."""
+
+    def __init__(self, watched: Watching) -> None:
+        super().__init__(watched.chosen)
+        self.watched, self.sites = watched, frozenset(watched.sites)
+        self.predictors = {key: copy.deepcopy(made).double() for key, made in watched.predictors.items()}
+        self.off: dict[tuple[int, str], Tensor] = {}
+
+    def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
+        keep, entry = super().__call__(layer, target, sites), self.watched.bundle.entries.get((layer, target))
+        if keep is not None and entry is not None:
+            logits = self.predictors[layer, target](sites[entry.site, entry.site_layer])
+            self.off[layer, target] = (logits - self.watched.values[layer, target]).abs().amax(-1, keepdim=True)
+        return keep
+
+    def fc1(self, layer: int) -> Any:
+        return self.watched.fc1(layer)
+
+
+class Partings:
+    """Compares the engine's sets with those watched, step by step, without waiting for the device.
+
+    After its first difference a row is another one: what differs later is no evidence, so of each row that place is
+    kept, with the farthest margin of the units that differ there and what fp32 is off there.
+    """
+
+    def __init__(self, engine: DecodeEngine, selector: Watching, exact: Exact, n_rows: int) -> None:
+        self.engine, self.n_rows, self.full = engine, n_rows, n_rows == engine.batch
+        self.in_order = sorted(engine.predictors, key=lambda key: (key[0], key[1] == "mlp"))
+        self.groups = {
+            target: [key for key in self.in_order if key[1] == target]
+            for target in sorted({k[1] for k in self.in_order})
+        }
+        device = engine.device
+
+        def together(kept: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+            return {target: torch.stack([kept[key] for key in keys]) for target, keys in self.groups.items()}
+
+        self.chosen, self.margin, self.off = together(selector.chosen), together(selector.margin), together(exact.off)
+        self.order = {
+            target: torch.tensor([self.in_order.index(key) for key in keys], dtype=torch.float64, device=device)
+            for target, keys in self.groups.items()
+        }
+        self.first = torch.tensor([math.inf, 0.0, 0.0], dtype=torch.float64, device=device).repeat(n_rows, 1)
+        self.differing = torch.zeros(2, dtype=torch.int64, device=device)  # all, those that are no near-ties
+        self.union = {target: torch.zeros((), device=device) for target in self.groups}
+        self.units = self.steps = 0
+
+    def look(self, t: int) -> None:
+        """After the step that ended at position t."""
+        self.steps += 1
+        for target, keys in self.groups.items():
+            got = bits(torch.stack([self.engine.core.selections[key].row_bits for key in keys]), self.n_rows)
+            wrong = got != self.chosen[target][:, :, t]
+            margin = torch.where(wrong, self.margin[target][:, :, t], 0.0)
+            self.differing += torch.stack([wrong.sum(), (margin >= NEAR).sum()])
+            self.units += got.numel()
+            self.union[target] += got.any(1).float().mean()
+            places = self.order[target][:, None] + t * len(self.in_order)
+            place, layer = torch.where(wrong.any(-1), places, math.inf).min(0)  # (B,)
+            here = torch.stack([margin.amax(-1), self.off[target][:, :, t, 0]]).gather(1, layer.repeat(2, 1, 1))
+            now = torch.cat([place[:, None], here[:, 0].T], 1)
+            self.first = torch.where((place < self.first[:, 0])[:, None], now, self.first)
+
+    def found(self, start: int) -> list[dict[str, Any]]:
+        """Where each row parted; `start` is the number of the first row."""
+        result: list[dict[str, Any]] = []
+        for row, (place, margin, off) in enumerate(self.first.tolist(), start):
+            if place < math.inf:
+                t, (layer, target) = int(place) // len(self.in_order), self.in_order[int(place) % len(self.in_order)]
+                where = {"row": row, "position": t, "layer": layer, "target": target}
+                result.append(where | {"margin": margin, "fp32_is_off": off})
+        return result
+
+
 @torch.no_grad()
-def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int) -> dict[str, float]:
+def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, look_ahead: str) -> dict[str, Any]:
     """Sets and nats of the engine against mask, teacher-forced from position 0."""
-    engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]), crossover=False)
+    engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]), crossover=False, look_ahead=look_ahead)
     selector, means = Watching(bundle, model), bundle.head_means(model.device)
-    # All, those that are no near-ties, rows that part from mask's, and rows that part from it by more than a near-tie.
-    # After its first difference a row is another one: what differs later is no evidence.
-    differing, units = torch.zeros(4, dtype=torch.int64, device=model.device), 0
-    in_order = sorted(engine.predictors, key=lambda key: (key[0], key[1] == "mlp"))
-    union = {target: [torch.zeros((), device=model.device), 0.0, 0] for target in ("mlp", "heads")}
-    nats = {"mask": 0.0, "engine": 0.0}
-    farthest = 0.0
-    for first in range(0, len(rows), batch):
-        part = rows[first : first + batch]
+    wide, wide_means = copy.deepcopy(model).double(), {layer: mean.double() for layer, mean in means.items()}
+    parts: list[Partings] = []
+    partings: list[dict[str, Any]] = []
+    nats, farthest = {"mask": 0.0, "engine": 0.0}, 0.0
+    for start in range(0, len(rows), batch):
+        part = rows[start : start + batch]
         ids = torch.tensor(part, device=model.device)
         with masking(model, selector, means=means):
             logits = model(ids).logits
+        exact = Exact(selector)
+        with masking(wide, exact, means=wide_means):
+            wide(ids)
         nll = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         nats["mask"] += nll.double().sum().item()
         engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
         engine.core.tail("greedy", True)
-        parted = torch.zeros(len(part), dtype=torch.bool, device=model.device)
+        watch = Partings(engine, selector, exact, len(part))
         for t in range(len(part[0]) - 1):
             engine.step("greedy", True)
-            for key in in_order:
-                selection = engine.core.selections[key]
-                got, expected = bits(selection.row_bits, len(part)), selector.chosen[key][:, t]
-                wrong = got != expected
-                far = wrong & ~selector.near[key][:, t]
-                first = wrong.any(1) & ~parted
-                differing += torch.stack([wrong.sum(), far.sum(), first.sum(), (first & far.any(1)).sum()])
-                parted |= first
-                units += got.numel()
-                if len(part) == batch:
-                    sums = union[key[1]]  # measured, expected, counted
-                    sums[0] += got.any(0).float().mean()
-                    sums[1] += engine.forms[key].union
-                    sums[2] += 1
+            watch.look(t)
+        partings += watch.found(start)
+        parts.append(watch)
+        watch.chosen, watch.margin, watch.off = {}, {}, {}
         mine = engine.state.nll[: len(part), 1:]
         nats["engine"] += mine.double().sum().item()
         farthest = max(farthest, (mine - nll).abs().max().item())
     n = sum(len(row) - 1 for row in rows)
-    density = {
-        target: sum(e.density for e in bundle.entries.values() if e.target == target) / bundle.shape.n_layers
-        for target in bundle.targets
+    far = [parting for parting in partings if parting["margin"] >= NEAR]
+    whole = [watch for watch in parts if watch.full]
+    unions = {target: sum(float(w.union[target]) / w.steps for w in whole) / len(whole) for target in parts[0].groups}
+    expected = {
+        target: sum(engine.forms[key].union for key in keys) / len(keys) for target, keys in parts[0].groups.items()
     }
     return {
         "tokens": n,
         "perplexity_mask": math.exp(nats["mask"] / n),
         "perplexity_engine": math.exp(nats["engine"] / n),
         "perplexity_difference_percent": 100 * (math.exp((nats["engine"] - nats["mask"]) / n) - 1),
-        "units_that_differ": int(differing[0]),
-        "of_them_farther_than_near_from_the_threshold": int(differing[1]),
+        "units_that_differ": sum(int(watch.differing[0]) for watch in parts),
+        "of_them_farther_than_near_from_the_threshold": sum(int(watch.differing[1]) for watch in parts),
         "rows": len(rows),
-        "rows_that_part": int(differing[2]),
-        "of_them_by_more_than_a_near_tie": int(differing[3]),
+        "rows_that_part": len(partings),
+        "of_them_by_more_than_a_near_tie": len(far),
+        f"of_these_by_more_than_{NOISE}_times_what_fp32_is_off": sum(
+            p["margin"] > NOISE * p["fp32_is_off"] for p in far
+        ),
+        "partings_by_more_than_a_near_tie": far,
         "near": NEAR,
-        "units_compared": units,
+        "units_compared": sum(watch.units for watch in parts),
         "largest_difference_of_a_token_nats": farthest,
-        **{f"density_{target}": value for target, value in density.items()},
-        **{f"union_{name}_of_{batch}_rows": float(a) / n for name, (a, _, n) in union.items() if n},
-        **{f"union_{name}_expected": b / n for name, (_, b, n) in union.items() if n},
+        **{f"union_{target}_of_{batch}_rows": value for target, value in unions.items()},
+        **{f"union_{target}_expected": value for target, value in expected.items()},
     }
 
 
@@ -135,41 +219,50 @@ def _greedy() -> Any:
 
 
 @torch.no_grad()
-def compare_tokens(model: Any, bundle: Bundle, prompt: list[int], n: int) -> dict[str, Any]:
-    """Greedy tokens of the engine against gather's."""
+def compare_tokens(model: Any, bundle: Bundle, prompts: list[list[int]], n: int, device: str) -> dict[str, Any]:
+    """n greedy tokens of the engine for each prompt against what gather on `device` chooses after each of them."""
     engine = DecodeEngine(model, bundle, crossover=False)
-    mine = engine.generate([prompt], n, stop_tokens=())[0]
-    gather = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=len(prompt))
-    ids = torch.tensor([prompt], device=model.device)
-    out = gather.generate(
-        ids, max_new_tokens=n, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
-    )
-    theirs = out.sequences[0, len(prompt) :].tolist()
-    first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
-    margin = None
-    if first is not None:
-        best = out.logits[first][0].topk(2).values
-        margin = (best[0] - best[1]).item()
-    return {"tokens": n, "first_difference": first, "gather_margin_there": margin}
+    made = [engine.generate([prompt], n, stop_tokens=())[0] for prompt in prompts]
+    model = copy.deepcopy(model).to(device)
+    lost, differ = [], []  # by token: what the engine's lacks to gather's best logit, whether it is another one
+    for prompt, mine in zip(prompts, made, strict=True):
+        gather = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=len(prompt))
+        cache = gather.new_cache()
+        for given, token in zip([prompt, *([token] for token in mine)], mine, strict=False):
+            logits = gather(torch.tensor([given], device=model.device), past_key_values=cache).logits[0, -1]
+            lost.append(logits.max() - logits[token])
+            differ.append(logits.argmax() != token)
+    wrong = torch.stack(differ)
+    return {
+        "prompts": len(prompts),
+        "tokens": len(wrong),
+        "different_tokens": len({token for mine in made for token in mine}),
+        "that_differ": int(wrong.sum()),
+        "of_them_by_more_than_a_tie": int((torch.stack(lost)[wrong] >= TIE).sum()),
+        "tie": TIE,
+    }
 
 
 @torch.no_grad()
-def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int) -> dict[str, bool]:
-    """Captured steps against eager ones, with and without programmatic dependent launch."""
+def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int, look_ahead: str) -> dict[str, Any]:
+    """Captured steps against eager ones, with and without programmatic dependent launch, of one row and of four."""
     equal = True
-    for dtype in (torch.float16,):
+    for batch in (1, 4):
         engines = [
-            DecodeEngine(model, bundle, batch=4, dtype=dtype, graph=graph, pdl=pdl, crossover=False)
+            DecodeEngine(
+                model, bundle, batch=batch, dtype=torch.float16, graph=graph, pdl=pdl, look_ahead=look_ahead,
+                crossover=False,
+            )
             for graph, pdl in ((True, True), (False, True), (True, False))
-        ]
+        ]  # fmt: skip
         for prompts in ([row[:30] for row in rows[:4]], [row[:9] for row in rows[3::-1]], [rows[0][:5], rows[1][:70]]):
-            made = [engine.generate(prompts, n, stop_tokens=()) for engine in engines]
+            made = [engine.generate(prompts[:batch], n, stop_tokens=()) for engine in engines]
             equal &= made[0] == made[1] == made[2]
             equal &= all(torch.equal(engines[0].core.logits, engine.core.logits) for engine in engines[1:])
-        ordered = engines[0].generate([row[:30] for row in rows[:4]], 64, stop_tokens=())
-        turned = engines[0].generate([row[:30] for row in rows[3::-1]], 64, stop_tokens=())
+        ordered = engines[0].generate([row[:30] for row in rows[:batch]], 64, stop_tokens=())
+        turned = engines[0].generate([row[:30] for row in rows[:batch][::-1]], 64, stop_tokens=())
         equal &= ordered == turned[::-1]
-    return {"tokens": n, "replay_equals_eager": equal}
+    return {"tokens": n, "rows": [1, 4], "replay_equals_eager": equal}
 
 
 def main() -> int:
@@ -181,8 +274,11 @@ def main() -> int:
     parser.add_argument("--head-density", type=float)
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=512)
-    parts = ["sets", "single", "greedy", "replay"]
+    parts = ["sets", "single", "greedy", "prompts", "replay"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    ways = ["stream", "inline", "fused"]
+    parser.add_argument("--look-ahead", default="stream", choices=ways, help="of a bundle with earlier sites")
+    parser.add_argument("--gather-device", default="cuda", help="cpu: where other programs share the GPU (greedy)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = load_opt(args.model, "float32", "cuda")
@@ -194,11 +290,14 @@ def main() -> int:
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     rows = rows_of(text, load_tokenizer(args.model), args.rows, args.length)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "model": args.model, "bundle": str(args.bundle)}
+    result |= {"commit": commit(), "look_ahead": args.look_ahead}
+    result |= {f"density_{target}": bundle.mean_density(target) for target in bundle.targets}
     for name, run in (
-        ("sets", lambda: compare_sets(model, bundle, rows, 16)),
-        ("single", lambda: compare_sets(model, bundle, rows, 1)),
-        ("greedy", lambda: compare_tokens(model, bundle, rows[0][:100], 900)),
-        ("replay", lambda: compare_replay(model, bundle, rows, 512)),
+        ("sets", lambda: compare_sets(model, bundle, rows, 16, args.look_ahead)),
+        ("single", lambda: compare_sets(model, bundle, rows, 1, args.look_ahead)),
+        ("greedy", lambda: compare_tokens(model, bundle, [rows[0][:100]], 900, args.gather_device)),
+        ("prompts", lambda: compare_tokens(model, bundle, [row[:100] for row in rows[:18]], 50, args.gather_device)),
+        ("replay", lambda: compare_replay(model, bundle, rows, 512, args.look_ahead)),
     ):
         if name not in args.parts:
             continue

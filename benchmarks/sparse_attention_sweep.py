@@ -32,7 +32,7 @@ def tiles() -> Iterable[TileSettings]:
     sizes = ((128, 4), (128, 6), (128, 8), (256, 3), (256, 4), (256, 6), (512, 2), (512, 3))
     for (rows, warps), (block, stages) in itertools.product(((16, 1), (16, 2), (32, 2), (32, 4)), sizes):
         if (rows + 8) * block * 2 * stages <= 100_000 and block * rows / warps <= 8192:
-            yield TileSettings(rows, 8, block, stages, warps)
+            yield TileSettings(rows, 8, block, stages, warps, 8)
 
 
 def row_candidates(d: int) -> Iterable[RowSettings]:

@@ -63,9 +63,9 @@ class DecodeEngine:
         ops: "triton", or "reference" for plain torch on any device.
         graph: capture the step in a CUDA graph (Triton on a GPU only).
         pdl: launch kernels as programmatic dependents of each other.
-        look_ahead: where predictors of earlier sites run: "stream" = on a second stream inside the graph, "inline" = as
-            kernels between the others, "fused" = in the grids of head_select and of attention (one batch row, MLP
-            predictors that read attn_in of their layer; the others inline).
+        look_ahead: where predictors of earlier sites run: "fused" = in the grids of q/k/v and attention (one batch row,
+            MLP predictors that read attn_in of their layer), the others as with "stream" = on a second stream inside
+            the graph; "inline" = as kernels between the others.
         crossover: run a layer densely where, at this width and batch, the selected share was measured not to pay; see
             `describe`. Only on a GPU, where it was measured. False = sparse wherever the bundle says so.
         release: give up the Hugging Face model's own tensors while copying.
@@ -86,7 +86,7 @@ class DecodeEngine:
         ops: str = "triton",
         graph: bool = True,
         pdl: bool = True,
-        look_ahead: str = "stream",
+        look_ahead: str = "fused",
         crossover: bool = True,
         release: bool = False,
     ) -> None:

@@ -21,6 +21,8 @@ from kernels import (
     launch,
     listed_batch,
     listed_gemv,
+    lookahead,
+    norm_gemv,
     packed_rows,
     sampling,
     scatter_gemv,
@@ -61,24 +63,28 @@ class DecodeStep:
             weights.layers[layer] = old.with_fc2(transposed=mlp is not None).with_planes(mlp.grid if mlp else None)
         self.ops = operations(ops)
         self._pdl = pdl
-        dtype = weights.embedding.dtype
         self._fused = {
-            layer: predictors[layer, "mlp"].weights.with_down_in(dtype)
+            layer: self._stacked(layer)
             for layer in range(self.shape.n_layers)
             if look_ahead == "fused" and self._can_fuse(layer)
         }
-        self._lookahead = torch.cuda.Stream(device) if look_ahead == "stream" and device.type == "cuda" else None
+        self._lookahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
         self._pending: dict[tuple[int, str], torch.cuda.Event] = {}
         self._allocate(ops == "triton")
 
     def _can_fuse(self, layer: int) -> bool:
-        """Whether the MLP's predictor can ride with the attention's kernels."""
+        """Whether the MLP's predictor can ride with q/k/v and attention: it then costs no stage of its own."""
         heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
         if self.batch > 1 or heads is None or mlp is None or heads.folded is None or mlp.top_k is not None:
             return False
         return (mlp.site, mlp.site_layer) == ("attn_in", layer)
+
+    def _stacked(self, layer: int) -> lookahead.SiteRows:
+        heads, mlp = self.predictors[layer, "heads"], self.predictors[layer, "mlp"]
+        assert heads.folded is not None
+        return lookahead.SiteRows.stack(heads.folded, mlp.weights, self.weights.layers[layer].norm1)
 
     def _allocate(self, triton_ops: bool) -> None:
         shape, batch, device = self.shape, self.batch, self.device
@@ -104,7 +110,7 @@ class DecodeStep:
         # One residual buffer per half-block: a look-ahead predictor may still read an older one.
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, d, device=device)
         self.q = torch.zeros(batch, h, hd, device=device)
-        self._order = torch.zeros(h + 1, dtype=torch.int32, device=device)
+        self._order = torch.zeros(shape.n_layers, h + 1, dtype=torch.int32, device=device)
         self.heads_out = torch.zeros(batch, h * hd, device=device)
         self.attention = flash_decode.AttentionScratch.empty(batch, h, hd, self.context, device)
         self.scatter = scatter_gemv.ScatterScratch.empty(batch, d, device)
@@ -113,6 +119,12 @@ class DecodeStep:
         # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
         packed = triton_ops and batch == 1
         self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
+        self._fc1_sums = {  # where fc1 normalises its own input
+            layer: norm_gemv.norm_sums(self.weights.layers[layer].fc1, self.weights.layers[layer].norm2)
+            for (layer, target), predictor in self.predictors.items()
+            if packed and target == "mlp" and predictor.grid is None
+            and (predictor.site, predictor.site_layer) != ("mlp_in", layer)
+        }  # fmt: skip
         self._partials = packed_rows.partial_sums(d, device) if packed else None
         self._batched: listed_batch.BatchRows | None = None
         if triton_ops and batch > 1:
@@ -190,32 +202,30 @@ class DecodeStep:
             selection, watermark, valid = (self.selections[layer, "heads"], self.watermark[layer], self.valid[layer])
             self._join((layer, "heads"))
             site = (
-                x, weights.norm1, predictor.folded, predictor.bias, predictor.threshold, state.position,
-                state.row_state, self.attn_in[layer], selection,
+                predictor.bias, predictor.threshold, state.position, state.row_state, self.attn_in[layer], selection,
             )  # fmt: skip
             rows = (
                 self.attn_in[layer], weights.qkv, weights.qkv_bias, selection, state.position, watermark, valid,
                 *caches,
-                self._order,
+                self._order[layer],
             )  # fmt: skip
             if layer in self._fused:
-                ops.site_predict(*site, self._fused[layer], self._rank_scratch[layer, "mlp"], pdl=pdl)
+                mlp, hidden = self.predictors[layer, "mlp"], self._rank_scratch[layer, "mlp"]
+                chosen = (mlp.threshold, state.row_state, self.selections[layer, "mlp"])
+                ops.site_predict(x, weights.norm1, self._fused[layer], *site, hidden, pdl=pdl)
+                ops.qkv_select(*rows, mlp.weights, hidden, *chosen, policy=self.kv_policy, pdl=pdl)
             else:
-                ops.head_select(*site, pdl=pdl)
-            ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
+                ops.head_select(x, weights.norm1, predictor.folded, *site, pdl=pdl)
+                ops.qkv(*rows, policy=self.kv_policy, pdl=pdl)
         attention = (*caches, selection, state.position, watermark, valid, self.heads_out, self.attention)
         mean = None if predictor is None else predictor.mean
-        if layer in self._fused:
-            mlp = self.predictors[layer, "mlp"]
-            ops.attend_select(
-                *attention, self._fused[layer], self._rank_scratch[layer, "mlp"], mlp.threshold, state.row_state,
-                self.selections[layer, "mlp"], pdl=pdl, mean=mean,
-            )  # fmt: skip
+        if layer in self._fused and self._packed is not None:
+            ops.attend_pack(*attention, self.selections[layer, "mlp"], self._packed, pdl=pdl, mean=mean)
         else:
             ops.flash_decode(*attention, pdl=pdl, mean=mean)
         middle = self.x[2 * layer + 1]
         ops.project_heads(
-            self.heads_out, weights.out, self._out_bias[layer], x, selection, self._order, middle, pdl=pdl
+            self.heads_out, weights.out, self._out_bias[layer], x, selection, self._order[layer], middle, pdl=pdl
         )
 
     def _mlp_half(self, layer: int) -> None:
@@ -231,7 +241,8 @@ class DecodeStep:
         own = (predictor.site, predictor.site_layer) == ("mlp_in", layer)
         source, norm = (self._normalised, None) if own else (x, weights.norm2)
         chosen, hidden = self.selections[layer, "mlp"], self._hidden_dense
-        if self._packed is not None:
+        fused = layer in self._fused
+        if self._packed is not None and not fused:
             ops.pack(chosen, self._packed, pdl=pdl)
         if not own and (weights.cascade is not None or self._batched is not None):
             ops.layer_norm(x, weights.norm2, self._normalised, pdl=pdl)
@@ -242,9 +253,13 @@ class DecodeStep:
                 pdl=pdl, scratch=self._levels,
             )  # fmt: skip
         elif self._packed is not None:
-            # The predictor normalised x before the launch before fc1: fc1 reads it before it waits.
-            early = "x" if own else None
-            ops.listed_gemv(source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl)
+            # What was written before the launch before fc1 is read before fc1 waits: x, as the predictor normalised it,
+            # or the list of a predictor that rode with attention.
+            early = "x" if own else "list" if fused else None
+            ops.listed_gemv(
+                source, norm, weights.fc1, weights.fc1_bias, self._packed, early=early, pdl=pdl,
+                sums=self._fc1_sums.get(layer),
+            )  # fmt: skip
         elif self._batched is not None:
             ops.listed_batch(self._normalised, weights.fc1, weights.fc1_bias, chosen, self._batched, pdl=pdl)
             ops.packed_batch(self._batched, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
@@ -288,7 +303,7 @@ class DecodeStep:
         torch.cuda.synchronize(self.device)
         for tensor, copy in saved:
             tensor.copy_(copy)
-        launch.share_carveout()
+        launch.share_carveout(launch.SPARSE_CARVEOUT if self.predictors else launch.DRIVERS_CARVEOUT)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.eager(mode, score)

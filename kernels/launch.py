@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRET = bool(triton.knobs.runtime.interpret)
 PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
+SPARSE_CARVEOUT = 50  # percent, see share_carveout
+DRIVERS_CARVEOUT = -1
 MAX_BATCH = 32  # one bit a batch row in an int32
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,9 +89,10 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     return knows, pdl and knows
 
 
-def share_carveout(percent: int = 50) -> int:
+def share_carveout(percent: int) -> int:
     """Asks for one split of shared memory and L1 for every kernel of this package compiled so far; returns how many.
 
+    percent: of shared memory: SPARSE_CARVEOUT, or DRIVERS_CARVEOUT to leave it to the driver (again).
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
     can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
     predecessor. A sparse step at batch 1 (one H200): 66B 11.16 ms without, 11.11 / 10.66 / 11.18 / 11.38 ms at 25 /

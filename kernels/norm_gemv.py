@@ -1,4 +1,4 @@
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 """A short matrix times a normalised vector, the LayerNorm folded into the product: y[r] = act(sum_j w[r, j] n[j]).
 
     n = LayerNorm(x) = (x - mean) rstd g + b,  so  y[r] = rstd (sum_j w[r, j] g[j] x[j] - mean sum_j w[r, j] g[j])
@@ -33,7 +33,7 @@ from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
 INTERPRETED = tl.constexpr(INTERPRET)
 PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
-MAX_ROWS = 6  # with the sums of x and its squares eight sums
+MAX_ROWS = 7
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,11 @@ def norm_settings(d: int, rank: int) -> NormSettings:
 
 
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
-    """Sums of every row of weight (rank, d) with the LayerNorm's weight and bias: (rank,) fp32 each, without scales."""
-    wide = weight.float()
-    return wide @ ln.weight.float(), wide @ ln.bias.float()
+    """Sums of every row of weight (n, d) with the LayerNorm's weight and bias: (n,) fp32 each, without scales."""
+    both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
+    # In parts: a wide copy of a whole fc1 may not fit beside the model.
+    gains, shifts = torch.cat([part.float() @ both for part in weight.split(4096)]).T.contiguous()
+    return gains, shifts
 
 
 def norm_gemv_reference(
@@ -110,25 +112,22 @@ def row_tiles(w_ptr, first, n_rows, columns, D: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def sums_together(tiles, N: tl.constexpr):
-    """The sums of N <= 8 tiles (BLOCK,) as scalars, by one reduction."""
-    for _ in tl.static_range(N, 4 if N <= 4 else 8):
+    """The sums of N <= 16 tiles (BLOCK,) as scalars, by one reduction: joined in pairs, summed, split again."""
+    LEVELS: tl.constexpr = 1 if N <= 2 else 2 if N <= 4 else 3 if N <= 8 else 4
+    for _ in tl.static_range(N, 1 << LEVELS):
         tiles = tiles + (tl.zeros_like(tiles[0]),)
-    low = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
-    if N <= 4:
-        even, odd = tl.split(tl.sum(low, 0))
-        s0, s1 = tl.split(even)
-        s2, s3 = tl.split(odd)
-        sums = (s0, s1, s2, s3)
-    else:
-        high = tl.join(tl.join(tiles[4], tiles[5]), tl.join(tiles[6], tiles[7]))
-        first, second = tl.split(tl.sum(tl.join(low, high), 0))
-        even, odd = tl.split(first)
-        s0, s1 = tl.split(even)
-        s2, s3 = tl.split(odd)
-        even, odd = tl.split(second)
-        s4, s5 = tl.split(even)
-        s6, s7 = tl.split(odd)
-        sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
+            joined = joined + (tl.join(tiles[k], tiles[k + 1]),)
+        tiles = joined
+    sums = (tl.sum(tiles[0], 0),)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for k in tl.static_range(1 << level):
+            first, second = tl.split(sums[k])
+            halves = halves + (first, second)
+        sums = halves
     return sums
 
 
@@ -163,6 +162,52 @@ def row_values(ptr, first, n_rows, ROWS: tl.constexpr):
     return values
 
 
+@triton.jit
+def normalised_rows(
+    pid,
+    x_ptr,
+    gain_ptr,
+    shift_ptr,
+    w_ptr,
+    gains_ptr,
+    shifts_ptr,
+    normalised_ptr,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n."""
+    first = pid * ROWS
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    columns = tl.arange(0, BLOCK)
+    tiles = row_tiles(w_ptr, first, n_rows, columns, D, BLOCK, ROWS)
+    gain = load_vector(gain_ptr, columns, D, BLOCK)
+    gains = row_values(gains_ptr, first, n_rows, ROWS)
+    shifts = row_values(shifts_ptr, first, n_rows, ROWS)
+    own = pid * SLICE + tl.arange(0, SLICE)
+    if normalised_ptr is not None:
+        own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+        own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    x = load_vector(x_ptr, columns, D, BLOCK)
+    if normalised_ptr is not None:
+        own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+    sums = norm_products(tiles, x, gain, STEPS, ROWS)
+    mean = sums[ROWS] / D
+    rstd = tl.rsqrt(tl.maximum(sums[ROWS + 1] / D - mean * mean, 0.0) + eps)
+    if normalised_ptr is not None:
+        value = (own_x - mean) * rstd * own_gain + own_shift
+        tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
+    y = ()
+    for r in tl.static_range(ROWS):
+        y = y + (rstd * (sums[r] - mean * gains[r]) + shifts[r],)
+    return y
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _norm_gemv_kernel(
     x_ptr,
@@ -185,35 +230,19 @@ def _norm_gemv_kernel(
 ):
     pid = tl.program_id(0)
     first = pid * ROWS
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    columns = tl.arange(0, BLOCK)
-    tiles = row_tiles(w_ptr, first, n_rows, columns, D, BLOCK, ROWS)
-    gain = load_vector(gain_ptr, columns, D, BLOCK)
-    gains = row_values(gains_ptr, first, n_rows, ROWS)
-    shifts = row_values(shifts_ptr, first, n_rows, ROWS)
     if scale_ptr is not None:
         scales = row_values(scale_ptr, first, n_rows, ROWS)
-    own = pid * SLICE + tl.arange(0, SLICE)
-    if normalised_ptr is not None:
-        own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-        own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
-    x = load_vector(x_ptr, columns, D, BLOCK)
-    if normalised_ptr is not None:
-        own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-    sums = norm_products(tiles, x, gain, STEPS, ROWS)
-    mean = sums[ROWS] / D
-    rstd = tl.rsqrt(tl.maximum(sums[ROWS + 1] / D - mean * mean, 0.0) + eps)
+    y = normalised_rows(
+        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
+        SLICE, PDL,
+    )  # fmt: skip
     for r in tl.static_range(ROWS):
-        y = rstd * (sums[r] - mean * gains[r]) + shifts[r]
+        value = y[r]
         if scale_ptr is not None:
-            y = y * scales[r]
+            value = value * scales[r]
         if RELU:
-            y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-        tl.store(out_ptr + first + r, y, mask=first + r < n_rows)
-    if normalised_ptr is not None:
-        value = (own_x - mean) * rstd * own_gain + own_shift
-        tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
+            value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+        tl.store(out_ptr + first + r, value, mask=first + r < n_rows)
 
 
 def norm_gemv(
@@ -247,9 +276,7 @@ def norm_gemv(
         check_tensor("scale", scale, (rank,), (torch.float32,), x)
     if normalised_out is not None:
         check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
-    settings = settings or norm_settings(d, rank)
-    require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
-    programs = -(-rank // settings.rows)
+    programs, constants, warps = norm_launch(d, rank, settings)
     has_pdl, use_pdl = programmatic(x, pdl)
     _norm_gemv_kernel[(programs,)](
         x,
@@ -262,12 +289,23 @@ def norm_gemv(
         normalised_out,
         rank,
         ln.eps,
-        D=d,
-        BLOCK=settings.block,
-        ROWS=settings.rows,
-        SLICE=next_power_of_two(-(-d // programs)),
+        **constants,
         RELU=relu,
         PDL=has_pdl,
-        num_warps=min(settings.warps, max(1, settings.block // 32)),  # no more threads than columns
+        num_warps=warps,
         launch_pdl=use_pdl,
     )
+
+
+def norm_launch(d: int, n_rows: int, settings: NormSettings | None = None) -> tuple[int, dict[str, int], int]:
+    """(programs, constants, warps) of `normalised_rows`, the same in every kernel that calls it."""
+    settings = settings or norm_settings(d, n_rows)
+    require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
+    programs = -(-n_rows // settings.rows)
+    constants = {
+        "D": d,
+        "BLOCK": settings.block,
+        "ROWS": settings.rows,
+        "SLICE": next_power_of_two(-(-d // programs)),
+    }
+    return programs, constants, min(settings.warps, max(1, settings.block // 32))  # no more threads than columns

@@ -9,6 +9,7 @@ them alone. w_t (n, d), values fp32.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -52,8 +53,9 @@ class PackedRows:
         return dense
 
 
-@triton.jit(do_not_specialize=["n_ranges"])
-def _pack_kernel(
+@triton.jit
+def pack_ranges(
+    number_of,
     ids,
     values,
     counts,
@@ -67,9 +69,10 @@ def _pack_kernel(
     RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Program number_of's RANGES ranges, with its wait: a program's whole work, also as a part of another grid."""
     # All slots are read beside the counts that say which of them are valid: one round trip.
     wait_for_predecessor(PDL)
-    low = tl.program_id(0) * RANGES
+    low = number_of * RANGES
     every = tl.arange(0, ALL)
     number = tl.load(counts + every, mask=every < n_ranges, other=0)
     own = low + tl.arange(0, RANGES)
@@ -90,32 +93,56 @@ def _pack_kernel(
         tl.store(packed_count, tl.sum(number))
 
 
+@triton.jit(do_not_specialize=["n_ranges"])
+def _pack_kernel(
+    ids,
+    values,
+    counts,
+    packed_ids,
+    packed_values,
+    packed_count,
+    n_ranges,
+    SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    ALL: tl.constexpr,
+    RANGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pack_ranges(
+        tl.program_id(0), ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD,
+        ALL, RANGES, PDL,
+    )  # fmt: skip
+
+
 def pack(rows: Selection | LiveRows, out: PackedRows, pdl: bool = False) -> None:
     """Close the gaps of a list of one batch row. Of a selection, out.values are left to `listed_gemv`."""
+    pdl = use_pdl(pdl, rows.ids.device)
+    programs, arguments, constants = pack_launch(rows, out)
+    _pack_kernel[(programs,)](*arguments, **constants, PDL=pdl, num_warps=4, launch_pdl=pdl)
+
+
+def pack_launch(
+    rows: Selection | LiveRows, out: PackedRows, entries: int = ENTRIES
+) -> tuple[int, tuple[Any, ...], dict[str, int]]:
+    """(programs, arguments, constants) of `pack_ranges`, the same in every grid that carries it, checked.
+
+    entries: slots of the list for a program.
+    """
     check_device("rows.ids", rows.ids)
     slots, values = (rows.slots, rows.values) if isinstance(rows, LiveRows) else (rows.block, None)
     if values is not None:
         check_shape("rows.values", values, len(rows.ids), 1)
     n_ranges = rows.counts.numel()
     padded = triton.next_power_of_2(slots)
-    ranges = max(1, ENTRIES // padded)
-    pdl = use_pdl(pdl, rows.ids.device)
-    _pack_kernel[(triton.cdiv(n_ranges, ranges),)](
-        rows.ids,
-        values,
-        rows.counts,
-        out.ids,
-        out.values,
-        out.count,
-        n_ranges,
-        SLOTS=slots,
-        SLOTS_PAD=padded,
-        ALL=max(128, triton.next_power_of_2(n_ranges)),
-        RANGES=ranges,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    ranges = max(1, entries // padded)
+    constants = {
+        "SLOTS": slots,
+        "SLOTS_PAD": padded,
+        "ALL": max(128, triton.next_power_of_2(n_ranges)),
+        "RANGES": ranges,
+    }
+    arguments = (rows.ids, values, rows.counts, out.ids, out.values, out.count, n_ranges)
+    return triton.cdiv(n_ranges, ranges), arguments, constants
 
 
 @triton.jit
@@ -205,7 +232,9 @@ def _add_kernel(
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
     """out (1, d) = residual + bias + the first `splits` rows of partials (MAX_SPLITS, d); pdl as `use_pdl` gives it."""
     d = out.shape[1]
-    chunk, stripe = (4, 32) if INTERPRET else (64, 32)
+    stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (16, 64, 4)
+    if INTERPRET:
+        chunk = 4
     _add_kernel[(triton.cdiv(d, stripe),)](
         partials,
         bias,
@@ -216,7 +245,7 @@ def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, 
         SPLITS=splits,
         CHUNK=chunk,
         PDL=pdl,
-        num_warps=8,
+        num_warps=warps,
         launch_pdl=pdl,
     )
 

@@ -15,6 +15,7 @@ K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays mi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,7 +31,7 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
-    wide: inputs of one product for a head that lacks more than `pairs`, in steps of half the columns.
+    wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
     """
 
     rows: int
@@ -38,7 +39,7 @@ class TileSettings:
     block: int
     stages: int
     warps: int
-    wide: int = 32
+    wide: int
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
@@ -48,14 +49,14 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     as many. With the carveout of `launch.share_carveout` that is 4 a multiprocessor, and 3 with seven stages.
     """
     if batch == 1:
-        rows, pairs, block, stages, warps = 16, 8, 128, 7 if 7168 <= d < 8192 else 6, 1
+        rows, pairs, block, stages, warps, wide = 16, 8, 128, 7 if 7168 <= d < 8192 else 6, 1, 8
     elif batch <= 8:
-        rows, pairs, block, stages, warps = 16, 16, 128, 6, 1
+        rows, pairs, block, stages, warps, wide = 16, 16, 128, 6, 1, 32
     else:
-        rows, pairs, block, stages, warps = 32, 32, 128, 4, 4
+        rows, pairs, block, stages, warps, wide = 32, 32, 128, 4, 4, 32
     rows = min(rows, head_dim & -head_dim)
     block = min(block * 2 // max(2, element_size), max(32, triton.next_power_of_2(d)))
-    return TileSettings(rows, pairs, block, stages, warps)
+    return TileSettings(rows, pairs, block, stages, warps, wide)
 
 
 def qkv_reference(
@@ -124,21 +125,27 @@ def _fill(
     Batch row b lacks positions from first[b] on; ends[b]: how many pairs there are up to its last one.
     """
     c = tl.arange(0, BLOCK)
-    rows = row + tl.arange(0, ROWS)
-    j = start + tl.arange(0, PAIRS)
+    r = tl.arange(0, ROWS)
+    i = tl.arange(0, PAIRS)
+    j = start + i
     exists = j < n_pairs
+    # Scalar bases and constant offsets: little is left to compute before the first load.
     if B == 1:
         of_row = tl.zeros_like(j)
-        p = tl.sum(first) + j
+        present = tl.sum(first) + start
+        p = present + i
+        x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
     else:
         b = tl.arange(0, first.shape[0])
         passed = ends[None, :] <= j[:, None]
         of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
         begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
         p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
-    w_ptrs = weight + head.to(tl.int64) * (3 * HEAD_DIM * D) + rows[:, None] * D + c[None, :]
-    x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
-    offset = tl.load(bias + head * (3 * HEAD_DIM) + rows)  # used after the product: nothing waits for it before
+        x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+    line = head * (3 * HEAD_DIM) + row
+    w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
+    offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
+    rows = row + r
     values = tl.zeros((ROWS, PAIRS), tl.float32)
     for column in tl.range(0, D, BLOCK, num_stages=STAGES):
         if D % BLOCK == 0:
@@ -161,6 +168,94 @@ def _fill(
         if POLICY == 2:
             if row == 2 * HEAD_DIM:
                 tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
+
+
+@triton.jit
+def qkv_tile(
+    tile,
+    n_tiles,
+    attn_in,
+    weight,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    order,
+    capacity,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tile `tile` of n_tiles, with its wait: a program's whole work, also as a part of another kernel's grid."""
+    # An item is ROWS rows of a head and up to WIDE of the pairs that it lacks: first the rows of q, which need the
+    # present position only, then those of k and v for each group of pairs. A head that was idle for long has several
+    # groups, and so several programs, at about the same time: its weights come from memory once, and none is late.
+    TILES: tl.constexpr = HEAD_DIM // ROWS  # of each of q, k, v
+    b = tl.arange(0, B_TILE)
+    heads = tl.arange(0, H_TILE)
+    inside = (b < B)[:, None] & (heads < H)[None, :]
+    # Positions and watermarks are those that the step before left.
+    last = tl.load(position + b, mask=b < B, other=0)
+    lacking = tl.where(inside, 1, 0)  # pairs by (row, head)
+    if POLICY == 0:
+        marks = tl.load(watermark + b[:, None] * H + heads[None, :], mask=inside, other=0)
+        lacking = tl.where(inside, last[:, None] + 1 - tl.minimum(marks, last[:, None]), 0)
+    groups = (tl.sum(lacking, 0) + WIDE - 1) // WIDE
+    start_dependents(PDL)
+    if tile == n_tiles - 1:  # the one with the least to do
+        write_order(row_bits, order, H, H_TILE)
+    head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+    chosen = head_bits != 0
+    if POLICY == 1:
+        items = tl.where(chosen, TILES, 0) + 2 * TILES * groups
+    else:
+        if B > 1:
+            lacking = tl.where(((head_bits[None, :] >> b[:, None]) & 1) != 0, lacking, 0)
+            groups = (tl.sum(lacking, 0) + WIDE - 1) // WIDE
+        items = tl.where(chosen, TILES + 2 * TILES * groups, 0)
+    ends = tl.cumsum(items, 0)
+    begins = ends - items
+    if POLICY == 1:
+        begins -= tl.where(chosen, 0, TILES)  # no rows of q
+    for item in range(tile, tl.sum(items), n_tiles):
+        own = (ends > item) & (ends - items <= item)
+        head = tl.sum(tl.where(own, heads, 0))
+        place = item - tl.sum(tl.where(own, begins, 0))
+        group = tl.maximum(place - TILES, 0) // (2 * TILES)
+        row = (place - group * (2 * TILES)) * ROWS
+        start = group * WIDE
+        # The pairs (row b, position first[b] .. last[b]) that the head lacks, counted on through the rows.
+        n = tl.sum(tl.where(own[None, :], lacking, 0), 1)
+        if POLICY == 1:
+            wanted = (tl.sum(tl.where(own, head_bits, 0)) >> b) & 1
+            n = tl.where(place < TILES, wanted, n)
+        else:
+            n = tl.where(place < TILES, tl.minimum(n, 1), n)
+        n_pairs = tl.sum(n)
+        if WIDE > PAIRS and n_pairs > PAIRS:  # in steps of half the columns: the same shared memory
+            _fill(
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
+                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
+            )  # fmt: skip
+        else:
+            _fill(
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
+                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -191,57 +286,10 @@ def _qkv_kernel(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The tile is of the n-th selected head, from that head's row `row` on. With the policy "always" the k and v rows of
-    # all heads come first (n < 0), then the q rows of the selected ones. ROWS divides HEAD_DIM: of one of q, k, v.
-    tile = tl.program_id(0)
-    n = tile * ROWS // (3 * HEAD_DIM)
-    row = tile * ROWS % (3 * HEAD_DIM)
-    if POLICY == 1:
-        fixed = tile * ROWS < 2 * HEAD_DIM * H
-        n = tl.where(fixed, -1 - tile * ROWS // (2 * HEAD_DIM), (tile * ROWS - 2 * HEAD_DIM * H) // HEAD_DIM)
-        row = tl.where(fixed, HEAD_DIM + tile * ROWS % (2 * HEAD_DIM), tile * ROWS % HEAD_DIM)
-    kind = row // HEAD_DIM
-    b = tl.arange(0, B_TILE)
-    heads = tl.arange(0, H_TILE)
-    # Positions and watermarks are those that the step before left; a batch loads its head's watermarks below.
-    last = tl.load(position + b, mask=b < B, other=0)
-    marks = tl.load(watermark + heads, mask=(heads < H) & (B == 1), other=0)
-    start_dependents(PDL)
-    if tile == tl.num_programs(0) - 1:  # the one with the least to do
-        write_order(row_bits, order, H, H_TILE)
-    head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
-    chosen = (head_bits != 0).to(tl.int32)
-    rank = tl.cumsum(chosen, 0)
-    head = tl.sum(((rank <= n) & (heads < H)).to(tl.int32))
-    if POLICY == 1:
-        head = tl.where(n < 0, -1 - n, head)
-    if head < H:  # the n-th selected head exists
-        # The pairs (row b, position first[b] .. last[b]) that the head lacks, counted on through the rows.
-        own = heads == head
-        wanted = ((tl.sum(tl.where(own, head_bits, 0)) >> b) & 1) != 0
-        if POLICY == 1:
-            wanted = wanted | (kind > 0)
-        first = last
-        if POLICY == 0:
-            if B == 1:
-                mark = tl.sum(tl.where(own, marks, 0)) + tl.zeros_like(last)
-            else:
-                mark = tl.load(watermark + b * H + head, mask=b < B, other=0)
-            first = tl.where(kind > 0, tl.minimum(mark, last), last)
-        lacking = tl.where(wanted & (b < B), last + 1 - first, 0)
-        ends = tl.cumsum(lacking, 0)
-        n_pairs = tl.sum(lacking)
-        if n_pairs <= PAIRS:
-            _fill(
-                head, row, 0, n_pairs, first, ends, attn_in, weight, bias, valid, q, k_cache, v_cache, capacity, B, H,
-                HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
-            )  # fmt: skip
-        else:  # a head that was idle for long: one slow pass over its rows in place of several
-            for start in range(0, n_pairs, WIDE):
-                _fill(
-                    head, row, start, n_pairs, first, ends, attn_in, weight, bias, valid, q, k_cache, v_cache, capacity,
-                    B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
-                )  # fmt: skip
+    qkv_tile(
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
+        v_cache, order, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+    )  # fmt: skip
 
 
 def qkv(
@@ -264,6 +312,33 @@ def qkv(
 
     order: (h + 1) int32, receives the selected heads in ascending order and, at its end, their number.
     """
+    pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, constants, warps = qkv_launch(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, order, policy, pdl, settings
+    )
+    _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
+
+
+def qkv_launch(
+    attn_in: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    selection: Selection,
+    position: torch.Tensor,
+    watermark: torch.Tensor,
+    valid: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    order: torch.Tensor,
+    policy: str,
+    pdl: bool,
+    settings: TileSettings | None = None,
+) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
+    """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
+
+    As many tiles as all heads have: the hardware hands them out, and those beyond the selected heads' leave.
+    """
     batch, n_heads, head_dim, d = check_projection(attn_in, weight, bias, q, k_cache, v_cache, position)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
@@ -272,10 +347,8 @@ def qkv(
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
     if policy == "stale" and valid is None:
         raise ValueError('the policy "stale" needs the tensor of valid positions')
-    pdl = use_pdl(pdl, q.device)
     settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
-    # As many programs as all heads have tiles: the hardware hands them out, and those beyond the selected ones leave.
-    _qkv_kernel[(3 * head_dim * n_heads // settings.rows,)](
+    arguments = (
         attn_in,
         weight,
         bias,
@@ -288,22 +361,23 @@ def qkv(
         v_cache,
         order,
         k_cache.shape[2],
-        B=batch,
-        B_TILE=triton.next_power_of_2(batch),
-        H=n_heads,
-        H_TILE=triton.next_power_of_2(n_heads),
-        HEAD_DIM=head_dim,
-        D=d,
-        ROWS=settings.rows,
-        PAIRS=settings.pairs,
-        WIDE=max(settings.wide, settings.pairs),
-        BLOCK=settings.block,
-        STAGES=settings.stages,
-        POLICY=POLICIES[policy],
-        PDL=pdl,
-        num_warps=settings.warps,
-        launch_pdl=pdl,
     )
+    constants = {
+        "B": batch,
+        "B_TILE": triton.next_power_of_2(batch),
+        "H": n_heads,
+        "H_TILE": triton.next_power_of_2(n_heads),
+        "HEAD_DIM": head_dim,
+        "D": d,
+        "ROWS": settings.rows,
+        "PAIRS": settings.pairs,
+        "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
+        "BLOCK": settings.block,
+        "STAGES": settings.stages,
+        "POLICY": POLICIES[policy],
+        "PDL": pdl,
+    }
+    return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 
 def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

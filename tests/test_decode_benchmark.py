@@ -66,3 +66,6 @@ def test_the_plot_takes_the_fastest_row_of_a_prompt():
     }
     rows = [common | {"p50_ms": ms, "options": options} for ms, options in (("3", ""), ("2", ""), ("1", "site=1"))]
     assert best(rows, "6.7b", "sparse") == [(128, 2.0, 1.0)]
+    rows.append(common | {"p50_ms": "1.5", "options": "site=1 look_ahead=fused"})
+    assert best(rows, "6.7b", "sparse") == [(128, 2.0, 1.0)]
+    assert best(rows, "6.7b", "sparse", ahead=True) == [(128, 1.5, 1.0)]

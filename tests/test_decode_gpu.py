@@ -14,12 +14,21 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NEAR = 5e-5  # a logit this close to its threshold may fall on either side: sums in another order
+REPLAYS = ((1, 0, "stream"), (1, 1, "stream"), (1, 1, "fused"), (4, 0, "stream"))  # rows, half-blocks ahead, how
 SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (400, 5), 128: (384, 3)}
 
 
 def rows_of(*lengths, seed=3):
     generator = torch.Generator().manual_seed(seed)
     return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def mlp_ahead(bundle):
+    """A bundle of `lookahead=1` whose heads read their own site again, so that every layer can be fused."""
+    for (layer, target), entry in bundle.entries.items():
+        if target == "heads":
+            entry.site, entry.site_layer = "attn_in", layer
+    return bundle
 
 
 def poison(engine):
@@ -36,10 +45,12 @@ def poison(engine):
 def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
     d_model, n_heads = SIZES[head_dim]
     model = random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, positions=256)
-    for options in ({}, {"lookahead": 1}, {"relu": True}, {"int8": True, "means": True}, {"dense_layers": (0,)}, None):
+    cases = ({}, {"lookahead": 1}, {"relu": True}, {"int8": True, "means": True}, {"dense_layers": (0,)}, None)
+    for options, how in (*((options, "stream") for options in cases), ({"lookahead": 1, "means": True}, "fused")):
         bundle = None if options is None else random_bundle(model, rank=16, **options)
+        bundle = mlp_ahead(bundle) if how == "fused" else bundle
         rows = rows_of(150, 40, 77)[:batch]
-        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", crossover=False)
+        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", crossover=False, look_ahead=how)
         poison(engine)
         for row, nll in zip(rows, engine.score(rows), strict=True):
             margins: list[torch.Tensor] = []
@@ -49,7 +60,9 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
             # rarely.
             ties = torch.stack(margins).amin(0)[:-1] < NEAR if margins else torch.zeros_like(far)
             excused = ties.cumsum(0) > 0
-            where = f"{options}: {int(far.sum())} of {len(far)} differ, at most by {(nll - expected).abs().max():.2g}"
+            where = (
+                f"{options} {how}: {int(far.sum())} of {len(far)} differ, at most by {(nll - expected).abs().max():.2g}"
+            )
             assert not (far & ~excused).any(), where
             assert far.float().mean() <= 0.02, where
             if far.any():
@@ -66,14 +79,23 @@ def test_policies(policy):
     torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 1), (4, 0)])
-def test_replay_equals_eager_bitwise(batch, lookahead):
+@pytest.mark.parametrize(("batch", "lookahead", "how"), REPLAYS)
+def test_replay_equals_eager_bitwise(batch, lookahead, how):
     model = random_opt(d_model=256, n_heads=4, n_layers=3, positions=640)
     bundle = random_bundle(model, rank=16, lookahead=lookahead)
+    bundle = mlp_ahead(bundle) if how == "fused" else bundle
     engines = [
         DecodeEngine(
-            model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl, crossover=False
-        )
+            model,
+            bundle,
+            batch=batch,
+            device="cuda",
+            dtype=torch.float16,
+            graph=graph,
+            pdl=pdl,
+            look_ahead=how,
+            crossover=False,
+        )  # fmt: skip
         for graph, pdl in ((True, True), (False, True), (True, False))
     ]
     for prompts in (rows_of(20, 30, 5, 9)[:batch], rows_of(9, 5, 30, 20)[:batch], rows_of(64, 3, 3, 3)[:batch]):
@@ -111,7 +133,7 @@ if __name__ == "__main__":
     failed = 0
     cases = [(test_dense_engine_follows_hugging_face, ()), (test_sampling_modes_run_and_repeat, ())]
     cases += [(test_policies, (p,)) for p in ("backfill", "always", "stale")]
-    cases += [(test_replay_equals_eager_bitwise, c) for c in ((1, 0), (1, 1), (4, 0))]
+    cases += [(test_replay_equals_eager_bitwise, c) for c in REPLAYS]
     cases += [(test_kernels_equal_the_masked_forward_pass, c) for c in itertools.product((64, 80, 128, 32), (1, 3))]
     for case, arguments in cases:
         began = time.monotonic()

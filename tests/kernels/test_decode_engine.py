@@ -28,7 +28,7 @@ def rows_of(*lengths, seed=3):
         ({"int8": True}, {}),
         ({"cascade": True}, {}),
         ({"cascade": True, "lookahead": 1, "dense_layers": (0,)}, {"batch": 2}),
-        ({"lookahead": 1, "means": True}, {}),
+        ({"lookahead": 1, "means": True}, {"look_ahead": "stream"}),
         ({"lookahead": 1}, {"look_ahead": "inline"}),
         ({"lookahead": 1, "means": True}, {"look_ahead": "fused"}),
         ({"lookahead": 1, "int8": True}, {"look_ahead": "fused"}),

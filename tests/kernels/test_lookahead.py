@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from kernels.flash_decode import AttentionScratch
+from kernels.flash_decode import AttentionScratch, flash_decode_reference
 from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
-from kernels.lookahead import attend_select, attend_select_reference, site_predict, site_predict_reference
+from kernels.lookahead import (
+    SiteRows,
+    attend_pack,
+    qkv_select,
+    qkv_select_reference,
+    site_predict,
+    site_predict_reference,
+)
+from kernels.packed_rows import PackedRows
 from kernels.select import PredictorWeights, Selection, quantize_rows
 
 NAN = float("nan")
@@ -22,6 +30,7 @@ def norm(d, device):
     [(3, 16, 48, 7, 70, False, None), (2, 32, 64, 16, 128, True, torch.int8)],
 )
 def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
+    """All three stages in turn, the kernels' chain against the references' chain."""
     capacity, last = 70, 66
     x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
     predictor, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
@@ -34,23 +43,41 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     position = torch.tensor([last], dtype=torch.int32, device=device)
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
     kept, mean = torch.randn(1, capacity, d, device=device), torch.randn(n_heads, head_dim, device=device)
-    q = torch.randn(1, n_heads, head_dim, device=device)
-    k, v = (torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2))
-    for cache in (k, v):
-        cache[:, :, last + 1 :] = NAN  # not yet valid: must not be read
+    weight = torch.randn(n_heads, 3, head_dim, d, device=device) / d**0.5
+    weight_bias = torch.randn(n_heads, 3, head_dim, device=device)
+    caches = [torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
+    for cache in caches:
+        cache[:, :, last - 1 :] = NAN  # not yet valid: must be filled in, or not read
     made = []
-    for first, third in ((site_predict, attend_select), (site_predict_reference, attend_select_reference)):
+    for kernels in (True, False):
         attn_in, watermark = kept.clone(), torch.full((1, n_heads), last - 1, dtype=torch.int32, device=device)
         heads, neurons = head_selection(n_heads, device), Selection.empty(n, device)
         heads.row_bits.fill_(-1)
         neurons.counts.fill_(9)
         hidden = torch.full((1, rank), NAN, device=device)
-        out = torch.full((1, n_heads * head_dim), NAN, device=device)
+        q, out = (
+            torch.full((1, n_heads, head_dim), NAN, device=device),
+            torch.full((1, n_heads * head_dim), NAN, device=device),
+        )
+        k, v = (cache.clone() for cache in caches)
+        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
         scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
-        first(x, ln, predictor, bias, zero, position, row_state, attn_in, heads, mlp, hidden)
-        third(
-            q, k, v, heads, position, watermark, None, out, scratch, mlp, hidden, zero, row_state, neurons, mean=mean
-        )  # fmt: skip
-        made.append((attn_in, hidden, heads.row_bits, watermark, out, neurons.indices(), neurons.row_bits))
+        packed = PackedRows.empty(n, device)
+        packed.count.fill_(-1)
+        site = (x, ln, SiteRows.stack(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
+        rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v, order)
+        chosen = (mlp, hidden, zero, row_state, neurons)
+        attention = (q, k, v, heads, position, watermark, None, out, scratch)
+        if kernels:
+            site_predict(*site)
+            qkv_select(*rows, *chosen)
+            attend_pack(*attention, neurons, packed, mean=mean)
+            listed = packed.ids[: int(packed.count)].long()
+        else:
+            site_predict_reference(*site)
+            qkv_select_reference(*rows, *chosen)
+            flash_decode_reference(*attention, mean=mean)
+            listed = neurons.indices()
+        made.append((attn_in, hidden, heads.row_bits, order[-1:], watermark, out, listed, neurons.row_bits))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -6,7 +6,7 @@ import torch
 from kernels.flash_decode import BLOCK, AttentionScratch, flash_decode, flash_decode_reference
 from kernels.head_select import head_select, head_select_reference, head_selection
 from kernels.layer_norm import LayerNormWeights
-from kernels.qkv import qkv, qkv_reference
+from kernels.qkv import TileSettings, qkv, qkv_reference
 from kernels.qkv_dense import qkv_dense, qkv_dense_reference
 
 ON_GPU = torch.cuda.is_available()
@@ -79,6 +79,27 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
         order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
         function(attn_in, weight, bias, selection, position, watermark, valid, q, k, v, order, policy)
         made.append((q, k, v, valid, order))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("pairs", "wide"), [(8, 8), (8, 16), (4, 2)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
+    """More groups of missing positions than the grid has programs, beside a head that lacks the present one only."""
+    n_heads, head_dim, d, capacity = 3, 16, 32, 90
+    weight, bias, attn_in, position, watermark, selection = attention_case(
+        batch, n_heads, head_dim, d, capacity, device, density=1.0
+    )
+    watermark[:, 0], watermark[:, 1], watermark[:, 2] = 0, position, position - 20
+    made = []
+    for options in ({"settings": TileSettings(16, pairs, 32, 2, 1, wide)}, None):
+        q = torch.full((batch, n_heads, head_dim), NAN, device=device)
+        k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
+        order = torch.zeros(n_heads + 1, dtype=torch.int32, device=device)
+        arguments = (attn_in, weight, bias, selection, position, watermark, None, q, k, v, order)
+        qkv_reference(*arguments) if options is None else qkv(*arguments, **options)
+        made.append((q, k, v, order))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
