@@ -6,7 +6,8 @@
 
 The stages are the decode engine's. "whole" counts LayerNorm, predictor, selection, fc1, fc2, bias and residual,
 launched as programmatic dependents of each other but not of the step before; "chain" lets it overlap that too, as a
-decoding step does; "mlp" is fc1 and fc2 with the list given. Dense is the two cuBLAS products alone, or what the engine
+decoding step does; "mlp" is fc1 and fc2 in one grid with the list given, "fc1" and "fc2" are the two kernels that other
+paths of the engine use, all three in chains of themselves. Dense is the two cuBLAS products alone, or what the engine
 would run instead. Bytes count fc2 rows of live neurons only.
 """
 
@@ -77,7 +78,7 @@ def run_shape(
         add("whole", "sparse", problem.step_whole, size["whole"], "PDL inside")
         add("whole", "sparse", partial(problem.step_whole, enter=True), size["whole"], "chain")
         if batch == 1 and (main or live == 1.0):
-            add("mlp", "sparse", problem.step_mlp, size["fc1"] + size["fc2"], "PDL inside")
+            add("mlp", "sparse", partial(problem.both, pdl=True), size["fc1"] + size["fc2"], "chain")
         if main or live == 1.0:
             add("fc1", "sparse", partial(problem.first, pdl=True), size["fc1"], "chain")
             add("fc2", "sparse", partial(problem.second, pdl=True), size["fc2"], "chain")

@@ -18,6 +18,7 @@ from kernels.gather_gemv import gather_gemv_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.listed_batch import BatchRows, listed_batch, packed_batch
 from kernels.listed_gemv import listed_block, listed_gemv
+from kernels.listed_mlp import listed_mlp
 from kernels.packed_rows import PackedRows, pack, packed_rows, partial_sums
 from kernels.scatter_gemv import scatter_gemv_reference
 from kernels.select import PredictorWeights, Selection, predict_reference, predict_select
@@ -71,6 +72,7 @@ class Problem:
             self.thresholds.append(((ranked[count - 1] + below) / 2).reshape(1))
         for i in range(self.sets):
             self.step_whole(i)
+            self.first(i, False)  # values for fc2 alone
         self.indices = [selection.indices() for selection in self.selections]
         torch.cuda.synchronize()
 
@@ -99,19 +101,24 @@ class Problem:
         else:
             packed_batch(self.rows[i], weight, bias, x, self.out, pdl=pdl)
 
+    def both(self, i: int, pdl: bool) -> None:
+        """fc1 and fc2, in one grid where the engine does so."""
+        if self.batch > 1:
+            self.first(i, pdl)
+            self.second(i, pdl)
+            return
+        listed_mlp(
+            self.normalised[i], None, self.fc1[i], self.b1, self.fc2_t[i], self.b2, self.x[i], self.packed[i], self.out,
+            partials=self.partials, early="x", pdl=pdl,
+        )  # fmt: skip
+
     # What is timed
     def step_whole(self, i: int, enter: bool = False, inner: bool = True) -> None:
         """LayerNorm, predictor, selection, fc1, fc2, residual. enter: also overlap the step before (a chain)."""
         self.predict(i, enter)
         if self.batch == 1:
             self.pack(i, inner)
-        self.first(i, inner)
-        self.second(i, inner)
-
-    def step_mlp(self, i: int) -> None:
-        """fc1 and fc2, the list given."""
-        self.first(i, False)
-        self.second(i, True)
+        self.both(i, inner)
 
     def step_dense_cublas(self, i: int) -> None:
         """The two products alone: no bias, ReLU, LayerNorm or residual, which would only slow the baseline."""

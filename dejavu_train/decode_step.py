@@ -23,7 +23,6 @@ from kernels import (
     listed_batch,
     listed_gemv,
     lookahead,
-    norm_gemv,
     packed_rows,
     sampling,
     scatter_gemv,
@@ -119,12 +118,6 @@ class DecodeStep:
         # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
         packed = triton_ops and batch == 1
         self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
-        self._fc1_sums = {  # where fc1 normalises its own input
-            layer: norm_gemv.norm_sums(self.weights.layers[layer].fc1, self.weights.layers[layer].norm2)
-            for (layer, target), predictor in self.predictors.items()
-            if packed and target == "mlp" and predictor.grid is None
-            and (predictor.site, predictor.site_layer) != ("mlp_in", layer)
-        }  # fmt: skip
         self._partials = packed_rows.partial_sums(d, device) if packed else None
         self._batched: listed_batch.BatchRows | None = None
         if triton_ops and batch > 1:
@@ -247,7 +240,7 @@ class DecodeStep:
             # it, or the list of a predictor that rode with attention.
             ops.listed_mlp(
                 source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, self._packed, out,
-                self._partials, "x" if own else "list" if fused else None, pdl, sums=self._fc1_sums.get(layer),
+                self._partials, "x" if own else "list" if fused else None, pdl,
             )  # fmt: skip
             return
         if plain and self._batched is not None:

@@ -4,7 +4,6 @@
 n = LayerNorm(x) or x itself. x (1, d) fp32 (or as w, without a LayerNorm); w (n, d). Program p takes entries p, p + P,
 p + 2 P, ... of the list: even shares whatever the activity of neighbouring neurons, and addresses that depend on no
 count. The next row is on its way before the present one is summed. A value may be zero: fc2 skips its row.
-A LayerNorm is folded into the product as in norm_gemv.py: no product waits for mean and variance.
 
 What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
 the predictor normalised it), or the list (EARLY_LIST, a look-ahead predictor).
@@ -18,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, use_pdl
+from kernels.dense_gemv import normalised_vector
 from kernels.launch import INTERPRET, column_block, load_vector, wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.norm_gemv import norm_sums
 from kernels.packed_rows import PackedRows
 
 
@@ -33,14 +32,10 @@ class ListedSettings:
     warps: int
 
 
-def listed_settings(d: int, norm: bool = False) -> ListedSettings:
-    """Launch settings by width. With a LayerNorm x is held in fp32: fewer programs fit, and one wave it must be."""
+def listed_settings(d: int) -> ListedSettings:
+    """Launch settings by width."""
     if INTERPRET:
         return ListedSettings(5, min(128, column_block(d)), 4)
-    if norm and 2048 < d <= 8192:
-        return ListedSettings(660 if d <= 4096 else 528 if d <= 5120 else 396, 1024, 4)
-    if norm and d > 8192:
-        return ListedSettings(264, 2048, 8)
     if d <= 2048:
         return ListedSettings(1056, column_block(d, 8), 8)
     if d <= 4096:
@@ -78,8 +73,7 @@ def _load_row(w, row, left, columns, D: tl.constexpr, BLOCK: tl.constexpr):
 def _listed_kernel(
     x,
     norm_weight,
-    gains,
-    shifts,
+    norm_bias,
     weight,
     bias,
     ids,
@@ -100,8 +94,6 @@ def _listed_kernel(
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     if EARLY_X:
         n = load_vector(x, columns, D, BLOCK)
-    if NORM:
-        gain = load_vector(norm_weight, columns, D, BLOCK)
     if not EARLY_LIST:
         wait_for_predecessor(PDL)
     # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
@@ -111,33 +103,18 @@ def _listed_kernel(
     w = _load_row(weight, row, number - pid, columns, D, BLOCK)
     if EARLY_LIST:
         wait_for_predecessor(PDL)
-    if not EARLY_X:
-        n = load_vector(x, columns, D, BLOCK)
     if NORM:
-        total = n[0]
-        squares = n[0] * n[0]
-        scaled = (n[0] * gain[0].to(tl.float32),)
-        for j in tl.static_range(1, STEPS):
-            total += n[j]
-            squares += n[j] * n[j]
-            scaled = scaled + (n[j] * gain[j].to(tl.float32),)
-        n = scaled
-        mean = tl.sum(total, 0) / D
-        rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / D - mean * mean, 0.0) + EPS)
+        n = normalised_vector(x, norm_weight, norm_bias, columns, D, BLOCK, EPS, weight.dtype.element_ty)
+    elif not EARLY_X:
+        n = load_vector(x, columns, D, BLOCK)
     for item in range(pid, number, step):
         coming = _load_row(weight, next_row, number - item - step, columns, D, BLOCK)
         far_row = tl.load(ids + tl.minimum(item + 2 * step, last))
         offset = tl.load(bias + row).to(tl.float32)
-        if NORM:
-            row_gain = tl.load(gains + row)
-            offset += tl.load(shifts + row)
         products = w[0].to(tl.float32) * n[0].to(tl.float32)
         for j in tl.static_range(1, STEPS):
             products += w[j].to(tl.float32) * n[j].to(tl.float32)
-        value = tl.sum(products, 0)
-        if NORM:
-            value = rstd * (value - mean * row_gain)
-        value += offset
+        value = tl.sum(products, 0) + offset
         tl.store(values + item, tl.where(value <= 0, 0.0, value))  # keeps a NaN
         row = next_row
         next_row = far_row
@@ -153,11 +130,9 @@ def listed_gemv(
     early: str | None = None,
     pdl: bool = False,
     settings: ListedSettings | None = None,
-    sums: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """One batch row; reads rows.ids and rows.count, writes rows.values. See the module's docstring.
 
-    sums: of weight with ln, as `norm_sums` gives them; None = made here, for tests.
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, a CPU tensor.
     """
@@ -168,19 +143,13 @@ def listed_gemv(
     check_shape("rows.ids", rows.ids, n)
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
-    gains, shifts = None, None
-    if ln is not None:
-        gains, shifts = sums or norm_sums(weight, ln)
-        check_shape("sums", gains, n)
-        check_shape("sums", shifts, n)
-    settings = settings or listed_settings(d, ln is not None)
+    settings = settings or listed_settings(d)
     block = min(settings.block, max(16, triton.next_power_of_2(d)))
     pdl = use_pdl(pdl, x.device)
     _listed_kernel[(min(settings.programs, n),)](
         x,
         None if ln is None else ln.weight,
-        gains,
-        shifts,
+        None if ln is None else ln.bias,
         weight,
         bias,
         rows.ids,

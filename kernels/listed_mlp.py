@@ -3,12 +3,15 @@
 
     out[j] = residual[j] + b2[j] + sum_k h[k] w2_t[ids[k], j],   h[k] = relu(sum_j w1[ids[k], j] n[j] + b1[ids[k]])
 
-n = LayerNorm(x), folded into the products as in norm_gemv.py, or x itself. x (1, d) fp32 (in w1's dtype without a
-LayerNorm); w1 and w2_t (n, d). Program p takes entries p, p + P, p + 2 P, ... of the list, ROWS
+n = LayerNorm(x), rounded to w1's dtype, or x itself; x (1, d) fp32 (or as w1, without a LayerNorm); w1, w2_t (n, d).
+Program p takes entries p, p + P, p + 2 P, ... of the list, ROWS
 at a time: their rows of fc1, one reduction for all of them, then at once their rows of fc2, those of value zero left
 out. The rows of fc1 that come next, and the rows of fc2, are on their way meanwhile. So nothing waits between the two
 products, where two kernels end, start and fill the memory's queues again; what it costs is a sum of all d columns for
 each program, which `add_partials` adds up in a fixed order. Hence few programs, one or two a multiprocessor.
+
+What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
+the predictor normalised it), or the list and its first rows (EARLY_LIST, a look-ahead predictor).
 """
 
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from torch import Tensor
 from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.launch import INTERPRET, load_vector, wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.norm_gemv import norm_sums, sums_together
+from kernels.norm_gemv import sums_together
 from kernels.packed_rows import MAX_SPLITS, PackedRows, add_partials, partial_sums
 
 
@@ -39,15 +42,20 @@ def mlp_settings(d: int) -> MlpSettings:
     """Launch settings by width."""
     if INTERPRET:
         return MlpSettings(5, min(64, max(16, triton.next_power_of_2(d))), 2, 2)
-    block = min(2048, max(16, triton.next_power_of_2(d)))
-    return MlpSettings(264 if d <= 4096 else 132, block, 2, 8)
+    if d < 2048:
+        return MlpSettings(264, max(16, triton.next_power_of_2(d)), 2, 8)
+    if d <= 4096:
+        return MlpSettings(264, 2048, 4 if d == 2048 else 2, 8)
+    if d <= 5120:
+        return MlpSettings(264, 1024, 1, 4)
+    return MlpSettings(132, 2048, 2, 8) if d <= 8192 else MlpSettings(132, 4096, 2, 16)
 
 
 def listed_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
     """Plain torch over a selection."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    x = x if ln is None else layer_norm_reference(x, ln, wide)
-    h = (x.to(wide) @ w1.to(wide).T + b1.to(wide)).relu()
+    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
+    h = (n.to(wide) @ w1.to(wide).T + b1.to(wide)).relu()
     out.copy_(torch.where(selection.to_mask(len(x)), h, 0.0) @ w2_t.to(wide) + b2.to(wide) + residual)
 
 
@@ -93,12 +101,30 @@ def _added(acc, tiles, values, STEPS: tl.constexpr, ROWS: tl.constexpr):
     return more
 
 
+@triton.jit
+def _layer_norm(x, gain, shift, D: tl.constexpr, EPS: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr):
+    """LayerNorm of pieces, zero beyond D where gain and shift are; mean and variance by one reduction."""
+    total = x[0].to(tl.float32)
+    squares = total * total
+    for j in tl.static_range(1, STEPS):
+        part = x[j].to(tl.float32)
+        total += part
+        squares += part * part
+    sums = sums_together((total, squares), 2)
+    mean = sums[0] / D
+    rstd = tl.rsqrt(tl.maximum(sums[1] / D - mean * mean, 0.0) + EPS)
+    n = ()
+    for j in tl.static_range(STEPS):
+        value = (x[j].to(tl.float32) - mean) * rstd * gain[j].to(tl.float32) + shift[j].to(tl.float32)
+        n = n + (value.to(TYPE),)
+    return n
+
+
 @triton.jit(do_not_specialize=["last"])
 def _listed_mlp_kernel(
     x,
     norm_weight,
-    gains,
-    shifts,
+    norm_bias,
     w1,
     b1,
     w2,
@@ -123,8 +149,10 @@ def _listed_mlp_kernel(
         n = load_vector(x, columns, D, BLOCK)
     if NORM:
         gain = load_vector(norm_weight, columns, D, BLOCK)
+        shift = load_vector(norm_bias, columns, D, BLOCK)
     if not EARLY_LIST:
         wait_for_predecessor(PDL)
+    # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
     number = tl.load(count)
     rows = _ids(ids, pid, step, last, ROWS)
     next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
@@ -134,17 +162,7 @@ def _listed_mlp_kernel(
     if not EARLY_X:
         n = load_vector(x, columns, D, BLOCK)
     if NORM:
-        total = n[0]
-        squares = n[0] * n[0]
-        scaled = (n[0] * gain[0].to(tl.float32),)
-        for j in tl.static_range(1, STEPS):
-            total += n[j]
-            squares += n[j] * n[j]
-            scaled = scaled + (n[j] * gain[j].to(tl.float32),)
-        n = scaled
-        both = sums_together((total, squares), 2)
-        mean = both[0] / D
-        rstd = tl.rsqrt(tl.maximum(both[1] / D - mean * mean, 0.0) + EPS)
+        n = _layer_norm(n, gain, shift, D, EPS, STEPS, w1.dtype.element_ty)
     acc = ()
     for _ in tl.static_range(STEPS):
         acc = acc + (tl.zeros((BLOCK,), tl.float32),)
@@ -160,10 +178,7 @@ def _listed_mlp_kernel(
         offsets = ()
         products = ()
         for r in tl.static_range(ROWS):
-            offset = tl.load(b1 + rows[r]).to(tl.float32)
-            if NORM:
-                offset += tl.load(shifts + rows[r]) - rstd * mean * tl.load(gains + rows[r])
-            offsets = offsets + (offset,)
+            offsets = offsets + (tl.load(b1 + rows[r]).to(tl.float32),)
             product = w[r * STEPS].to(tl.float32) * n[0].to(tl.float32)
             for j in tl.static_range(1, STEPS):
                 product += w[r * STEPS + j].to(tl.float32) * n[j].to(tl.float32)
@@ -172,10 +187,7 @@ def _listed_mlp_kernel(
         fresh = ()
         live = ()
         for r in tl.static_range(ROWS):
-            value = sums[r]
-            if NORM:
-                value = value * rstd
-            value += offsets[r]
+            value = sums[r] + offsets[r]
             value = tl.where((value <= 0) | (inside[r] == 0), 0.0, value)  # keeps a NaN
             fresh = fresh + (value,)
             live = live + (value != 0,)
@@ -205,13 +217,10 @@ def listed_mlp(
     early: str | None = None,
     pdl: bool = False,
     settings: MlpSettings | None = None,
-    sums: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """One batch row; reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic.
+    """Reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic. See the module's docstring.
 
-    sums: of w1 with ln, as `norm_sums` gives them; None = made here, for tests.
-    early: what was written before the launch before this one, and is read before the wait: "x" (without a LayerNorm
-    here: the predictor normalised it), "list" (of a look-ahead predictor), or None.
+    early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, a CPU tensor.
     """
     check_device("x", x)
@@ -224,11 +233,6 @@ def listed_mlp(
     check_shape("out", out, 1, d)
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
-    gains, shifts = None, None
-    if ln is not None:
-        gains, shifts = sums or norm_sums(w1, ln)
-        check_shape("sums", gains, n)
-        check_shape("sums", shifts, n)
     settings = settings or mlp_settings(d)
     programs = min(settings.programs, MAX_SPLITS)
     if partials is None:
@@ -238,8 +242,7 @@ def listed_mlp(
     _listed_mlp_kernel[(programs,)](
         x,
         None if ln is None else ln.weight,
-        gains,
-        shifts,
+        None if ln is None else ln.bias,
         w1,
         b1,
         w2_t,

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 """A short matrix times a normalised vector, the LayerNorm folded into the product: y[r] = act(sum_j w[r, j] n[j]).
 
     n = LayerNorm(x) = (x - mean) rstd g + b,  so  y[r] = rstd (sum_j w[r, j] g[j] x[j] - mean sum_j w[r, j] g[j])
@@ -33,7 +33,7 @@ from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
 INTERPRETED = tl.constexpr(INTERPRET)
 PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
-MAX_ROWS = 6  # with the sums of x and its squares eight sums
+MAX_ROWS = 7
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,22 @@ def row_tiles(w_ptr, first, n_rows, columns, D: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def sums_together(tiles, N: tl.constexpr):
-    """The sums of N <= 8 tiles (BLOCK,) as scalars, by one reduction."""
-    for _ in tl.static_range(N, 4 if N <= 4 else 8):
+    """The sums of N <= 16 tiles (BLOCK,) as scalars, by one reduction: joined in pairs, summed, split again."""
+    LEVELS: tl.constexpr = 1 if N <= 2 else 2 if N <= 4 else 3 if N <= 8 else 4
+    for _ in tl.static_range(N, 1 << LEVELS):
         tiles = tiles + (tl.zeros_like(tiles[0]),)
-    low = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
-    if N <= 4:
-        even, odd = tl.split(tl.sum(low, 0))
-        s0, s1 = tl.split(even)
-        s2, s3 = tl.split(odd)
-        sums = (s0, s1, s2, s3)
-    else:
-        high = tl.join(tl.join(tiles[4], tiles[5]), tl.join(tiles[6], tiles[7]))
-        first, second = tl.split(tl.sum(tl.join(low, high), 0))
-        even, odd = tl.split(first)
-        s0, s1 = tl.split(even)
-        s2, s3 = tl.split(odd)
-        even, odd = tl.split(second)
-        s4, s5 = tl.split(even)
-        s6, s7 = tl.split(odd)
-        sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
+            joined = joined + (tl.join(tiles[k], tiles[k + 1]),)
+        tiles = joined
+    sums = (tl.sum(tiles[0], 0),)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for k in tl.static_range(1 << level):
+            first, second = tl.split(sums[k])
+            halves = halves + (first, second)
+        sums = halves
     return sums
 
 
@@ -183,7 +180,7 @@ def normalised_rows(
     SLICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Products of program pid's ROWS rows with LayerNorm(x), as scalars, with the wait; stores its slice of it."""
+    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n."""
     first = pid * ROWS
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     columns = tl.arange(0, BLOCK)
@@ -205,10 +202,10 @@ def normalised_rows(
     if normalised_ptr is not None:
         value = (own_x - mean) * rstd * own_gain + own_shift
         tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
-    products = ()
+    y = ()
     for r in tl.static_range(ROWS):
-        products = products + (rstd * (sums[r] - mean * gains[r]) + shifts[r],)
-    return products
+        y = y + (rstd * (sums[r] - mean * gains[r]) + shifts[r],)
+    return y
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -235,17 +232,17 @@ def _norm_gemv_kernel(
     first = pid * ROWS
     if scale_ptr is not None:
         scales = row_values(scale_ptr, first, n_rows, ROWS)
-    products = normalised_rows(
+    y = normalised_rows(
         pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
         SLICE, PDL,
     )  # fmt: skip
     for r in tl.static_range(ROWS):
-        y = products[r]
+        value = y[r]
         if scale_ptr is not None:
-            y = y * scales[r]
+            value = value * scales[r]
         if RELU:
-            y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-        tl.store(out_ptr + first + r, y, mask=first + r < n_rows)
+            value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+        tl.store(out_ptr + first + r, value, mask=first + r < n_rows)
 
 
 def norm_gemv(

@@ -236,7 +236,9 @@ def _add_kernel(
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
     """out (1, d) = residual + bias + the first `splits` rows of partials (MAX_SPLITS, d); pdl as `use_pdl` gives it."""
     d = out.shape[1]
-    chunk, stripe = (4, 32) if INTERPRET else (64, 32)
+    stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (16, 64, 4)
+    if INTERPRET:
+        chunk = 4
     _add_kernel[(triton.cdiv(d, stripe),)](
         partials,
         bias,
@@ -247,7 +249,7 @@ def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, 
         SPLITS=splits,
         CHUNK=chunk,
         PDL=pdl,
-        num_warps=8,
+        num_warps=warps,
         launch_pdl=pdl,
     )
 

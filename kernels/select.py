@@ -165,81 +165,6 @@ def predict_select_reference(
     return mask
 
 
-@triton.jit
-def select_block(
-    pid,
-    hidden_ptr,
-    up_ptr,
-    up_scale_ptr,
-    bias_ptr,
-    threshold_ptr,
-    threshold,
-    row_state_ptr,
-    ids_ptr,
-    counts_ptr,
-    row_bits_ptr,
-    logits_ptr,
-    n,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One batch row, block pid: its whole tile of `up` is static, so it is in registers before the wait.
-
-    Columns come in chunks and a rest, all as long as they can be: a row's part is then whole lines of memory. Rows
-    beyond n are the last one again.
-    """
-    rows = pid * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < n
-    at = up_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * RANK
-    r = tl.arange(0, CHUNK)
-    STEPS: tl.constexpr = RANK // CHUNK
-    REST: tl.constexpr = RANK % CHUNK
-    tiles = ()
-    for j in tl.static_range(STEPS):
-        tiles = tiles + (tl.load(at + (j * CHUNK + r)[None, :]),)
-    if REST > 0:
-        WIDE: tl.constexpr = triton.next_power_of_2(REST)
-        last = STEPS * CHUNK + tl.arange(0, WIDE)
-        if WIDE == REST:
-            rest = tl.load(at + last[None, :])
-        else:
-            rest = tl.load(at + last[None, :], mask=(last < RANK)[None, :], other=0.0)
-    if up_scale_ptr is not None:
-        scale = tl.load(up_scale_ptr + rows, mask=inside, other=0.0)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    if threshold_ptr is not None:
-        limit = tl.load(threshold_ptr)
-    else:
-        limit = threshold
-    if row_state_ptr is not None:
-        state = tl.load(row_state_ptr)
-    wait_for_predecessor(PDL)
-    logits = tl.zeros((BLOCK,), tl.float32)
-    if STEPS > 0:
-        acc = to_float(tiles[0]) * tl.load(hidden_ptr + r)[None, :]
-        for j in tl.static_range(1, STEPS):
-            acc += to_float(tiles[j]) * tl.load(hidden_ptr + j * CHUNK + r)[None, :]
-        logits += tl.sum(acc, 1)
-    if REST > 0:
-        z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
-        logits += tl.sum(to_float(rest) * z[None, :], 1)
-    if up_scale_ptr is not None:
-        logits = logits * scale
-    if bias_ptr is not None:
-        logits += bias
-    if logits_ptr is not None:
-        tl.store(logits_ptr + rows, logits, mask=inside)
-    chosen = (logits > limit) & inside  # False for NaN
-    if row_state_ptr is not None:
-        chosen = (chosen & (state > 0)) | (inside & (state == 2))
-    bits = chosen.to(tl.int32)
-    tl.store(row_bits_ptr + rows, bits, mask=inside)
-    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
-
-
 @triton.jit(do_not_specialize=["n"])
 def _select_kernel(
     hidden_ptr,
@@ -259,10 +184,57 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    select_block(
-        tl.program_id(0), hidden_ptr, up_ptr, up_scale_ptr, bias_ptr, threshold_ptr, threshold, row_state_ptr, ids_ptr,
-        counts_ptr, row_bits_ptr, logits_ptr, n, RANK, CHUNK, BLOCK, PDL,
-    )  # fmt: skip
+    """One batch row: a program owns a block. Its whole tile of `up` is static, so it is in registers before the wait.
+
+    Columns come in chunks of a power of two, and what is left of them as a rest.
+    """
+    pid = tl.program_id(0)
+    rows = pid * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    at = up_ptr + rows.to(tl.int64)[:, None] * RANK
+    r = tl.arange(0, CHUNK)
+    STEPS: tl.constexpr = RANK // CHUNK
+    REST: tl.constexpr = RANK % CHUNK
+    tiles = ()
+    for j in tl.static_range(STEPS):
+        tiles = tiles + (tl.load(at + (j * CHUNK + r)[None, :], mask=inside[:, None], other=0.0),)
+    if REST > 0:
+        WIDE: tl.constexpr = triton.next_power_of_2(REST)
+        last = STEPS * CHUNK + tl.arange(0, WIDE)
+        if WIDE == REST:
+            rest = tl.load(at + last[None, :], mask=inside[:, None], other=0.0)
+        else:
+            rest = tl.load(at + last[None, :], mask=inside[:, None] & (last < RANK)[None, :], other=0.0)
+    if up_scale_ptr is not None:
+        scale = tl.load(up_scale_ptr + rows, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    if threshold_ptr is not None:
+        limit = tl.load(threshold_ptr)
+    else:
+        limit = threshold
+    if row_state_ptr is not None:
+        state = tl.load(row_state_ptr)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros((BLOCK, CHUNK), tl.float32)
+    for j in tl.static_range(STEPS):
+        acc += to_float(tiles[j]) * tl.load(hidden_ptr + j * CHUNK + r)[None, :]
+    logits = tl.sum(acc, 1)
+    if REST > 0:
+        z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
+        logits += tl.sum(to_float(rest) * z[None, :], 1)
+    if up_scale_ptr is not None:
+        logits = logits * scale
+    if bias_ptr is not None:
+        logits += bias
+    if logits_ptr is not None:
+        tl.store(logits_ptr + rows, logits, mask=inside)
+    chosen = (logits > limit) & inside  # False for NaN
+    if row_state_ptr is not None:
+        chosen = (chosen & (state > 0)) | (inside & (state == 2))
+    bits = chosen.to(tl.int32)
+    tl.store(row_bits_ptr + rows, bits, mask=inside)
+    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
 
 
 def predict_select(
@@ -304,9 +276,13 @@ def predict_select(
     select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
 
 
-def rank_chunk(rank: int) -> int:
-    """Columns of `up` a step: a power of two, at most the rank; what is left of the rank is a step of its own."""
-    return min(256, 1 << (rank.bit_length() - 1))
+def rank_chunk(rank: int, size: int) -> int:
+    """Columns of `up` a step, of `size` bytes each: a power of two, whole lines of memory if possible.
+
+    One of 64 or more that divides the rank needs the fewest instructions; of one byte each 64 are half a line.
+    """
+    divisor = min(rank & -rank, 256)
+    return divisor if divisor * size >= 128 else min(256, 1 << (rank.bit_length() - 1))
 
 
 def select_rows(
@@ -349,9 +325,10 @@ def select_rows(
     if batch == 1:
         tile = out.block * rank * predictor.up.element_size()
         warps = warps or (8 if out.block > 32 and tile >= 32768 else 4)
+        chunk = rank_chunk(rank, predictor.up.element_size())
         _select_kernel[grid](
-            hidden, *common, *outputs, n, RANK=rank, CHUNK=rank_chunk(rank), BLOCK=out.block, PDL=has_pdl,
-            num_warps=warps, launch_pdl=use_pdl,
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=chunk, BLOCK=out.block, PDL=has_pdl, num_warps=warps,
+            launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
