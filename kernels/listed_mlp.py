@@ -38,8 +38,8 @@ class MlpSettings:
     warps: int
 
 
-def mlp_settings(d: int) -> MlpSettings:
-    """Launch settings by width."""
+def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
+    """Launch settings by width, with or without a LayerNorm in front."""
     if INTERPRET:
         return MlpSettings(5, min(64, max(16, triton.next_power_of_2(d))), 2, 2)
     if d < 2048:
@@ -48,7 +48,7 @@ def mlp_settings(d: int) -> MlpSettings:
         return MlpSettings(264, 2048, 4 if d == 2048 else 2, 8)
     if d <= 5120:
         return MlpSettings(264, 1024, 1, 4)
-    return MlpSettings(132, 2048, 2, 8) if d <= 8192 else MlpSettings(132, 4096, 2, 16)
+    return MlpSettings(132, 2048, 2, 8) if d <= 8192 and not norm else MlpSettings(132, 4096, 2, 16)
 
 
 def listed_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
@@ -233,7 +233,7 @@ def listed_mlp(
     check_shape("out", out, 1, d)
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
-    settings = settings or mlp_settings(d)
+    settings = settings or mlp_settings(d, ln is not None)
     programs = min(settings.programs, MAX_SPLITS)
     if partials is None:
         partials = partial_sums(d, out.device)

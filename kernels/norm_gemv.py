@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_common import wait_having_started_dependents
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
@@ -179,8 +180,12 @@ def normalised_rows(
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
-    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n."""
+    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n.
+
+    EARLY: lets the next kernel start before the wait.
+    """
     first = pid * ROWS
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     columns = tl.arange(0, BLOCK)
@@ -192,7 +197,10 @@ def normalised_rows(
     if normalised_ptr is not None:
         own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
         own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
+    if EARLY:
+        wait_having_started_dependents(PDL)
+    else:
+        wait_for_predecessor(PDL)
     x = load_vector(x_ptr, columns, D, BLOCK)
     if normalised_ptr is not None:
         own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
@@ -232,9 +240,10 @@ def _norm_gemv_kernel(
     first = pid * ROWS
     if scale_ptr is not None:
         scales = row_values(scale_ptr, first, n_rows, ROWS)
+    # The selection that follows asks for its own weights meanwhile.
     y = normalised_rows(
         pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
-        SLICE, PDL,
+        SLICE, PDL, EARLY=True,
     )  # fmt: skip
     for r in tl.static_range(ROWS):
         value = y[r]

@@ -277,12 +277,12 @@ def predict_select(
 
 
 def rank_chunk(rank: int, size: int) -> int:
-    """Columns of `up` a step, of `size` bytes each: a power of two, whole lines of memory if possible.
+    """Columns of `up` a step, of `size` bytes each: a power of two, whole lines of memory where possible.
 
-    One of 64 or more that divides the rank needs the fewest instructions; of one byte each 64 are half a line.
+    One of 64 or more that divides the rank takes the fewest instructions, but 64 of one byte are half a line.
     """
     divisor = min(rank & -rank, 256)
-    return divisor if divisor * size >= 128 else min(256, 1 << (rank.bit_length() - 1))
+    return divisor if size > 1 and divisor >= 64 else min(128, 1 << (rank.bit_length() - 1))
 
 
 def select_rows(
