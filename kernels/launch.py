@@ -2,11 +2,12 @@
 """What every launch shares: input checks, device helpers for programmatic dependent launch (PDL), and launch settings.
 
 PDL lets a kernel start while its predecessor still runs. The rules that keep it right: every program of every kernel
-that is launched so waits (`gdc_wait`) before its first load of data that an earlier kernel wrote, before any store and
-before any early return; only static data (weights, biases, LayerNorm parameters) is read before the wait. The wait
-returns when the predecessor has ended and its writes are visible, so buffers may be reused as in a plain stream. The
-trigger (`gdc_launch_dependents`) comes right after the wait: at most one dependent kernel then sits on the SMs beside
-the running one.
+that is launched so waits (`gdc_wait`) before its first load of data that the kernel before wrote, before any store and
+before any early return. The wait returns when the predecessor has ended and its writes are visible, so buffers may be
+reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a dependent then starts
+when all that is older than its predecessor has ended, so it may read that before it waits. Attention, norm_gemv and the
+adding kernel of fc2 trigger before they wait, because what follows them has weights to load: their dependents may read
+early only what is older than the kernel before the predecessor as well.
 """
 
 import ctypes

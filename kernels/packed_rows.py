@@ -224,13 +224,14 @@ def _add_kernel(
     inside = columns < D
     s = tl.arange(0, CHUNK)
     offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
+    base = tl.load(residual + columns, mask=inside, other=0.0)  # older than the launch before
+    # What comes next reads weights before its own wait.
+    wait_having_started_dependents(PDL)
     y = tl.zeros((CHUNK, STRIPE), tl.float32)
     for first in tl.static_range(0, SPLITS, CHUNK):
         at = partials + (first + s)[:, None] * D + columns[None, :]
         y += tl.load(at, mask=(first + s < SPLITS)[:, None] & inside[None, :], other=0.0)
-    total = tl.sum(y, 0) + offset + tl.load(residual + columns, mask=inside, other=0.0)
-    tl.store(out + columns, total, mask=inside)
+    tl.store(out + columns, tl.sum(y, 0) + offset + base, mask=inside)
 
 
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
