@@ -199,7 +199,8 @@ def _select_kernel(
     for j in tl.static_range(STEPS):
         tiles = tiles + (tl.load(at + (j * CHUNK + r)[None, :], mask=inside[:, None], other=0.0),)
     if REST > 0:
-        WIDE: tl.constexpr = triton.next_power_of_2(REST)
+        # At least as many values as a program has threads, or copies of a sum would be written to one word.
+        WIDE: tl.constexpr = triton.next_power_of_2(REST) if REST > 8 else 8
         last = STEPS * CHUNK + tl.arange(0, WIDE)
         if WIDE == REST:
             rest = tl.load(at + last[None, :], mask=inside[:, None], other=0.0)
