@@ -125,6 +125,14 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
+def start_dependents_and_wait(PDL: tl.constexpr):
+    """The other way round: the next kernel may start before what this one waits for is written."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def prefetch_l2(base, offsets, mask):
     """Ask the L2 for the 128-byte lines at base + offsets. Masked entries ask for the first line again."""
     safe = (base + tl.where(mask, offsets, 0)).to(tl.int64)
