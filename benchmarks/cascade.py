@@ -79,7 +79,7 @@ class Problem:
 
             def step(i: int) -> None:
                 pack(self.selections[i], packed, pdl=pdl)
-                listed_gemv(self.x, None, self.fc1[i], self.bias, packed, pdl=pdl)
+                listed_gemv(self.x, self.fc1[i], self.bias, packed, pdl=pdl)
         else:
             programs = gather_settings(self.d, self.batch, False, self.n).programs
             live = LiveRows.empty(self.n, self.batch, "cuda", programs=programs)

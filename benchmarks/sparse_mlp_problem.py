@@ -90,7 +90,7 @@ class Problem:
     def first(self, i: int, pdl: bool) -> None:
         x, weight, bias = self.normalised[i], self.fc1[i], self.b1
         if self.batch == 1:
-            listed_gemv(x, None, weight, bias, self.packed[i], early="x", pdl=pdl)
+            listed_gemv(x, weight, bias, self.packed[i], early=True, pdl=pdl)
         else:
             listed_batch(x, weight, bias, self.selections[i], self.rows[i], pdl=pdl)
 

@@ -17,8 +17,8 @@ from dejavu_train.decode_weights import TargetPredictor
 from kernels import launch
 
 # Share of the heads from which our dense attention block beats the sparse one, with its predictor and with missing K/V
-# to fill in, at batch 1 and context 256: benchmarks/results/sparse_attention.csv.
-HEADS_DENSE_FROM = ((2048, 0.6), (4096, 0.8), (9216, 0.9))
+# to fill in, at batch 1 and context 256: benchmarks/results/sparse_attention.csv. Below 2048: not measured.
+HEADS_DENSE_FROM = ((0, 0.3), (2048, 0.7), (4096, 0.85), (7168, 0.9), (9216, 0.93))
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,10 @@ def _scaled(frequency: Tensor, density: float) -> Tensor:
 def heads_pay(d: int, density: float, batch: int) -> bool:
     """Whether attention over selected heads beats all of them; between two widths, the narrower decides.
 
-    Several rows never pay: every row brings its own missing positions, and at 8 rows that cost what the skipped heads
-    saved, at any density (230 us against 217 at d = 9216 and 6 % of the heads a row).
+    Several rows are not trusted: every row brings its own missing positions, and at 8 rows they cost what the skipped
+    heads saved from 20 % (d = 4096: 65 us against 66) or 31 % of the heads a row on (9216: 215 against 217).
     """
-    limits = [limit for width, limit in HEADS_DENSE_FROM if width <= d] or [HEADS_DENSE_FROM[0][1]]
-    return batch == 1 and density < limits[-1]
+    return batch == 1 and density < [limit for width, limit in HEADS_DENSE_FROM if width <= d][-1]
 
 
 def choose_forms(

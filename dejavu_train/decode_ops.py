@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from dejavu_train import decode_reference
 from kernels import (
+    attend_pack,
     batched,
     cascade,
     dense_gemv,
@@ -13,14 +14,15 @@ from kernels import (
     layer_norm,
     listed_batch,
     listed_mlp,
-    lookahead,
     out_projection,
     packed_rows,
     qkv,
     qkv_dense,
+    qkv_select,
     sampling,
     scatter_gemv,
     select,
+    site_predict,
 )
 
 
@@ -31,9 +33,9 @@ def operations(kind: str) -> SimpleNamespace:
             embed=sampling.embed,
             head_select=head_select.head_select,
             qkv=qkv.qkv,
-            site_predict=lookahead.site_predict,
-            qkv_select=lookahead.qkv_select,
-            attend_pack=lookahead.attend_pack,
+            site_predict=site_predict.site_predict,
+            qkv_select=qkv_select.qkv_select,
+            attend_pack=attend_pack.attend_pack,
             qkv_dense=qkv_dense.qkv_dense,
             flash_decode=flash_decode.flash_decode,
             predict_select=select.predict_select,
@@ -56,8 +58,8 @@ def operations(kind: str) -> SimpleNamespace:
         embed=sampling.embed_reference,
         head_select=head_select.head_select_reference,
         qkv=qkv.qkv_reference,
-        site_predict=lookahead.site_predict_reference,
-        qkv_select=lookahead.qkv_select_reference,
+        site_predict=site_predict.site_predict_reference,
+        qkv_select=qkv_select.qkv_select_reference,
         qkv_dense=qkv_dense.qkv_dense_reference,
         flash_decode=flash_decode.flash_decode_reference,
         dense_rows=dense_gemv.dense_rows_reference,

@@ -22,11 +22,11 @@ from kernels import (
     launch,
     listed_batch,
     listed_gemv,
-    lookahead,
     packed_rows,
     sampling,
     scatter_gemv,
     select,
+    site_predict,
 )
 
 
@@ -81,10 +81,10 @@ class DecodeStep:
             return False
         return (mlp.site, mlp.site_layer) == ("attn_in", layer)
 
-    def _stacked(self, layer: int) -> lookahead.SiteRows:
+    def _stacked(self, layer: int) -> site_predict.SiteRows:
         heads, mlp = self.predictors[layer, "heads"], self.predictors[layer, "mlp"]
         assert heads.folded is not None
-        return lookahead.SiteRows.stack(heads.folded, mlp.weights, self.weights.layers[layer].norm1)
+        return site_predict.SiteRows.stack(heads.folded, mlp.weights, self.weights.layers[layer].norm1)
 
     def _allocate(self, triton_ops: bool) -> None:
         shape, batch, device = self.shape, self.batch, self.device

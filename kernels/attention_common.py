@@ -2,27 +2,9 @@
 
 import torch
 import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = (16, 32, 64, 80, 128)
-
-
-@triton.jit
-def start_dependents(PDL: tl.constexpr):
-    """Waits for the kernel before this one (all its writes are visible), then lets the next one launch."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_having_started_dependents(PDL: tl.constexpr):
-    """Lets the next kernel launch, then waits: it then starts before what this one waits for is written."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 def two_tiles(d: int) -> tuple[int, int]:

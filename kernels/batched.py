@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.attention_common import start_dependents, use_pdl
+from kernels.attention_common import use_pdl
+from kernels.launch import wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm
 
 BLOCK = 1024
@@ -33,7 +34,7 @@ def _split_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     b = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < 3 * H * HEAD_DIM
@@ -51,7 +52,7 @@ def _split_kernel(
 
 @triton.jit
 def _add_kernel(y, bias, residual, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     b = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < D

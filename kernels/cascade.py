@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import INTERPRET, start_dependents, two_tiles, use_pdl
+from kernels.attention_common import INTERPRET, two_tiles, use_pdl
 from kernels.cascade_batch import InputLevels, cascade_rows_kernel, levels_kernel
 from kernels.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
 from kernels.gather_gemv import LiveRows
-from kernels.launch import check_input, check_tensor, next_power_of_two, prefetch_l2, require
+from kernels.launch import check_input, check_tensor, next_power_of_two, prefetch_l2, require, wait_for_predecessor
 from kernels.packed_rows import PackedRows
 from kernels.select import Selection
 
@@ -114,7 +114,7 @@ def _listed_kernel(
     if W1 > 0:
         w1 = W0 + tl.arange(0, W1)
     k = tl.arange(0, CAP)
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     number = tl.load(count, cache_modifier=".cg")
     entries = pid + programs * k
     rows = tl.load(ids + entries, mask=entries < number, other=0, cache_modifier=".cg")

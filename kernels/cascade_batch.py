@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import start_dependents
 from kernels.cascade_parts import largest, level_products, levels, row_products, x_parts
+from kernels.launch import wait_for_predecessor
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def levels_kernel(x, words, units, W: tl.constexpr, TILE: tl.constexpr, PDL: tl.
     """A program a batch row."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, TILE)
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     xs = x_parts(x + row * (8 * W), w, W)
     top = largest(xs)
     top = tl.where(top > 0, top, 1.0)
@@ -80,7 +80,7 @@ def cascade_rows_kernel(
     if W1 > 0:
         w1 = W0 + tl.arange(0, W1)
     b = tl.arange(0, BATCH)
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     # The id may be one beyond the count: then it is an old one, in range, and its row is not read.
     count = tl.load(counts + block, cache_modifier=".cg")
     row = tl.load(ids + block * block_rows + tl.minimum(part, block_rows - 1), cache_modifier=".cg")

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, n_sms, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, n_sms, use_pdl
 from kernels.batched import dense_hidden
-from kernels.launch import load_vector
+from kernels.launch import load_vector, wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
 
@@ -123,7 +123,7 @@ def _dense_rows_kernel(
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
     for begin in range(first, n_rows, step):
         coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.batched import dense_add
+from kernels.launch import wait_for_predecessor
 
 
 def wide_settings(d: int) -> tuple[int, int, int]:
@@ -43,7 +44,7 @@ def _dense_wide_kernel(
     at = weight + rows.to(tl.int64)[:, None] * N + c[None, :]
     limit = tl.where(inside, N, 0)[:, None]
     w = tl.load(at, mask=c[None, :] < limit, other=0.0, eviction_policy="evict_first")
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     acc = tl.zeros((ROWS, CHUNK), tl.float32)
     for column in range(0, N, CHUNK):
         ahead = tl.load(

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_device, check_head_dim, check_shape, use_pdl, wait_having_started_dependents
+from kernels.attention_common import check_device, check_head_dim, check_shape, use_pdl
+from kernels.launch import start_dependents_and_wait
 from kernels.select import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
@@ -140,7 +141,7 @@ def attend(
     early = (p < tl.where(selected, ready, 0))[:, None] & inside[None, :]
     k_early = tl.load(k_cache + at, mask=early, other=0.0, cache_modifier=".cg")
     v_early = tl.load(v_cache + at, mask=early, other=0.0, cache_modifier=".cg")
-    wait_having_started_dependents(PDL)
+    start_dependents_and_wait(PDL)
     if selected:
         if first <= last:
             query = tl.load(q + pair * HEAD_DIM + c, mask=inside, other=0.0) * scale

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.dense_gemv import normalised_pieces
-from kernels.launch import column_block, load_vector
+from kernels.launch import column_block, load_vector, wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.select import Selection
 
@@ -74,7 +74,7 @@ def _head_select_kernel(
     for b in tl.static_range(B):
         places = places + (tl.load(position + b),)
         states = states + (tl.load(row_state + b),)
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     bits = 0
     for b in tl.static_range(B):
         xs = load_vector(x + b * D, c, D, BLOCK)

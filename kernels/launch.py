@@ -125,6 +125,14 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
+def start_dependents_and_wait(PDL: tl.constexpr):
+    """The other way round: the next kernel may start before what this one waits for is written."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def prefetch_l2(base, offsets, mask):
     """Ask the L2 for the 128-byte lines at base + offsets. Masked entries ask for the first line again."""
     safe = (base + tl.where(mask, offsets, 0)).to(tl.int64)
@@ -281,7 +289,7 @@ def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity
 # Density from which the engine's dense MLP is faster than the sparse one with its predictor (rank d / 16), all selected
 # rows live, in a chain of steps at batch 1: benchmarks/results/sparse_mlp.csv. Between measured densities a line; at
 # 2048, 5120 and 7168 all-live times are those of 60 % live with fc2's rows counted up. Below 2048: not measured.
-DENSE_FROM = ((0, 0.14), (2048, 0.4), (4096, 0.79), (5120, 0.9), (7168, 0.88), (9216, 0.92), (12288, 0.97))
+DENSE_FROM = ((0, 0.14), (2048, 0.75), (4096, 0.89), (5120, 0.88), (7168, 0.84), (9216, 0.94), (12288, 1.0))
 
 
 # The same for 2 to 32 rows, by the density of what they select together. Measured at 4096 and 9216 up to unions of

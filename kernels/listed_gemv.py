@@ -1,12 +1,10 @@
 # mypy: disable-error-code="assignment"
-"""Rows named by a packed list times one vector: values[k] = relu(sum_j w[ids[k], j] n[j] + bias[ids[k]]).
+"""Rows named by a packed list times one vector: values[k] = relu(sum_j w[ids[k], j] x[j] + bias[ids[k]]).
 
-n = LayerNorm(x) or x itself. x (1, d) fp32 (or as w, without a LayerNorm); w (n, d). Program p takes entries p, p + P,
-p + 2 P, ... of the list: even shares whatever the activity of neighbouring neurons, and addresses that depend on no
-count. The next row is on its way before the present one is summed. A value may be zero: fc2 skips its row.
-
-What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
-the predictor normalised it), or the list (EARLY_LIST, a look-ahead predictor).
+x (1, d) normalised; w (n, d). Program p takes entries p, p + P, p + 2 P, ... of the list: even shares whatever the
+activity of neighbouring neurons, and addresses that depend on no count. The next row is on its way before the present
+one is summed. A value may be zero: fc2 skips its row.
+fc1 alone: a decoding step runs it in one grid with fc2 (`listed_mlp`), which benchmarks compare with the two kernels.
 """
 
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, use_pdl
-from kernels.dense_gemv import normalised_vector
 from kernels.launch import INTERPRET, column_block, load_vector, wait_for_predecessor
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.packed_rows import PackedRows
 
 
@@ -50,10 +46,9 @@ def listed_block(d: int) -> int:
     return 64 if d <= 5120 else 32
 
 
-def listed_gemv_reference(x, ln, weight, bias, selection, out) -> None:
+def listed_gemv_reference(x, weight, bias, selection, out) -> None:
     """Plain torch; `out` is the dense (B, n) tensor of the references."""
-    y = x.to(weight.dtype) if ln is None else layer_norm_reference(x, ln, weight.dtype)
-    y = (torch.nn.functional.linear(y.float(), weight.float()) + bias.float()).relu()
+    y = (torch.nn.functional.linear(x.float(), weight.float()) + bias.float()).relu()
     out.copy_(torch.where(selection.to_mask(len(x)), y, 0.0))
 
 
@@ -72,8 +67,6 @@ def _load_row(w, row, left, columns, D: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["last"])
 def _listed_kernel(
     x,
-    norm_weight,
-    norm_bias,
     weight,
     bias,
     ids,
@@ -82,30 +75,22 @@ def _listed_kernel(
     last,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    EARLY_X: tl.constexpr,
-    EARLY_LIST: tl.constexpr,
-    EPS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    if EARLY_X:
+    if EARLY:
         n = load_vector(x, columns, D, BLOCK)
-    if not EARLY_LIST:
-        wait_for_predecessor(PDL)
+    wait_for_predecessor(PDL)
     # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
     number = tl.load(count)
     row = tl.load(ids + tl.minimum(pid, last))
     next_row = tl.load(ids + tl.minimum(pid + step, last))
     w = _load_row(weight, row, number - pid, columns, D, BLOCK)
-    if EARLY_LIST:
-        wait_for_predecessor(PDL)
-    if NORM:
-        n = normalised_vector(x, norm_weight, norm_bias, columns, D, BLOCK, EPS, weight.dtype.element_ty)
-    elif not EARLY_X:
+    if not EARLY:
         n = load_vector(x, columns, D, BLOCK)
     for item in range(pid, number, step):
         coming = _load_row(weight, next_row, number - item - step, columns, D, BLOCK)
@@ -123,33 +108,27 @@ def _listed_kernel(
 
 def listed_gemv(
     x: Tensor,
-    ln: LayerNormWeights | None,
     weight: Tensor,
     bias: Tensor,
     rows: PackedRows,
-    early: str | None = None,
+    early: bool = False,
     pdl: bool = False,
     settings: ListedSettings | None = None,
 ) -> None:
     """One batch row; reads rows.ids and rows.count, writes rows.values. See the module's docstring.
 
-    early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
-    Errors: shapes, a CPU tensor.
+    early: x was written before the launch before this one, and is read before the wait. Errors: shapes, a CPU tensor.
     """
     check_device("x", x)
     n, d = weight.shape
     check_shape("x", x, 1, d)
     check_shape("bias", bias, n)
     check_shape("rows.ids", rows.ids, n)
-    if early not in (None, "x", "list") or (early == "x" and ln is not None):
-        raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
     settings = settings or listed_settings(d)
     block = min(settings.block, max(16, triton.next_power_of_2(d)))
     pdl = use_pdl(pdl, x.device)
     _listed_kernel[(min(settings.programs, n),)](
         x,
-        None if ln is None else ln.weight,
-        None if ln is None else ln.bias,
         weight,
         bias,
         rows.ids,
@@ -158,10 +137,7 @@ def listed_gemv(
         n - 1,
         D=d,
         BLOCK=block,
-        NORM=ln is not None,
-        EARLY_X=early == "x",
-        EARLY_LIST=early == "list",
-        EPS=1e-5 if ln is None else ln.eps,
+        EARLY=early,
         PDL=pdl,
         num_warps=min(settings.warps, max(1, block // 32)),  # no more threads than columns
         launch_pdl=pdl,

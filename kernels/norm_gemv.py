@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import wait_having_started_dependents
 from kernels.launch import (
     FLOAT_TYPES,
     INTERPRET,
@@ -28,6 +27,7 @@ from kernels.launch import (
     next_power_of_two,
     programmatic,
     require,
+    start_dependents_and_wait,
     wait_for_predecessor,
 )
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
@@ -198,7 +198,7 @@ def normalised_rows(
         own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
         own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
     if EARLY:
-        wait_having_started_dependents(PDL)
+        start_dependents_and_wait(PDL)
     else:
         wait_for_predecessor(PDL)
     x = load_vector(x_ptr, columns, D, BLOCK)

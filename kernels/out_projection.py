@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.batched import dense_add
+from kernels.launch import wait_for_predecessor
 from kernels.select import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
@@ -120,7 +121,7 @@ def _project_kernel(
     w, columns = _step(at, inside, order, 0, n, HEAD_DIM, RUN, BLOCK, ALL)
     offset = tl.load(bias + rows, mask=inside, other=0.0)
     base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     acc = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
     for begin in range(0, n, BLOCK):
         x = tl.load(mixed + columns, mask=begin + c < n, other=0.0)
@@ -160,7 +161,7 @@ def _project_tiles_kernel(
     order, n = _selected_heads(row_bits, H, H_TILE)
     offset = tl.load(bias + rows, mask=inside, other=0.0)
     base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     y = tl.zeros((ROWS, 8), tl.float32)
     for i in tl.range(0, n, num_stages=STAGES):
         column = tl.sum(tl.where(heads == i, order, 0)) * HEAD_DIM + c

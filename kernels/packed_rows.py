@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_common import check_device, check_shape, use_pdl, wait_having_started_dependents
+from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.gather_gemv import LiveRows
-from kernels.launch import INTERPRET, wait_for_predecessor
+from kernels.launch import INTERPRET, start_dependents_and_wait, wait_for_predecessor
 from kernels.select import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
@@ -73,7 +73,7 @@ def pack_ranges(
     """Program number_of's RANGES ranges, with its wait: a program's whole work, also as a part of another grid."""
     # All slots are read beside the counts that say which of them are valid: one round trip.
     if EARLY:
-        wait_having_started_dependents(PDL)
+        start_dependents_and_wait(PDL)
     else:
         wait_for_predecessor(PDL)
     low = number_of * RANGES
@@ -226,7 +226,7 @@ def _add_kernel(
     offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     base = tl.load(residual + columns, mask=inside, other=0.0)  # older than the launch before
     # What comes next reads weights before its own wait.
-    wait_having_started_dependents(PDL)
+    start_dependents_and_wait(PDL)
     y = tl.zeros((CHUNK, STRIPE), tl.float32)
     for first in tl.static_range(0, SPLITS, CHUNK):
         at = partials + (first + s)[:, None] * D + columns[None, :]

@@ -22,7 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_projection, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_projection, check_shape, use_pdl
+from kernels.launch import wait_for_predecessor
 from kernels.select import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
@@ -203,7 +204,7 @@ def qkv_tile(
         marks = tl.load(watermark + b[:, None] * H + heads[None, :], mask=inside, other=0)
         lacking = tl.where(inside, last[:, None] + 1 - tl.minimum(marks, last[:, None]), 0)
     groups = (tl.sum(lacking, 0) + WIDE - 1) // WIDE
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
     chosen = head_bits != 0
     if POLICY == 1:

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_projection, n_sms, start_dependents, use_pdl
+from kernels.attention_common import check_projection, n_sms, use_pdl
 from kernels.batched import dense_qkv
 from kernels.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings
+from kernels.launch import wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 
 
@@ -57,7 +58,7 @@ def _qkv_dense_kernel(
     step = tl.num_programs(0) * ROWS
     w = row_pieces(weight, first, N_ROWS, c, D, BLOCK, ROWS)
     last = tl.load(position)
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
     for begin in range(first, N_ROWS, step):
         coming = row_pieces(weight, begin + step, N_ROWS, c, D, BLOCK, ROWS)

@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_common import check_device, check_shape, start_dependents, use_pdl
+from kernels.attention_common import check_device, check_shape, use_pdl
+from kernels.launch import wait_for_predecessor
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
@@ -76,7 +77,7 @@ def _embed_kernel(
     tokens, position, embedding, positions, x, capacity, OFFSET: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     b = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < D
@@ -170,7 +171,7 @@ def _advance_kernel(
     PDL: tl.constexpr,
 ):
     # One program a row holds all logits in registers: no sort, no softmax in memory.
-    start_dependents(PDL)
+    wait_for_predecessor(PDL)
     b = tl.program_id(0)
     if tl.load(done + b) != 0:
         tl.store(row_state + b, 0)

@@ -3,19 +3,14 @@
 import pytest
 import torch
 
+from kernels.attend_pack import attend_pack
 from kernels.flash_decode import AttentionScratch, flash_decode_reference
 from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
-from kernels.lookahead import (
-    SiteRows,
-    attend_pack,
-    qkv_select,
-    qkv_select_reference,
-    site_predict,
-    site_predict_reference,
-)
 from kernels.packed_rows import PackedRows
+from kernels.qkv_select import qkv_select, qkv_select_reference
 from kernels.select import PredictorWeights, Selection, quantize_rows
+from kernels.site_predict import SiteRows, site_predict, site_predict_reference
 
 NAN = float("nan")
 
