@@ -277,7 +277,7 @@ def main() -> int:
     parts = ["sets", "single", "greedy", "prompts", "replay"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     ways = ["stream", "inline", "fused"]
-    parser.add_argument("--look-ahead", default="stream", choices=ways, help="of a bundle with earlier sites")
+    parser.add_argument("--look-ahead", default="fused", choices=ways, help="of a bundle with earlier sites")
     parser.add_argument("--gather-device", default="cuda", help="cpu: where other programs share the GPU (greedy)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
