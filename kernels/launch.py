@@ -293,8 +293,8 @@ DENSE_FROM = ((0, 0.14), (2048, 0.75), (4096, 0.89), (5120, 0.88), (7168, 0.84),
 
 
 # The same for 2 to 32 rows, by the density of what they select together. Measured at 4096 and 9216 up to unions of
-# 75 % (50 % in a whole step), where 8 rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time; what
-# a step adds, and more rows, leave less.
+# 75 %, where 8 rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step);
+# what a step adds, and more rows, leave less.
 DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
 
 
