@@ -17,8 +17,8 @@ from benchmarks.harness import BenchRow, Rows, measure, sets_for
 from kernels.cascade import CascadeWeights, InputLevels, cascade, cascade_rows
 from kernels.gather_gemv import LiveRows, gather_gemv
 from kernels.launch import gather_settings
-from kernels.listed_gemv import listed_block, listed_gemv
-from kernels.packed_rows import PackedRows, pack
+from kernels.listed_gemv import listed_gemv
+from kernels.packed_rows import PackedRows, listed_block, pack
 from kernels.select import Selection
 
 SHAPES = {768: 3072, 2048: 8192, 4096: 16384, 7168: 28672, 9216: 36864, 12288: 49152}

@@ -6,8 +6,9 @@
 
 The stages are the decode engine's. "whole" counts LayerNorm, predictor, selection, fc1, fc2, bias and residual,
 launched as programmatic dependents of each other but not of the step before; "chain" lets it overlap that too, as a
-decoding step does; "mlp" is fc1 and fc2 in one grid with the list given, "fc1" and "fc2" are the two kernels that other
-paths of the engine use, all three in chains of themselves. Dense is the two cuBLAS products alone, or what the engine
+decoding step does; "mlp" is fc1 and fc2 in one grid with the list given, "fc1" and "fc2" are
+kernels of their own (for one row fc2 is what follows a cascade, fc1 is for comparison; for batches they are the
+engine's), all three in chains of themselves. Dense is the two cuBLAS products alone, or what the engine
 would run instead. Bytes count fc2 rows of live neurons only.
 """
 

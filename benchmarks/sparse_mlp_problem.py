@@ -17,9 +17,9 @@ from kernels.dense_wide import dense_wide
 from kernels.gather_gemv import gather_gemv_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.listed_batch import BatchRows, listed_batch, packed_batch
-from kernels.listed_gemv import listed_block, listed_gemv
+from kernels.listed_gemv import listed_gemv
 from kernels.listed_mlp import listed_mlp
-from kernels.packed_rows import PackedRows, pack, packed_rows, partial_sums
+from kernels.packed_rows import PackedRows, listed_block, pack, packed_rows, partial_sums
 from kernels.scatter_gemv import scatter_gemv_reference
 from kernels.select import PredictorWeights, Selection, predict_reference, predict_select
 

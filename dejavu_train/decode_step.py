@@ -3,8 +3,8 @@
 A layer of a sparse step, one batch row: head_select (LayerNorm, head predictor) - qkv - flash_decode - project_heads -
 predict_select (LayerNorm, predictor, list) - pack - listed_mlp (fc1, fc2); with a second test predict_select - pack -
 cascade - packed_rows. With look-ahead by half a block: site_predict (LayerNorm, both predictors) - qkv_select -
-attend_pack - project_heads - listed_mlp. A dense one: qkv_dense - flash_decode - project_heads - dense_rows -
-dense_wide. LayerNorms are prologues, biases and residuals epilogues.
+attend_pack - project_heads - listed_mlp (or layer_norm - cascade - packed_rows). A dense one: qkv_dense - flash_decode
+- project_heads - dense_rows - dense_wide. LayerNorms are prologues, biases and residuals epilogues.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from kernels import (
     head_select,
     launch,
     listed_batch,
-    listed_gemv,
     packed_rows,
     sampling,
     scatter_gemv,
@@ -115,7 +114,7 @@ class DecodeStep:
         self.scatter = scatter_gemv.ScatterScratch.empty(batch, d, device)
         self._normalised = torch.zeros(batch, d, dtype=dtype, device=device)
         self._hidden_dense = torch.zeros(batch, shape.d_ffn, device=device)
-        # The references keep values of unselected neurons as zeros; the kernels a list of those that are not zero.
+        # The references keep values of unselected neurons as zeros; one row's kernels a list of the selected.
         packed = triton_ops and batch == 1
         self._packed = packed_rows.PackedRows.empty(shape.d_ffn, device) if packed else None
         self._partials = packed_rows.partial_sums(d, device) if packed else None
@@ -130,7 +129,7 @@ class DecodeStep:
             if predictor.mean is not None:
                 folded = self.weights.layers[layer].out.float() @ predictor.mean.flatten()
                 self._out_bias[layer] = self.weights.layers[layer].out_bias.float() + folded
-        block = listed_gemv.listed_block(d) if batch == 1 else 64
+        block = packed_rows.listed_block(d) if batch == 1 else 64
         self._tested: Any = self._hidden_dense
         self._levels: cascade.InputLevels | None = None
         cascades = any(predictor.grid is not None for predictor in self.predictors.values())

@@ -33,10 +33,8 @@ def _attend_pack_kernel(
     capacity,
     scale,
     ids,
-    values,
     counts,
     packed_ids,
-    packed_values,
     packed_count,
     n_ranges,
     n_packs,
@@ -60,7 +58,7 @@ def _attend_pack_kernel(
     pid = tl.program_id(0)
     if pid < n_packs:
         pack_ranges(
-            pid, ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
+            pid, ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
             RANGES, True, PDL,
         )  # fmt: skip
     else:

@@ -219,8 +219,8 @@ def cascade(
 
     x: (B, d) fp32/fp16/bf16, B <= 32. selection.row_bits becomes what passed; its list stays that of the candidates.
     out: for B = 1 the packed list of the candidates (`pack`), whose values become h, zero where a candidate fails; or
-    `LiveRows` from `cascade_rows`. row_state: (B,) int32, 2 = a dense row, which is not tested. levels: scratch;
-    without it the call makes one. warps, programs: launch settings of a packed list.
+    `LiveRows` from `cascade_rows`. row_state: (B,) int32, 2 = a dense row, which is not tested. scratch: for the
+    rounded input of several rows; without it the call makes one. warps, programs: launch settings of a packed list.
     """
     batch, d = check_input("x", x)
     n = selection.n

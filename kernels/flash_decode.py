@@ -3,11 +3,12 @@
     out[b, i] = softmax_p(q[b, i] . k_cache[b, i, p] / sqrt(head_dim)) v_cache[b, i, p]     p = 0 .. position[b]
 
 for the heads i that row b selects; zeros for the others, whose K/V are not read. A program owns one (row, head) and one
-range of BLOCK positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of a
-head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic.
-It also sets watermark[b, i] = position[b] + 1. Positions that were never written ("stale") are skipped through `valid`.
+range of POSITIONS positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of
+a head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic. It
+also sets watermark[b, i] = position[b] + 1. Positions that were never written ("stale") are skipped through `valid`.
 Position, watermark and selection are older than the launch before this one, and so are the K/V below the watermark:
-they are read before the wait for it, while q/k/v are still computed.
+they are read before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may
+read early only what is older than q/k/v.
 Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
 q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32; watermark (B, h) int32.
 """

@@ -108,7 +108,8 @@ def head_select(
     selection: Selection,
     pdl: bool = False,
 ) -> None:
-    """See the module's formula. Without a predictor only `attn_in` is written. Errors: shapes, a CPU tensor."""
+    """See the module's formula. Without a predictor only `attn_in` is written. position and row_state are older
+    than the launch before this one. Errors: shapes, a CPU tensor."""
     check_device("x", x)
     batch, d = x.shape
     n_heads = selection.n

@@ -2,12 +2,15 @@
 """What every launch shares: input checks, device helpers for programmatic dependent launch (PDL), and launch settings.
 
 PDL lets a kernel start while its predecessor still runs. The rules that keep it right: every program of every kernel
-that is launched so waits (`gdc_wait`) before its first load of data that the kernel before wrote, before any store and
-before any early return. The wait returns when the predecessor has ended and its writes are visible, so buffers may be
-reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a dependent then starts
-when all that is older than its predecessor has ended, so it may read that before it waits. Attention, norm_gemv and the
-adding kernel of fc2 trigger before they wait, because what follows them has weights to load: their dependents may read
-early only what is older than the kernel before the predecessor as well.
+that is launched so waits (`gdc_wait`) before its first load of data that a kernel which may still run writes, before
+any store and before any early return. The wait returns when the predecessor has ended and its writes are visible, so
+buffers may be reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a
+dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits (which
+takes for granted that a grid starts with a clean L1; benchmarks/fidelity.py would show stale reads). Attention,
+norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has weights to load. Each
+such kernel in a row before a dependent takes one more kernel out of what it may read early: after one, what the kernel
+before the predecessor wrote; after two, what the one before that wrote as well. Embed must not trigger early: layer 0's
+selection reads row_state.
 """
 
 import ctypes
@@ -96,10 +99,10 @@ def share_carveout(percent: int) -> int:
     percent: of shared memory: SPARSE_CARVEOUT, or DRIVERS_CARVEOUT to leave it to the driver (again).
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
     can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
-    predecessor. A sparse step at batch 1 (one H200): 66B 11.16 ms without, 11.11 / 10.66 / 11.18 / 11.38 ms at 25 /
-    50 / 75 / 100 %; 6.7B 1.772 and 1.769 at 50 %. A compromise: the MLP's kernels alone lose 5-7 % at 66B's width.
-    Call it after every kernel has run once and before a graph is captured. Without a CUDA driver, or with a triton
-    that keeps its kernels elsewhere, nothing happens.
+    predecessor. A sparse step at batch 1 (one H200, kernels of an earlier state): 66B 11.16 ms without, 11.11 / 10.66 /
+    11.18 / 11.38 ms at 25 / 50 / 75 / 100 %; 6.7B 1.772 and 1.769 at 50 %. A compromise: the MLP's kernels alone lose
+    5-7 % at 66B's width. Call it after every kernel has run once and before a graph is captured. Without a CUDA driver,
+    or with a triton that keeps its kernels elsewhere, nothing happens.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,7 @@
 """LayerNorm as a prologue: y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, in fp32.
 
-For one batch row it is no kernel of its own: the kernels that read the residual stream x (1, d) fp32 normalise it on
-the way in. For a batch it is one (`layer_norm`).
+For one batch row it is no kernel of its own, except in front of a cascade whose predictor looks ahead: the kernels that
+read the residual stream x (1, d) fp32 normalise it on the way in. For a batch it is one (`layer_norm`).
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def _layer_norm_kernel(
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
-    """x (B, d) -> out (B, d), one program a row; for batches, where normalising in each consumer costs more."""
+    """x (B, d) -> out (B, d), one program a row; where every consumer of its own would cost more."""
     batch, d = check_input("x", x)
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
     has_pdl, use_pdl = programmatic(x, pdl)

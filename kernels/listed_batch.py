@@ -201,7 +201,7 @@ def listed_batch(
     """x (B, d), B > 1, weight (n, d) and bias (n); x and weight of one dtype. Errors: shapes, dtypes."""
     batch, d = check_input("x", x)
     n = weight.shape[0]
-    require(batch > 1, "one batch row has kernels of its own: listed_gemv")
+    require(batch > 1, "one batch row has a kernel of its own: listed_mlp")
     check_tensor("weight", weight, (n, d), FLOAT_TYPES, x)
     check_tensor("x", x, (batch, d), (weight.dtype,), x)
     check_tensor("bias", bias, (n,), FLOAT_TYPES, x)

@@ -4,7 +4,7 @@
 x (1, d) normalised; w (n, d). Program p takes entries p, p + P, p + 2 P, ... of the list: even shares whatever the
 activity of neighbouring neurons, and addresses that depend on no count. The next row is on its way before the present
 one is summed. A value may be zero: fc2 skips its row.
-fc1 alone: a decoding step runs it in one grid with fc2 (`listed_mlp`), which benchmarks compare with the two kernels.
+fc1 alone, for benchmarks: a decoding step runs fc1 and fc2 in one grid (`listed_mlp`).
 """
 
 from dataclasses import dataclass
@@ -39,11 +39,6 @@ def listed_settings(d: int) -> ListedSettings:
     if d < 12288:
         return ListedSettings(792 if d <= 5120 else 528 if d <= 7168 else 396, 1024, 4)
     return ListedSettings(264, 2048, 8)
-
-
-def listed_block(d: int) -> int:
-    """Block of the selections that precede this kernel."""
-    return 64 if d <= 5120 else 32
 
 
 def listed_gemv_reference(x, weight, bias, selection, out) -> None:

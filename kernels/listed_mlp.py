@@ -4,11 +4,11 @@
     out[j] = residual[j] + b2[j] + sum_k h[k] w2_t[ids[k], j],   h[k] = relu(sum_j w1[ids[k], j] n[j] + b1[ids[k]])
 
 n = LayerNorm(x), rounded to w1's dtype, or x itself; x (1, d) fp32 (or as w1, without a LayerNorm); w1, w2_t (n, d).
-Program p takes entries p, p + P, p + 2 P, ... of the list, ROWS
-at a time: their rows of fc1, one reduction for all of them, then at once their rows of fc2, those of value zero left
-out. The rows of fc1 that come next, and the rows of fc2, are on their way meanwhile. So nothing waits between the two
-products, where two kernels end, start and fill the memory's queues again; what it costs is a sum of all d columns for
-each program, which `add_partials` adds up in a fixed order. Hence few programs, one or two a multiprocessor.
+Program p takes entries p, p + P, p + 2 P, ... of the list, ROWS at a time: their rows of fc1, one reduction for all of
+them, then at once their rows of fc2, those of value zero left out. The rows of fc1 that come next, and the rows of fc2,
+are on their way meanwhile. So nothing waits between the two products, where two kernels end, start and fill the
+memory's queues again; what it costs is a sum of all d columns for each program, which `add_partials` adds up in a fixed
+order. Hence few programs, one or two a multiprocessor.
 
 What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
 the predictor normalised it), or the list and its first rows (EARLY_LIST, a look-ahead predictor).
@@ -30,7 +30,7 @@ from kernels.packed_rows import MAX_SPLITS, PackedRows, add_partials, partial_su
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """programs: grid size; block: columns a piece of a row; rows: entries a step, at most 8; warps."""
+    """programs: grid size, at most MAX_SPLITS; block: columns a piece of a row; rows: entries a step, at most 8."""
 
     programs: int
     block: int

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.batched import dense_add
-from kernels.launch import wait_for_predecessor
+from kernels.launch import require, wait_for_predecessor
 from kernels.select import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
@@ -200,6 +200,9 @@ def project_heads(
     n_heads = 1 if selection is None else selection.n
     pdl = use_pdl(pdl, mixed.device)
     settings = settings or project_settings(d, selection is None)
+    require(
+        selection is not None or isinstance(settings, ProjectSettings), "HeadTileSettings need a selection of heads"
+    )
     head_dim = width // n_heads
     if isinstance(settings, HeadTileSettings):
         _project_tiles_kernel[(triton.cdiv(d, settings.rows),)](

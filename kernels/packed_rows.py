@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, use_pdl
-from kernels.gather_gemv import LiveRows
 from kernels.launch import INTERPRET, start_dependents_and_wait, wait_for_predecessor
 from kernels.select import Selection
 
@@ -27,7 +26,7 @@ MAX_SPLITS = 264  # rows of the scratch for partial sums
 
 @dataclass(frozen=True)
 class PackedRows:
-    """ids (n) int32 and values (n) fp32, defined below count (1) int32; beyond it ids are old ones."""
+    """ids (n) int32, defined below count (1) int32, old ones beyond it; values (n) fp32, where a kernel wrote some."""
 
     ids: Tensor
     values: Tensor
@@ -57,10 +56,8 @@ class PackedRows:
 def pack_ranges(
     number_of,
     ids,
-    values,
     counts,
     packed_ids,
-    packed_values,
     packed_count,
     n_ranges,
     SLOTS: tl.constexpr,
@@ -85,14 +82,10 @@ def pack_ranges(
     at = own[:, None] * SLOTS + slot[None, :]
     there = (own < n_ranges)[:, None] & (slot < SLOTS)[None, :]
     row = tl.load(ids + at, mask=there, other=0)
-    if values is not None:
-        value = tl.load(values + at, mask=there, other=0.0)
     start = tl.sum(tl.where(every < low, number, 0)) + tl.cumsum(mine, 0) - mine
     place = start[:, None] + slot[None, :]
     valid = slot[None, :] < mine[:, None]
     tl.store(packed_ids + place, row, mask=valid)
-    if values is not None:
-        tl.store(packed_values + place, value, mask=valid)
     if low == 0:
         tl.store(packed_count, tl.sum(number))
 
@@ -100,10 +93,8 @@ def pack_ranges(
 @triton.jit(do_not_specialize=["n_ranges"])
 def _pack_kernel(
     ids,
-    values,
     counts,
     packed_ids,
-    packed_values,
     packed_count,
     n_ranges,
     SLOTS: tl.constexpr,
@@ -113,40 +104,42 @@ def _pack_kernel(
     PDL: tl.constexpr,
 ):
     pack_ranges(
-        tl.program_id(0), ids, values, counts, packed_ids, packed_values, packed_count, n_ranges, SLOTS, SLOTS_PAD,
+        tl.program_id(0), ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD,
         ALL, RANGES, False, PDL,
     )  # fmt: skip
 
 
-def pack(rows: Selection | LiveRows, out: PackedRows, pdl: bool = False) -> None:
-    """Close the gaps of a list of one batch row. Of a selection, out.values are left to `listed_gemv`."""
+def pack(rows: Selection, out: PackedRows, pdl: bool = False) -> None:
+    """Close the gaps of a selection of one batch row: ids and count. Values come from the kernel that makes them."""
     pdl = use_pdl(pdl, rows.ids.device)
     programs, arguments, constants = pack_launch(rows, out)
     _pack_kernel[(programs,)](*arguments, **constants, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
 def pack_launch(
-    rows: Selection | LiveRows, out: PackedRows, entries: int = ENTRIES
+    rows: Selection, out: PackedRows, entries: int = ENTRIES
 ) -> tuple[int, tuple[Any, ...], dict[str, int]]:
     """(programs, arguments, constants) of `pack_ranges`, the same in every grid that carries it, checked.
 
     entries: slots of the list for a program.
     """
     check_device("rows.ids", rows.ids)
-    slots, values = (rows.slots, rows.values) if isinstance(rows, LiveRows) else (rows.block, None)
-    if values is not None:
-        check_shape("rows.values", values, len(rows.ids), 1)
     n_ranges = rows.counts.numel()
-    padded = triton.next_power_of_2(slots)
+    padded = triton.next_power_of_2(rows.block)
     ranges = max(1, entries // padded)
     constants = {
-        "SLOTS": slots,
+        "SLOTS": rows.block,
         "SLOTS_PAD": padded,
         "ALL": max(128, triton.next_power_of_2(n_ranges)),
         "RANGES": ranges,
     }
-    arguments = (rows.ids, values, rows.counts, out.ids, out.values, out.count, n_ranges)
+    arguments = (rows.ids, rows.counts, out.ids, out.count, n_ranges)
     return triton.cdiv(n_ranges, ranges), arguments, constants
+
+
+def listed_block(d: int) -> int:
+    """Block of the selections whose list is packed, for one batch row."""
+    return 64 if d <= 5120 else 32
 
 
 @triton.jit
@@ -276,7 +269,7 @@ def packed_settings(d: int) -> PackedSettings:
 
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
-    """Scratch for `packed_rows`; shared by calls that run one after another."""
+    """Scratch for `packed_rows` and `listed_mlp`; shared by calls that run one after another."""
     return torch.zeros(MAX_SPLITS, d, device=device)
 
 

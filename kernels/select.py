@@ -29,8 +29,6 @@ from kernels.layer_norm import LayerNormWeights, layer_norm, layer_norm_referenc
 from kernels.norm_gemv import norm_gemv, norm_sums, to_float
 from kernels.short_product import short_product
 
-_store_selection = store_selection  # the name under which other kernels of this package know it
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -199,7 +197,8 @@ def _select_kernel(
     for j in tl.static_range(STEPS):
         tiles = tiles + (tl.load(at + (j * CHUNK + r)[None, :], mask=inside[:, None], other=0.0),)
     if REST > 0:
-        # At least as many values as a program has threads, or copies of a sum would be written to one word.
+        # At least as many values as a program has threads, or copies of a sum would be written to one word (as happens,
+        # harmlessly, in the chunks of ranks below 8).
         WIDE: tl.constexpr = triton.next_power_of_2(REST) if REST > 8 else 8
         last = STEPS * CHUNK + tl.arange(0, WIDE)
         if WIDE == REST:
@@ -257,7 +256,8 @@ def predict_select(
     nothing (finished), 1 = by its logits, 2 = everything (a dense position). hidden: (B, rank) fp32 scratch.
     normalised_out: (B, d), receives LN(x), so that fc1 need not normalise again. logits_out: (B, n) fp32.
     top_k selects exactly that many per row (ties to the lower index) by a sort: exact, and slow.
-    pdl: launch as programmatic dependents of the kernels before.
+    pdl: launch as programmatic dependents of the kernels before; threshold and row_state must then be older than the
+    launch before this call. Errors: shapes, dtypes, a CPU tensor.
     """
     batch, d = check_input("x", x)
     rank = predictor.down.shape[0]
@@ -297,7 +297,10 @@ def select_rows(
     pdl: bool = False,
     warps: int | None = None,
 ) -> None:
-    """The second half of `predict_select`: hidden (B, rank) fp32 times `up`, bias, threshold, list."""
+    """The second half of `predict_select`: hidden (B, rank) fp32 times `up`, bias, threshold, list.
+
+    Errors: shapes, dtypes, a CPU tensor.
+    """
     batch, rank = check_input("hidden", hidden)
     n = predictor.up.shape[0]
     check_tensor("predictor.up", predictor.up, (n, rank), FLOAT_TYPES + QUANTIZED_TYPES, hidden)

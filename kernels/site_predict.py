@@ -111,7 +111,10 @@ def site_predict(
     hidden: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32."""
+    """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32.
+
+    position and row_state are older than the launch before this one. Errors: shapes, a CPU tensor.
+    """
     check_device("x", x)
     d, n_rows, n_heads = x.shape[1], len(site.rows), selection.n
     check_shape("x", x, 1, d)

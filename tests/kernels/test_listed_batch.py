@@ -64,7 +64,7 @@ def test_short_product(rank, d, batch, dtype, device):
 
 def test_refusals(device):
     x, fc1, bias, _, _, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
-    with pytest.raises(ValueError, match="listed_gemv"):
+    with pytest.raises(ValueError, match="listed_mlp"):
         listed_batch(x[:1].contiguous(), fc1, bias, Selection.from_mask(mask[:1]), rows)
     with pytest.raises(ValueError, match="x must be float16"):
         listed_batch(x, fc1.half(), bias, Selection.from_mask(mask), rows)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels.gather_gemv import LiveRows
 from kernels.listed_gemv import ListedSettings, listed_gemv, listed_gemv_reference
 from kernels.packed_rows import PackedRows, PackedSettings, pack, packed_rows, packed_rows_reference, partial_sums
 from kernels.select import Selection
@@ -27,15 +26,6 @@ def test_pack_of_a_selection(device, n, block, density):
     rows = poisoned(n, device)
     pack(selection, rows)
     assert torch.equal(rows.ids[: int(rows.count)].long(), selection.indices())
-
-
-def test_pack_of_live_rows(device):
-    h = torch.where(torch.rand(1, 130, device=device) < 0.4, torch.randn(1, 130, device=device), 0.0)
-    live, rows = LiveRows.empty(130, 1, device, programs=9), poisoned(130, device)
-    live.set_dense(h)
-    pack(live, rows)
-    assert torch.equal(rows.ids[: int(rows.count)].long(), h[0].nonzero().flatten())
-    torch.testing.assert_close(rows.to_dense(), h)
 
 
 @pytest.mark.parametrize(("density", "early"), [(0.3, False), (0.0, False), (1.0, True), (0.5, True)])
