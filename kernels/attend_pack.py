@@ -92,7 +92,6 @@ def attend_pack(
         q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, positions, pdl
     )
     n_packs, pack_arguments, pack_constants = pack_launch(mlp_selection, packed, PACKED_ENTRIES)
-    pack_constants["ALL_RANGES"] = pack_constants.pop("ALL")  # `attend` has an ALL too
     _attend_pack_kernel[(n_packs + q.shape[1] * constants["SPLITS"],)](
         *arguments,
         *pack_arguments,

@@ -19,11 +19,13 @@ from kernels.launch import (
     GatherSettings,
     check_input,
     check_tensor,
+    dot_type,
     gather_settings,
     list_products,
     list_slots_wide,
     load_vector,
     next_power_of_two,
+    padded_batch,
     programmatic,
     require,
     wait_for_predecessor,
@@ -332,7 +334,7 @@ def gather_gemv(
         slots,
         batch,
         D=d,
-        BATCH=max(16, next_power_of_two(batch)),
+        BATCH=padded_batch(batch),
         BLOCK=settings.block,
         ROWS=settings.rows,
         SEL_BLOCKS=sel_blocks,
@@ -340,11 +342,8 @@ def gather_gemv(
         GROUP=rows_per_id,
         RELU=activation == "relu",
         STAGES=settings.stages,
-        DOT=DOT_TYPES.get(weight.dtype, tl.float16),
+        DOT=dot_type(weight.dtype),
         PDL=has_pdl,
         num_warps=settings.warps,
         launch_pdl=use_pdl,
     )
-
-
-DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

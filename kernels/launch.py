@@ -43,6 +43,11 @@ def padded_batch(batch: int) -> int:
     return max(16, next_power_of_two(batch))
 
 
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """What the tensor cores multiply for weights of this dtype; stored codes are taken to fp16, which is exact."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float16)
+
+
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.launch import INTERPRET, column_block, load_vector, wait_for_predecessor
-from kernels.packed_rows import PackedRows
+from kernels.packed_rows import PackedRows, listed_tiles
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,6 @@ def listed_gemv_reference(x, weight, bias, selection, out) -> None:
     out.copy_(torch.where(selection.to_mask(len(x)), y, 0.0))
 
 
-@triton.jit
-def _load_row(w, row, left, columns, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Row `row` in pieces (BLOCK,), or nothing where left <= 0."""
-    at = w + row.to(tl.int64) * D
-    limit = tl.where(left > 0, D, 0)
-    tiles = ()
-    for j in tl.static_range((D + BLOCK - 1) // BLOCK):
-        c = j * BLOCK + columns
-        tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
-    return tiles
-
-
 @triton.jit(do_not_specialize=["last"])
 def _listed_kernel(
     x,
@@ -84,11 +72,11 @@ def _listed_kernel(
     number = tl.load(count)
     row = tl.load(ids + tl.minimum(pid, last))
     next_row = tl.load(ids + tl.minimum(pid + step, last))
-    w = _load_row(weight, row, number - pid, columns, D, BLOCK)
+    w = listed_tiles(weight, (row,), (number - pid > 0,), columns, D, BLOCK, 1)
     if not EARLY:
         n = load_vector(x, columns, D, BLOCK)
     for item in range(pid, number, step):
-        coming = _load_row(weight, next_row, number - item - step, columns, D, BLOCK)
+        coming = listed_tiles(weight, (next_row,), (number - item - step > 0,), columns, D, BLOCK, 1)
         far_row = tl.load(ids + tl.minimum(item + 2 * step, last))
         offset = tl.load(bias + row).to(tl.float32)
         products = w[0].to(tl.float32) * n[0].to(tl.float32)

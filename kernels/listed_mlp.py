@@ -24,8 +24,8 @@ from torch import Tensor
 from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.launch import INTERPRET, load_vector, wait_for_predecessor
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.norm_gemv import sums_together
-from kernels.packed_rows import MAX_SPLITS, PackedRows, add_partials, partial_sums
+from kernels.norm_gemv import mean_and_rstd, sums_together
+from kernels.packed_rows import MAX_SPLITS, PackedRows, add_partials, listed_tiles, partial_sums
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,6 @@ def _ids(ids, first, step, last, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rows(w, rows, wanted, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows in pieces (BLOCK,), row by row; a row that is not wanted is not read."""
-    tiles = ()
-    for r in tl.static_range(ROWS):
-        at = w + rows[r].to(tl.int64) * D
-        limit = tl.where(wanted[r], D, 0)
-        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
-            c = j * BLOCK + columns
-            tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
-    return tiles
-
-
-@triton.jit
 def _inside(first, step, number, ROWS: tl.constexpr):
     inside = ()
     for r in tl.static_range(ROWS):
@@ -111,8 +98,7 @@ def _layer_norm(x, gain, shift, D: tl.constexpr, EPS: tl.constexpr, STEPS: tl.co
         total += part
         squares += part * part
     sums = sums_together((total, squares), 2)
-    mean = sums[0] / D
-    rstd = tl.rsqrt(tl.maximum(sums[1] / D - mean * mean, 0.0) + EPS)
+    mean, rstd = mean_and_rstd(sums[0], sums[1], D, EPS)
     n = ()
     for j in tl.static_range(STEPS):
         value = (x[j].to(tl.float32) - mean) * rstd * gain[j].to(tl.float32) + shift[j].to(tl.float32)
@@ -156,7 +142,7 @@ def _listed_mlp_kernel(
     number = tl.load(count)
     rows = _ids(ids, pid, step, last, ROWS)
     next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
-    w = _rows(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)
+    w = listed_tiles(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)
     if EARLY_LIST:
         wait_for_predecessor(PDL)
     if not EARLY_X:
@@ -169,11 +155,11 @@ def _listed_mlp_kernel(
     values = ()
     for _ in tl.static_range(ROWS):
         values = values + (0.0,)
-    second = _rows(w2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS)  # none: zeros
+    second = listed_tiles(w2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS)  # none: zeros
     for item in range(pid, number, ROWS * step):
         inside = _inside(item, step, number, ROWS)
         after = _inside(item + ROWS * step, step, number, ROWS)
-        coming = _rows(w1, next_rows, after, columns, D, BLOCK, ROWS)
+        coming = listed_tiles(w1, next_rows, after, columns, D, BLOCK, ROWS)
         far_rows = _ids(ids, item + 2 * ROWS * step, step, last, ROWS)
         offsets = ()
         products = ()
@@ -192,7 +178,7 @@ def _listed_mlp_kernel(
             fresh = fresh + (value,)
             live = live + (value != 0,)
         acc = _added(acc, second, values, STEPS, ROWS)
-        second = _rows(w2, rows, live, columns, D, BLOCK, ROWS)
+        second = listed_tiles(w2, rows, live, columns, D, BLOCK, ROWS)
         values = fresh
         rows = next_rows
         next_rows = far_rows

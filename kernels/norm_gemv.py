@@ -133,6 +133,13 @@ def sums_together(tiles, N: tl.constexpr):
 
 
 @triton.jit
+def mean_and_rstd(total, squares, D: tl.constexpr, eps):
+    """Of D values, from their sum and the sum of their squares in fp32."""
+    mean = total / D
+    return mean, tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
+
+
+@triton.jit
 def norm_products(tiles, x, gain, STEPS: tl.constexpr, ROWS: tl.constexpr):
     """Sums of rows times gain times x, of x and of its squares (ROWS + 2 scalars) from pieces in registers."""
     scaled = ()
@@ -205,8 +212,7 @@ def normalised_rows(
     if normalised_ptr is not None:
         own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
     sums = norm_products(tiles, x, gain, STEPS, ROWS)
-    mean = sums[ROWS] / D
-    rstd = tl.rsqrt(tl.maximum(sums[ROWS + 1] / D - mean * mean, 0.0) + eps)
+    mean, rstd = mean_and_rstd(sums[ROWS], sums[ROWS + 1], D, eps)
     if normalised_ptr is not None:
         value = (own_x - mean) * rstd * own_gain + own_shift
         tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)

@@ -62,7 +62,7 @@ def pack_ranges(
     n_ranges,
     SLOTS: tl.constexpr,
     SLOTS_PAD: tl.constexpr,
-    ALL: tl.constexpr,
+    ALL_RANGES: tl.constexpr,
     RANGES: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,7 +74,7 @@ def pack_ranges(
     else:
         wait_for_predecessor(PDL)
     low = number_of * RANGES
-    every = tl.arange(0, ALL)
+    every = tl.arange(0, ALL_RANGES)
     number = tl.load(counts + every, mask=every < n_ranges, other=0)
     own = low + tl.arange(0, RANGES)
     slot = tl.arange(0, SLOTS_PAD)
@@ -99,13 +99,13 @@ def _pack_kernel(
     n_ranges,
     SLOTS: tl.constexpr,
     SLOTS_PAD: tl.constexpr,
-    ALL: tl.constexpr,
+    ALL_RANGES: tl.constexpr,
     RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pack_ranges(
         tl.program_id(0), ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD,
-        ALL, RANGES, False, PDL,
+        ALL_RANGES, RANGES, False, PDL,
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def pack_launch(
     constants = {
         "SLOTS": rows.block,
         "SLOTS_PAD": padded,
-        "ALL": max(128, triton.next_power_of_2(n_ranges)),
+        "ALL_RANGES": max(128, triton.next_power_of_2(n_ranges)),
         "RANGES": ranges,
     }
     arguments = (rows.ids, rows.counts, out.ids, out.count, n_ranges)
@@ -156,13 +156,15 @@ def _entries(ids, values, first, n, STRIDE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _stripes(w, rows, weights, columns, D: tl.constexpr, ROWS: tl.constexpr):
-    """The columns of ROWS rows as tiles; a row of weight zero is not read."""
+def listed_tiles(w, rows, wanted, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS listed rows in pieces (BLOCK,), row by row; a row for which `wanted` is zero is not read."""
     tiles = ()
-    for k in tl.static_range(ROWS):
-        limit = tl.where(weights[k] != 0, D, 0)
-        at = w + rows[k].to(tl.int64) * D + columns
-        tiles = tiles + (tl.load(at, mask=columns < limit, other=0.0, eviction_policy="evict_first"),)
+    for r in tl.static_range(ROWS):
+        at = w + rows[r].to(tl.int64) * D
+        limit = tl.where(wanted[r] != 0, D, 0)
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+            c = j * BLOCK + columns
+            tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
     return tiles
 
 
@@ -185,11 +187,11 @@ def _packed_kernel(
     wait_for_predecessor(PDL)
     n = tl.load(count)
     rows, weights = _entries(ids, values, split, n, SPLITS, ROWS)
-    tiles = _stripes(weight, rows, weights, columns, D, ROWS)
+    tiles = listed_tiles(weight, rows, weights, columns, D, D, ROWS)
     next_rows, next_weights = _entries(ids, values, split + STEP, n, SPLITS, ROWS)
     acc = tl.zeros((STRIPE,), tl.float32)
     for first in range(split, n, STEP):
-        coming = _stripes(weight, next_rows, next_weights, columns, D, ROWS)
+        coming = listed_tiles(weight, next_rows, next_weights, columns, D, D, ROWS)
         far_rows, far_weights = _entries(ids, values, first + 2 * STEP, n, SPLITS, ROWS)
         for k in tl.static_range(ROWS):
             acc += tiles[k].to(tl.float32) * weights[k]

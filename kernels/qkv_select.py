@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kernels.attention_common import check_shape, use_pdl
 from kernels.batch_kernels import store_selection
-from kernels.launch import wait_for_predecessor
+from kernels.launch import dot_type, wait_for_predecessor
 from kernels.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.select import PredictorWeights, Selection, predict_select_reference
 
-PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # of a hidden value, as columns of a product
+PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
 
 
 def qkv_select_reference(
@@ -185,8 +185,7 @@ def qkv_select(
     check_shape("q", q, 1, *q.shape[1:])
     check_shape("up", mlp.up, n, rank)
     chunk = min(64, max(16, triton.next_power_of_2(rank)))
-    narrow = mlp.up.dtype if mlp.up.dtype in PARTS else torch.float16
-    types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    multiplied = dot_type(mlp.up.dtype)
     _qkv_select_kernel[(n_tiles + n_blocks,)](
         *arguments,
         hidden,
@@ -205,8 +204,8 @@ def qkv_select(
         MLP_BLOCK=mlp_selection.block,
         CHUNK=chunk,
         MLP_STAGES=min(4, triton.cdiv(rank, chunk)),
-        TYPE=types[narrow],
-        PARTS=PARTS[narrow],
+        TYPE=multiplied,
+        PARTS=PARTS[multiplied],
         num_warps=warps,
         launch_pdl=pdl,
     )

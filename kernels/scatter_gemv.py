@@ -18,7 +18,9 @@ from kernels.launch import (
     ScatterSettings,
     check_input,
     check_tensor,
+    dot_type,
     next_power_of_two,
+    padded_batch,
     programmatic,
     require,
     scatter_settings,
@@ -239,7 +241,6 @@ def scatter_gemv(
             PDL=has_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
-        dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(weight_t.dtype, tl.float16)
         list_slots = None
         if isinstance(h, LiveRows):
             total, ids, list_slots = scratch.packed(n)
@@ -250,8 +251,8 @@ def scatter_gemv(
             counts, blocks = total, 2
         scatter_dot_kernel[(stripes, splits)](
             values, weight_t, bias, residual, ids, counts, row_bits, list_slots, out, scratch.partials,
-            scratch.tickets, n, n_blocks, batch, D=d, BATCH=max(16, next_power_of_two(batch)), STRIPE=settings.stripe,
+            scratch.tickets, n, n_blocks, batch, D=d, BATCH=padded_batch(batch), STRIPE=settings.stripe,
             SPLITS=splits, ROWS=settings.rows, BLOCKS=blocks, SEL_BLOCK=sel_block, GROUP=rows_per_id,
-            LIVE=isinstance(h, LiveRows), STAGES=settings.stages, DOT=dot, PDL=has_pdl, num_warps=settings.warps,
-            launch_pdl=use_pdl,
+            LIVE=isinstance(h, LiveRows), STAGES=settings.stages, DOT=dot_type(weight_t.dtype), PDL=has_pdl,
+            num_warps=settings.warps, launch_pdl=use_pdl,
         )  # fmt: skip

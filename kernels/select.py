@@ -20,7 +20,9 @@ from kernels.launch import (
     QUANTIZED_TYPES,
     check_input,
     check_tensor,
+    dot_type,
     next_power_of_two,
+    padded_batch,
     programmatic,
     require,
     wait_for_predecessor,
@@ -128,7 +130,7 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
-def _unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """weight (n, d) in `dtype`, its rows times their scales (n,) where it has some."""
     return weight.to(dtype) if scale is None else weight.to(dtype) * scale[:, None].to(dtype)
 
@@ -138,10 +140,10 @@ def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeigh
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     if ln is not None:
         x = layer_norm_reference(x, ln, wide)
-    hidden = x.to(wide) @ _unscaled(predictor.down, predictor.down_scale, wide).T
+    hidden = x.to(wide) @ unscaled(predictor.down, predictor.down_scale, wide).T
     if predictor.relu:
         hidden = hidden.relu()
-    logits = hidden @ _unscaled(predictor.up, predictor.up_scale, wide).T
+    logits = hidden @ unscaled(predictor.up, predictor.up_scale, wide).T
     return logits if predictor.bias is None else logits + predictor.bias.to(wide)
 
 
@@ -335,11 +337,10 @@ def select_rows(
             launch_pdl=use_pdl,
         )  # fmt: skip
     else:
-        dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(predictor.up.dtype, tl.float16)
         select_dot_kernel[grid](
-            hidden, *common, *outputs, n, batch, RANK=rank, BATCH=max(16, next_power_of_two(batch)),
-            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot, PDL=has_pdl,
-            num_warps=4, launch_pdl=use_pdl,
+            hidden, *common, *outputs, n, batch, RANK=rank, BATCH=padded_batch(batch),
+            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot_type(predictor.up.dtype),
+            PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
         )  # fmt: skip
     if top_k is not None:
         assert logits_out is not None

@@ -16,13 +16,12 @@ from kernels.launch import (
     QUANTIZED_TYPES,
     check_input,
     check_tensor,
+    dot_type,
     padded_batch,
     programmatic,
     require,
     wait_for_predecessor,
 )
-
-DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["batch", "n_rows"])
@@ -108,7 +107,7 @@ def short_product(
     has_pdl, use_pdl = programmatic(x, pdl)
     _short_kernel[(-(-rank // 16), splits)](
         x, weight, partials, batch, rank, D=d, BATCH=padded_batch(batch), ROWS=16, BLOCK=block, STEPS=steps,
-        STAGES=4, DOT=DOT_TYPES[x.dtype], PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
+        STAGES=4, DOT=dot_type(x.dtype), PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
     _short_add_kernel[(-(-batch * rank // 256),)](
         partials, scale, out, batch * rank, rank, SPLITS=splits, BLOCK=256, RELU=relu, PDL=has_pdl, num_warps=4,

@@ -17,7 +17,7 @@ from kernels.attention_common import check_device, check_shape, use_pdl
 from kernels.head_select import head_select_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.norm_gemv import norm_launch, norm_sums, normalised_rows, row_values
-from kernels.select import PredictorWeights, Selection
+from kernels.select import PredictorWeights, Selection, unscaled
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SiteRows:
     @classmethod
     def stack(cls, heads: Tensor, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
         """In the dtype of the heads' predictor; scales of `down` are multiplied in."""
-        down = mlp.down.float() if mlp.down_scale is None else mlp.down.float() * mlp.down_scale[:, None]
+        down = unscaled(mlp.down, mlp.down_scale, torch.float32)
         rows = torch.cat([heads, down.to(heads.dtype)])
         return cls(rows, norm_sums(rows, ln), len(heads), mlp.relu)
 
