@@ -8,7 +8,7 @@ killed makes the same plan again, keeps the shards that are complete and redoes 
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ from dejavu_train.shards import (
     write_statistics,
 )
 from dejavu_train.sites import decoder_layers, head_contribution, output_gram, record
-from dejavu_train.text import TextSource, load_sets, require_one_sequence, shared_ngrams
+from dejavu_train.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
 
 logger = logging.getLogger(__name__)
 
+LoadSets = Callable[[], tuple[dict[str, list[Document]], TextManifest]]
 PAD_TOKEN = 1
 SPARE_DISK = 50_000_000  # checkpoints, logs and the bundle need room as well
 
@@ -48,10 +49,12 @@ def collect(
     seed: int = 0,
     revision: str | None = None,
     full_hash: bool = False,
+    load: LoadSets | None = None,
 ) -> ActivationManifest:
     """Make the activations folder complete: nothing if it is, else what is missing.
 
     With ``full_hash`` the model is named by a hash over every byte of its weights rather than over samples.
+    ``load`` gives the documents when they are needed; None reads ``text``.
 
     Raises:
         UserError: the model, the text, too little disk, or a folder that holds something else.
@@ -59,13 +62,15 @@ def collect(
     activations = Path(activations)
     with locked(activations / ".lock", f"another process is collecting into {activations}; waiting for it"):
         digest = weight_hash(model_name, full_hash, revision)
-        return _collect(model_name, digest, text, config, activations, seed, revision)
+        load = load or (lambda: load_sets(text, model_name))
+        return _collect(model_name, digest, text.key, load, config, activations, seed, revision)
 
 
 def _collect(
     model_name: str,
     digest: str,
-    text: TextSource,
+    source: str,
+    load: LoadSets,
     config: CollectConfig,
     activations: Path,
     seed: int,
@@ -79,21 +84,23 @@ def _collect(
     request = config.request(seed)
     existing = ActivationManifest.load(activations) if (activations / "manifest.json").is_file() else None
     if existing is not None:
-        _check_same_request(existing, digest, request, text.key, activations)
+        _check_same_request(existing, digest, request, source, activations)
         if not existing.missing(activations) and (activations / "statistics.json").is_file():
             return existing
 
-    sets, text_manifest = load_sets(text, model_name)
-    # Near-duplicates are common in documentation; how common belongs beside every figure measured on it.
-    share = shared_ngrams(sets["report"], sets["train"])
-    logger.info("%.1f %% of the 8-grams of the report documents also occur in the train documents", 100 * share)
-    text_facts = text_manifest.to_json() | {"report_8grams_in_train": round(share, 5)}
+    sets, text_manifest = load()
+    text_facts = text_manifest.to_json()
+    if "report" in sets:  # a model's own text is never reported on
+        # Near-duplicates are common in documentation; how common belongs beside every figure measured on it.
+        share = shared_ngrams(sets["report"], sets["train"])
+        logger.info("%.1f %% of the 8-grams of the report documents also occur in the train documents", 100 * share)
+        text_facts |= {"report_8grams_in_train": round(share, 5)}
     tokenizer = load_tokenizer(model_name, revision)
     shards: list[tuple[ShardEntry, list[Window]]] = []
     for number, set_name in enumerate(SETS):
         planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
         if set_name == "train":
-            require_one_sequence(sum(len(window.ids) for window in planned), config.window, text.key)
+            require_one_sequence(sum(len(window.ids) for window in planned), config.window, source)
         for windows_of_shard in plan_shards(planned, config.shard_tokens):
             tokens = sum(len(window.ids) for window in windows_of_shard)
             shards.append((ShardEntry(len(shards), set_name, tokens), windows_of_shard))
@@ -127,7 +134,7 @@ def _collect(
         for entry, shard_windows in shards:
             if entry in missing:
                 with ShardWriter(activations, manifest, entry) as writer:
-                    _fill_shard(model, means, shard_windows, config, writer, seed + entry.index, progress)
+                    _fill_shard(model, means, shard_windows, config, writer, progress)
     write_statistics(activations, manifest)
     return manifest
 
@@ -224,7 +231,6 @@ def _fill_shard(
     shard_windows: Sequence[Window],
     config: CollectConfig,
     writer: ShardWriter,
-    seed: int,
     progress: Any,
 ) -> None:
     """Send all windows of a shard through the model, batch by batch, into ``writer``."""
@@ -237,7 +243,7 @@ def _fill_shard(
         start = 0
         for first in range(0, len(shard_windows), config.batch_size):
             batch = shard_windows[first : first + config.batch_size]
-            rows = _forward(model, batch, config, means, grams, thread, start, seed + first)
+            rows = _forward(model, batch, config, means, grams, thread, start)
             start += rows
             progress.update(rows)
         failed = False
@@ -254,13 +260,12 @@ def _forward(
     grams: Sequence[Tensor],
     thread: _WriterThread,
     start: int,
-    seed: int,
 ) -> int:
     """One forward pass; returns the number of rows (tokens, without padding) handed to the writer."""
     longest = max(len(window.ids) for window in batch)
     ids = torch.full((len(batch), longest), PAD_TOKEN)
     for row, window in enumerate(batch):
-        ids[row, : len(window.ids)] = torch.from_numpy(_own_text(model, window, seed + row).astype(np.int64))
+        ids[row, : len(window.ids)] = torch.from_numpy(window.ids.astype(np.int64))
     lengths = torch.tensor([len(window.ids) for window in batch])
     real = torch.arange(longest) < lengths[:, None]  # (B, T); padding stands on the right and is never recorded
     positions = torch.arange(longest).expand(len(batch), -1)
@@ -268,7 +273,6 @@ def _forward(
         "token": ids[real].numpy().astype(np.int32),
         "document": np.repeat([window.document for window in batch], lengths.numpy()).astype(np.int32),
         "position": positions[real].numpy().astype(np.int32),
-        "generated": (positions >= torch.tensor([window.prompt for window in batch])[:, None])[real].numpy(),
     }
     dtype = torch.float16 if config.storage == "float16" else torch.bfloat16
 
@@ -300,23 +304,3 @@ def _forward(
         # The decoder alone: the logits over the vocabulary are of no use here.
         model.model(input_ids=ids.to(device), attention_mask=real.long().to(device), use_cache=False)
     return int(lengths.sum())
-
-
-def _own_text(model: Any, window: Window, seed: int) -> np.ndarray:
-    """The window's ids, with what follows the prompt sampled from the model itself."""
-    new = len(window.ids) - window.prompt
-    if new <= 0:
-        return window.ids
-    device = model.get_input_embeddings().weight.device
-    prompt = torch.from_numpy(window.ids[: window.prompt].astype(np.int64))[None].to(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        written = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=True,
-            min_new_tokens=new,
-            max_new_tokens=new,
-            pad_token_id=PAD_TOKEN,
-        )
-    return written[0].cpu().numpy().astype(np.int32)

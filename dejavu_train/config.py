@@ -14,7 +14,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.losses import get_loss
 from dejavu_train.opt_model import OPTShape
 from dejavu_train.plan import CollectConfig
-from dejavu_train.text import TextSource
+from dejavu_train.text import SELF, TextSource
 from dejavu_train.tune import TuneConfig
 
 TARGETS = ("mlp", "heads")
@@ -55,7 +55,7 @@ class PredictorConfig:
     share_density: bool = True
     """Share that density over the layers in proportion to their true density (mlp only)."""
     steps: int = 1000
-    """Optimiser steps at most."""
+    """Optimiser steps at most; 0: the first values are not trained (with an SVD start a baseline without training)."""
     learning_rate: float = 4e-3
     """Highest rate of AdamW, after the warm-up."""
     weight_decay: float = 0.0
@@ -73,9 +73,9 @@ class PredictorConfig:
         """Raise :class:`UserError` for a value that cannot be meant."""
         if self.lookahead < 0:
             raise UserError(f"{section}.lookahead must not be negative, got {self.lookahead}")
-        for name in ("rank", "steps", "validations"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{section}.{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("rank", 1), ("steps", 0), ("validations", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{section}.{name} must be at least {least}, got {getattr(self, name)}")
         for rank in (self.rank, *self.ranks.values()):
             if rank > shape.d_model:
                 raise UserError(f"{section}.rank is {rank}, above the model's width {shape.d_model}; choose less")
@@ -166,6 +166,10 @@ class RunConfig:
             self.predictor(target).site(target, layer)
         if not any(self.predictor(target).enabled for target in TARGETS):
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
+        self.text.sample.check()
+        length = self.text.sample.length or self.collect.window
+        if self.text.source == SELF and length > shape.max_positions:
+            raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
         self.calibrate.check(shape)
         self._check_budget(shape)
         self.tune.check()

@@ -195,13 +195,16 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
     trainer = build_trainer(config, job, folder, callbacks)
     began = time.perf_counter()
     with quiet():
-        _fit_from(trainer, module, data, last)
-        if trainer.interrupted:
-            raise KeyboardInterrupt
-        path = best.best_model_path
-        if not path or not Path(path).is_file():
-            raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")
-        trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
+        if section.steps == 0:  # the first values are the predictor
+            trainer.validate(module, datamodule=data, verbose=False)
+        else:
+            _fit_from(trainer, module, data, last)
+            if trainer.interrupted:
+                raise KeyboardInterrupt
+            path = best.best_model_path
+            if not path or not Path(path).is_file():
+                raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")
+            trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
     figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     if trainer.is_global_zero:
         figures |= {

@@ -5,6 +5,7 @@ every job has a lock, and whoever finishes the last job calibrates and bundles.
 """
 
 import dataclasses
+import gc
 import logging
 import shutil
 import time
@@ -12,17 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from dejavu_train.bundle import Bundle
 from dejavu_train.calibrate import calibrate
-from dejavu_train.collect import collect
+from dejavu_train.collect import LoadSets, collect
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
 from dejavu_train.jobs import Job, is_finished, job_folder, log_summary, run_job, summary_rows
-from dejavu_train.opt_model import load_opt, read_shape
-from dejavu_train.shards import ShardReader
+from dejavu_train.opt_model import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.samples import Rows, Write, load_samples, transformers_writer
+from dejavu_train.shards import SETS, ShardReader
+from dejavu_train.text import SELF, Document, TextManifest
 from dejavu_train.trainer import build_trainer, start_device
 from dejavu_train.tune import tune
 
@@ -48,7 +52,9 @@ def run(config: RunConfig) -> None:
         return
     full_hash = config.verify == "full"
     activations = output / "activations"
-    manifest = collect(config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash)
+    manifest = collect(
+        config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
+    )
 
     own = config.own_jobs(shape.n_layers)
     began = time.monotonic()
@@ -71,6 +77,54 @@ def run(config: RunConfig) -> None:
         if not (output / "bundle" / "bundle.json").is_file():
             finish(config, output, jobs, manifest.weight_hash)
     print(f"bundle: {output / 'bundle'}")
+
+
+def sampled(config: RunConfig) -> LoadSets | None:
+    """With the text source ``self``: what gives the documents that the model writes, or finds them written."""
+    if config.text.source != SELF:
+        return None
+
+    def load() -> tuple[dict[str, list[Document]], TextManifest]:
+        loaded = load_samples(
+            config.text,
+            config.model,
+            weight_hash(config.model, config.verify == "full", config.revision),
+            config.collect.window,
+            [(name, config.collect.budget(name)) for name in SETS],
+            resolve_device(config.collect.device).type == "cuda",
+            load_tokenizer(config.model, config.revision),
+            lambda rows, length: open_writer(config, rows, length),
+        )
+        gc.collect()  # the model that wrote is loaded again to collect; two do not fit where one fills the GPU
+        torch.cuda.empty_cache()
+        return loaded
+
+    return load
+
+
+def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
+    """The dense model, loaded, as a function that continues ``rows`` rows up to ``length`` tokens; and its name.
+
+    On a GPU that holds the model it is the decode engine, else ``generate()`` of transformers.
+    """
+    settings, run = config.text.sample, config.collect
+    device = resolve_device(run.device)
+    model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
+    if device.type != "cuda" or run.device_map is not None:
+        return transformers_writer(model, settings), "transformers"
+    from dejavu_train.decode import DecodeEngine, Sampling  # imports triton
+    from kernels.attention_common import HEAD_DIMS
+
+    if OPTShape.from_config(model.config).head_dim not in HEAD_DIMS:
+        return transformers_writer(model, settings), "transformers"
+    engine = DecodeEngine(model, batch=rows, context=length, release=True)
+
+    def write(prompts: Rows, length: int, seed: int) -> Rows:
+        sampling = Sampling(settings.temperature, settings.top_p, seed)
+        new = engine.generate(prompts, length - len(prompts[0]), sampling=sampling, stop_tokens=())
+        return [prompt + tokens for prompt, tokens in zip(prompts, new, strict=True)]
+
+    return write, "engine"
 
 
 def finish(config: RunConfig, output: Path, jobs: Sequence[Job], weight_hash: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dejavu_train.errors import UserError
 from dejavu_train.shards import Storage
-from dejavu_train.text import Document, windows
+from dejavu_train.text import Document, cut_windows, windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +20,14 @@ class CollectConfig:
 
     window: int = 512
     """Tokens of a sequence, the leading </s> included."""
-    train_tokens: int | None = 160_000
-    """Tokens recorded for training; null takes all (then text.documents is the budget)."""
-    choose_tokens: int | None = 20_000
-    """Tokens recorded for early stopping and choices."""
-    calibrate_tokens: int | None = 40_000
-    """Tokens recorded for thresholds."""
+    train_tokens: int | None = 880_000
+    """At most so many tokens are recorded for training; null takes all."""
+    choose_tokens: int | None = 40_000
+    """The same for early stopping and choices."""
+    calibrate_tokens: int | None = 80_000
+    """The same for thresholds."""
     windows_per_document: int | None = None
     """At most so many windows of a document, drawn at random: a budget then sees more documents. null takes all."""
-    generated_share: float = 0.0
-    """Share of the windows whose text the model writes itself, from a prompt of prompt_tokens."""
-    prompt_tokens: int = 32
-    """Length of that prompt."""
     shard_tokens: int = 32_768
     """Tokens of a shard; a killed run redoes at most one."""
     batch_size: int = 8
@@ -51,15 +47,13 @@ class CollectConfig:
     """As in transformers (for instance auto) for a model larger than one GPU; needs accelerate."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "shard_tokens", "batch_size", "prompt_tokens"):
+        for name in ("window", "shard_tokens", "batch_size"):
             if getattr(self, name) < 2 - (name == "batch_size"):
                 raise UserError(f"collect.{name} is too small: {getattr(self, name)}")
         for name in ("train_tokens", "choose_tokens", "calibrate_tokens", "windows_per_document"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"collect.{name} must be positive or null, got {value}")
-        if not 0.0 <= self.generated_share <= 1.0:
-            raise UserError(f"collect.generated_share must lie between 0 and 1, got {self.generated_share}")
 
     def budget(self, set_name: str) -> int | None:
         return getattr(self, f"{set_name}_tokens")
@@ -74,11 +68,10 @@ class CollectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One sequence of token ids; ``prompt`` < len(ids) where the model is to write the rest itself."""
+    """One sequence of token ids of a document."""
 
     document: int
     ids: np.ndarray
-    prompt: int
 
 
 def plan_windows(
@@ -89,7 +82,11 @@ def plan_windows(
     planned: list[Window] = []
     total = 0
     for number in generator.permutation(len(documents)):
-        ids = windows(tokenizer, documents[number].text, config.window)
+        document = documents[number]
+        if document.ids is None:
+            ids = windows(tokenizer, document.text, config.window)
+        else:
+            ids = cut_windows(document.ids.tolist(), config.window)
         if config.windows_per_document is not None and len(ids) > config.windows_per_document:
             ids = [ids[i] for i in sorted(generator.permutation(len(ids))[: config.windows_per_document])]
         for window_ids in ids:
@@ -97,9 +94,7 @@ def plan_windows(
                 window_ids = window_ids[: budget - total]
             if len(window_ids) < 2:
                 continue
-            written = generator.random() < config.generated_share
-            prompt = min(config.prompt_tokens, len(window_ids)) if written else len(window_ids)
-            planned.append(Window(int(number), np.array(window_ids, np.int32), prompt))
+            planned.append(Window(int(number), np.array(window_ids, np.int32)))
             total += len(window_ids)
         if budget is not None and total >= budget - 1:
             break

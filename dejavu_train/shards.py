@@ -7,7 +7,7 @@
 
 Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
 (tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, what each head
-contributes; ``token``, ``document``, ``position`` (tokens) int32; ``generated`` (tokens) uint8, 1: by the model.
+contributes; ``token``, ``document``, ``position`` (tokens) int32.
 Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
 """
 
@@ -97,7 +97,7 @@ class ActivationManifest:
 
     def row_bytes(self) -> int:
         """Bytes of one token in one layer's shards."""
-        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 13
+        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 12
 
 
 def layer_folder(activations: str | Path, layer: int) -> Path:
@@ -188,7 +188,6 @@ class ShardWriter:
             "token": (None, "i4"),
             "document": (None, "i4"),
             "position": (None, "i4"),
-            "generated": (None, "u1"),
         }
 
     def write(self, layer: int, start: int, rows: Mapping[str, np.ndarray], active: int) -> None:

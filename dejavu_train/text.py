@@ -29,22 +29,63 @@ MIN_DOCUMENT_CHARACTERS = 4000
 PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that carries them
 MIN_HASHED_CHARACTERS = 80
 INSTALLED_DOCS = "installed-docs"
+SELF = "self"
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text with a name that is unique within its source."""
+    """A text with a name that is unique within its source; of a model's own text (``ids``) only the token ids exist."""
 
     name: str
     text: str
+    ids: np.ndarray | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """How the model writes its own text."""
+
+    tokens: int | None = None
+    """How many; null: what collect.*_tokens ask for, at most 1,000,000 on a GPU and 200,000 on a CPU, or, where the
+    model's folder carries samples, those."""
+    length: int | None = None
+    """Tokens written in one go, the leading </s> included; null: collect.window."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_p: float = 1.0
+    """Tokens are drawn from the smallest set that has this probability; 1: from all."""
+    prompts: str | None = None
+    """A text file whose documents begin the samples; null: </s> alone does."""
+    prompt_tokens: int = 32
+    """Tokens of each of those documents that are given."""
+    batch_size: int = 32
+    """Rows written at once, at most 32."""
+    seed: int = 0
+    """Of the draws."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value out of range."""
+        for name, least in (("tokens", 2), ("length", 2), ("prompt_tokens", 1), ("batch_size", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"text.sample.{name} must be at least {least}, got {value}")
+        if self.batch_size > 32:
+            raise UserError(f"text.sample.batch_size must be at most 32, got {self.batch_size}")
+        if not 0 < self.temperature < float("inf"):
+            raise UserError(f"text.sample.temperature must be a number above 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"text.sample.top_p must lie above 0 and at most at 1, got {self.top_p}")
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSource:
     """Where text comes from."""
 
-    source: str = INSTALLED_DOCS
-    """``installed-docs``, a local .txt or .jsonl file (also .gz, .xz), or a hub dataset such as allenai/c4."""
+    source: str = SELF
+    """``self`` (sampled from the model itself), ``installed-docs``, a local .txt or .jsonl file (also .gz, .xz), or a
+    hub dataset such as allenai/c4."""
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    """How the model writes its own text, with source self."""
     config: str | None = None
     """Configuration of a hub dataset, for instance en."""
     revision: str | None = None
@@ -58,7 +99,7 @@ class TextSource:
     seed: int = 0
     """Seed of that draw."""
     cache: str = "checkpoints/text"
-    """Folder where installed-docs is cached."""
+    """Folder where installed-docs and the model's own text are cached."""
 
     @property
     def key(self) -> str:
@@ -78,6 +119,8 @@ class TextManifest:
     versions: dict[str, str]
     train_sha256: tuple[str, ...] = ()
     """Short hashes of the train documents, by which infer.py recognises text that was trained on."""
+    samples: dict[str, Any] | None = None
+    """Of a model's own text: how it was sampled."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -154,6 +197,8 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
         UserError: nothing there, an empty file, not UTF-8, a missing package.
     """
     versions: dict[str, str] = {}
+    if source.source == SELF:
+        raise UserError("the text source self is written by the model, there is nothing to read; name a text")
     if source.source == INSTALLED_DOCS:
         from dejavu_train.installed_docs import load_installed_docs
 
@@ -278,11 +323,15 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
 
 
 def windows(tokenizer: Any, text: str, window: int) -> list[list[int]]:
-    """Cut a document into windows: ``</s>`` and up to ``window`` - 1 new tokens each, no overlap, tail kept.
+    """Cut a text into windows: ``</s>`` and up to ``window`` - 1 new tokens each, no overlap, tail kept.
 
     Every token but the leading ``</s>`` is scored once, so that perplexities of any two runs compare.
     """
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return cut_windows(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], window)
+
+
+def cut_windows(ids: Sequence[int], window: int) -> list[list[int]]:
+    """The same of token ids."""
     return [[START_TOKEN, *ids[start : start + window - 1]] for start in range(0, len(ids), window - 1)]
 
 

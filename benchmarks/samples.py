@@ -1,0 +1,69 @@
+"""How fast a dense model writes its own text on a GPU: python benchmarks/samples.py --shape 6.7b
+
+Random weights of an OPT's shape in fp16, rows of 32 from ``</s>`` on through the dense decode engine, sampled at
+temperature 1, as `text.source self` does. Appends a row to benchmarks/results/samples.csv.
+"""
+
+import argparse
+import csv
+import datetime
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.decode_problem import SHAPES, STD
+from benchmarks.harness import commit
+from dejavu_train.decode import DecodeEngine, Sampling
+from dejavu_train.decode_weights import DecodeWeights
+
+RESULTS = Path(__file__).parent / "results" / "samples.csv"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="6.7b")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--output", default=str(RESULTS))
+    options = parser.parse_args()
+    weights = DecodeWeights.random(SHAPES[options.shape], torch.float16, "cuda", std=STD)
+    engine = DecodeEngine(weights, batch=options.rows, context=options.length)
+    prompts = [[2]] * options.rows
+    began = time.perf_counter()
+    engine.generate(prompts, 8, sampling=Sampling(1.0), stop_tokens=())
+    first = time.perf_counter() - began
+    seconds = []
+    for batch in range(options.batches):
+        began = time.perf_counter()
+        written = engine.generate(prompts, options.length - 1, sampling=Sampling(1.0, seed=batch), stop_tokens=())
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        assert all(len(row) == options.length - 1 for row in written)
+    tokens_per_s = options.rows * options.length / sorted(seconds)[len(seconds) // 2]
+    row = {
+        "shape": options.shape,
+        "rows": options.rows,
+        "length": options.length,
+        "tokens_per_s": round(tokens_per_s),
+        "minutes_per_million": round(1e6 / tokens_per_s / 60, 2),
+        "first_call_s": round(first, 1),
+        "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    path = Path(options.output)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row)
+
+
+if __name__ == "__main__":
+    main()
