@@ -77,7 +77,6 @@ def make_shards(folder: Path, shape: OPTShape, tokens: dict[str, int], shard_tok
                         "mlp_active": pack_bits(active).cpu().numpy(),
                         "head_norm": heads.half().cpu().numpy(),
                         **dict.fromkeys(("token", "document", "position"), counter),
-                        "generated": (counter * 0).astype("u1"),
                     }
                     writer.write(layer, start, values, int(active.sum()))
     write_statistics(folder, manifest)

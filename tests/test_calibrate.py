@@ -47,7 +47,6 @@ def run(tiny_opt, tmp_path_factory):
                 "head_norm": heads.detach().half().numpy(),
                 "document": np.arange(ROWS, dtype=np.int32) // 64,
                 "position": np.arange(ROWS, dtype=np.int32) % 64,
-                "generated": np.zeros(ROWS, dtype=np.uint8),
             }
             writer.write(layer, 0, rows, int(active.sum()))
             save_layer_weights(folder / "activations", manifest, block, layer, tensors["head_out"])

@@ -62,7 +62,7 @@ def test_jobs():
         ({"mlp": PredictorConfig(rank=8, ranks={9: 4})}, "mlp.ranks"),
         ({"mlp": PredictorConfig(rank=8, loss="focal")}, "unknown loss focal"),
         ({"mlp": PredictorConfig(rank=8, density=0.0)}, "mlp.density"),
-        ({"mlp": PredictorConfig(rank=8, steps=0)}, "mlp.steps"),
+        ({"mlp": PredictorConfig(rank=8, steps=-1)}, "mlp.steps"),
         ({"mlp": PredictorConfig(rank=8, lookahead=-1)}, "mlp.lookahead"),
         ({"mlp": PredictorConfig(rank=8, lookahead=2)}, "before the first layer"),
         ({"mlp": PredictorConfig(rank=8, warmup=1.5)}, "mlp.warmup"),

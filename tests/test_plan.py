@@ -23,14 +23,12 @@ def test_the_plan_follows_from_the_seed(tiny_opt):
 
 
 def test_shards_hold_whole_windows():
-    planned = [Window(0, np.zeros(n, np.int32), n) for n in (5, 9, 3, 8, 2)]
+    planned = [Window(0, np.zeros(n, np.int32)) for n in (5, 9, 3, 8, 2)]
     shards = plan_shards(planned, 10)
     assert [[len(window.ids) for window in shard] for shard in shards] == [[9, 5], [8, 3], [2]]
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="generated_share"):
-        CollectConfig(generated_share=2.0)
     with pytest.raises(UserError, match="train_tokens"):
         CollectConfig(train_tokens=0)
     with pytest.raises(UserError, match="batch_size"):

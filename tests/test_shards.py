@@ -82,7 +82,6 @@ def test_bfloat16_is_stored_as_uint16(tmp_path):
         "mlp_active": pack_bits(torch.ones(3, 10, dtype=torch.bool)).numpy(),
         "head_norm": np.ones((3, 2), np.float16),
         **{name: np.arange(3) for name in ("token", "document", "position")},
-        "generated": np.zeros(3, np.uint8),
     }
     with ShardWriter(tmp_path, manifest, entry) as writer:
         writer.write(0, 0, rows, 30)
@@ -171,7 +170,7 @@ def test_many_rows_are_read_past_the_library(tiny_opt, text_file):
     reader = ShardReader(activations(tiny_opt, text_file), 1, "train")
     first = reader.manifest.of_set("train")[0].tokens
     stretches = [(first + 7, first + 9), (3, first + 5), (0, 3)]  # across two shards, in any order
-    for name in ("mlp_in", "mlp_active", "head_norm", "position", "generated"):
+    for name in ("mlp_in", "mlp_active", "head_norm", "position"):
         wanted = torch.cat([reader.read_stored(name, *stretch) for stretch in stretches])
         with torch.inference_mode():  # as in validation
             got = reader.read_rows(name, stretches, CPU)

@@ -1,0 +1,262 @@
+"""Do predictors hold on texts that they were not trained on? Training text x test text, one run of train.py per cell row.
+
+    python benchmarks/texts.py prepare --data FOLDER     the test texts and the training texts, as files (.data/)
+    python benchmarks/texts.py run --training self       trains one bundle and scores it on every test text
+    python benchmarks/texts.py tables                    the rows as Markdown
+
+`prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
+wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl; where to get them: docs/texts.md).
+`run` goes the whole way that a user's `train.py` goes, then scores 100,000 tokens of every text (all of a shorter one)
+through `mask`, appending a row per text and selection to docs/texts/<model>.csv.
+"""
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import commit
+from dejavu_train.bundle import Bundle
+from dejavu_train.cli import parse_config
+from dejavu_train.costs import mlp_share
+from dejavu_train.eval_texts import load_text
+from dejavu_train.evaluate import Row, evaluate, hold_out, increase
+from dejavu_train.metrics import SelectionSums
+from dejavu_train.opt_model import load_opt, load_tokenizer, resolve_device
+from dejavu_train.pipeline import run as train
+from dejavu_train.samples import SampleManifest, decode_rows
+from dejavu_train.text import INSTALLED_DOCS, Document, TextSource, load_documents, load_sets
+
+logger = logging.getLogger(__name__)
+
+TEXTS = {  # name -> where prepare finds it: an installed source, or a file of --data
+    "docs": INSTALLED_DOCS,
+    "readmes": "installed-readmes",
+    "licences": "installed-licences",
+    "code": "installed-code",
+    "books": "books_heldout.jsonl",
+    "general": "general_heldout.jsonl",
+    "wikitext": "wikitext2/valid.raw.txt",
+    "lambada": "tasks/lambada_openai_test.jsonl",
+}
+TRAINING = ("self", "docs", "half", "wikitext")
+RECIPES: dict[str, list[str]] = {
+    "default": [],
+    # fc1's SVD weighed with the inputs' second moment, nothing trained: what whitened low-rank methods do
+    "whitened-svd": ["--mlp.steps=0", "--calibrate.cascade=null", "--heads.enabled=false"],
+    "svd": ["--mlp.start=svd", "--mlp.steps=0", "--calibrate.cascade=null", "--heads.enabled=false"],
+    # Deja Vu's: random start, its loss, Adam at 1e-3, fp16; rank 1000 of 12288
+    "original": [
+        "--mlp.start=random", "--mlp.loss=paper", "--mlp.learning_rate=0.001", "--mlp.weight_decay=0.01",
+        "--calibrate.cascade=null", "--calibrate.dtype=float16", "--heads.enabled=false",
+    ],
+}  # fmt: skip
+BYTES = (0.083, 0.106)  # what the default recipe reads of the MLPs' bytes at 10 % and 20 % of candidates
+TOKENS = 100_000
+WINDOW = 512
+
+
+@dataclasses.dataclass
+class TextRow:
+    """One selection scored on one text."""
+
+    model: str
+    training: str
+    recipe: str
+    seed: int
+    train_tokens: int
+    steps: int
+    text: str
+    documents: int
+    tokens: int
+    selection: str
+    asked_mlp: float
+    asked_heads: float
+    mlp_density: float
+    head_density: float
+    mlp_bytes: float | None
+    recall: float
+    retained_mass: float
+    perplexity: float
+    increase: float
+    error: float | None
+    device: str
+    torch: str
+    commit: str
+    date: str
+
+
+def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> None:
+    """Write every test text as the documents that are scored, and the training texts."""
+    tokenizer = load_tokenizer(model)
+    for name, place in TEXTS.items():
+        source = TextSource(source=place if place.startswith("installed") else str(data / place), cache=cache)
+        text = load_text(name, source, "report", model, {}, tokenizer, WINDOW, tokens)
+        held = text.held
+        rows: dict[int, list[int]] = {}
+        for window, document in zip(held.windows, held.document, strict=True):
+            rows.setdefault(document, []).extend(window[1:])
+        texts = [tokenizer.decode(ids) for ids in rows.values()]
+        _write_documents(folder / f"{name}.jsonl", texts)
+        print(f"{name}: {held.tokens} tokens of {len(texts)} documents{', all there is' if text.whole else ''}")
+    documents = load_sets(TextSource(source=INSTALLED_DOCS, cache=cache), model)[0]["train"]
+    _write_documents(folder / "train_docs.jsonl", [document.text for document in documents])
+    words = TextSource(source=str(data / "wikitext2/train.txt.xz"))
+    _write_documents(folder / "train_wikitext.jsonl", [document.text for document in load_documents(words)[0]])
+    manifest = SampleManifest.load(Path(model))
+    written = decode_rows((Path(model) / "samples.xz").read_bytes(), manifest.settings["length"])
+    own = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
+    room = sum(map(len, own)) // 2  # half the characters of either
+    _write_documents(folder / "train_half.jsonl", [*_some(own, room), *_some([d.text for d in documents], room)])
+
+
+def _some(texts: Sequence[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text[:8000]
+        characters -= len(text[:8000])
+
+
+def _write_documents(path: Path, texts: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)), "utf-8")
+
+
+def at_bytes(bundle: Bundle, share: float) -> float:
+    """The MLP density at which the bundle reads ``share`` of the MLPs' bytes, by its calibration."""
+    low, high = 0.001, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mlp_share(bundle.at(middle)) < share else (low, middle)
+    return low
+
+
+def rows_of(bundle: Bundle, recipe: str, yardsticks: bool) -> list[Row]:
+    """What is scored: the default recipe at its densities, the others where they read as many bytes."""
+    if recipe != "default":
+        return [Row("dense"), *(Row("predicted", at_bytes(bundle, share)) for share in BYTES)]
+    rows = [Row("dense"), Row("predicted", 0.1), Row("predicted", 0.2), Row("predicted", 0.2, 0.85)]
+    return rows + [Row(name, density) for name in ("oracle", "static") for density in (0.1, 0.2) if yardsticks]
+
+
+def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Train one bundle as `train.py` does, score it on every text, append the rows, delete the run."""
+    work = Path(options.work) / f"{options.training}-{options.recipe}-{options.seed}-{options.label}"
+    text = [] if options.training == "self" else [f"--text.source={options.data}/train_{options.training}.jsonl"]
+    if options.training == "self" and options.seed:
+        text.append(f"--text.sample.seed={options.seed}")
+    given = [f"--config={options.config}", f"--model={options.model}", f"--output={work}", f"--seed={options.seed}"]
+    given += [*text, f"--text.cache={options.cache}", "--trainer.logger=false", *RECIPES[options.recipe], *flags]
+    config = parse_config(given)
+    began = time.perf_counter()
+    train(config)
+    print(f"{work.name}: trained in {time.perf_counter() - began:.0f} s", flush=True)
+    manifest = json.loads((work / "activations" / "manifest.json").read_text())
+    train_tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["set"] == "train")
+    bundle = Bundle.from_pretrained(work / "bundle")
+    if not options.keep:
+        shutil.rmtree(work / "activations")
+    device = resolve_device("auto")
+    model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
+    settings = rows_of(bundle, options.recipe, options.yardsticks)
+    for name in options.texts.split(","):
+        documents: list[Document] = load_documents(TextSource(source=f"{options.data}/{name}.jsonl"))[0]
+        corpus = hold_out(documents, tokenizer, WINDOW, options.tokens)
+        scored = evaluate(model, bundle, corpus, settings, options.batch_tokens)
+        dense = next(quality for quality in scored if quality.row.selection == "dense")
+        for quality in scored:
+            value, error = increase(quality.nats, dense.nats, corpus.document_tokens)
+            mlp, heads = _total(quality.sums, "mlp"), _total(quality.sums, "heads")
+            sparse = quality.row.selection != "dense"
+            row = TextRow(
+                model=Path(options.model).name,
+                training=options.label or options.training,
+                recipe=options.recipe,
+                seed=options.seed,
+                train_tokens=train_tokens,
+                steps=config.mlp.steps,
+                text=name,
+                documents=len(corpus.document_tokens),
+                tokens=corpus.tokens,
+                selection=quality.row.selection,
+                asked_mlp=round(quality.row.mlp_density, 5),
+                asked_heads=quality.row.head_density,
+                mlp_density=round(mlp.density, 5) if sparse else 1.0,
+                head_density=round(heads.density, 5) if quality.row.head_density < 1 else 1.0,
+                mlp_bytes=None if quality.mlp_bytes is None else round(quality.mlp_bytes, 5),
+                recall=round(mlp.recall, 5) if sparse else 1.0,
+                retained_mass=round(mlp.retained_mass, 5) if sparse else 1.0,
+                perplexity=round(math.exp(quality.nats.sum() / corpus.tokens), 4),
+                increase=round(value, 6),
+                error=None if error is None else round(error, 6),
+                device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+                torch=torch.__version__,
+                commit=commit(),
+                date=datetime.date.today().isoformat(),
+            )
+            _append(Path(options.output), row)
+            if quality.row.selection == "predicted":
+                told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of the bytes"
+                print(f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}: {told}", flush=True)
+    shutil.rmtree(work / "activations", ignore_errors=True)
+
+
+def _total(sums: dict[tuple[int, str], SelectionSums], target: str) -> SelectionSums:
+    total = SelectionSums()
+    for (_, name), part in sums.items():
+        if name == target:
+            for field in dataclasses.fields(SelectionSums):
+                setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
+    return total
+
+
+def _append(path: Path, row: TextRow) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(TextRow)])
+        if new:
+            writer.writeheader()
+        writer.writerow(dataclasses.asdict(row))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("prepare", "run"))
+    parser.add_argument("--model", default="checkpoints/opt-mini")
+    parser.add_argument("--config", default="configs/opt-mini.yaml")
+    parser.add_argument("--data", default=".data", help="prepare: where the files lie; run: what prepare wrote")
+    parser.add_argument("--to", default=".data", help="prepare: where the texts are written")
+    parser.add_argument("--training", choices=TRAINING, default="self")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="default")
+    parser.add_argument("--label", default="", help="names the training text in the rows, where flags change it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--texts", default=",".join(TEXTS))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of every text; a shorter one is taken whole")
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--yardsticks", action="store_true", help="score the oracle and static selection too")
+    parser.add_argument("--keep", action="store_true", help="keep the activations until the end")
+    parser.add_argument("--work", default="checkpoints/texts", help="folder of the runs")
+    parser.add_argument("--cache", default="checkpoints/text")
+    parser.add_argument("--output", default="docs/texts/opt-mini.csv")
+    options, flags = parser.parse_known_args(argv)  # what is left are flags of train.py
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if options.command == "prepare":
+        prepare(Path(options.data), Path(options.to), options.model, options.tokens, options.cache)
+    else:
+        run(options, flags)
+
+
+if __name__ == "__main__":
+    main()
