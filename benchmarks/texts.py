@@ -1,4 +1,4 @@
-"""Do predictors hold on texts that they were not trained on? Training text x test text, one run of train.py per cell row.
+"""Do predictors hold on texts that they were not trained on? Training text x test text, a run of train.py per row.
 
     python benchmarks/texts.py prepare --data FOLDER     the test texts and the training texts, as files (.data/)
     python benchmarks/texts.py run --training self       trains one bundle and scores it on every test text
@@ -21,15 +21,14 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from dejavu_train.eval_texts import load_text
 
 from benchmarks.harness import commit
 from dejavu_train.bundle import Bundle
 from dejavu_train.cli import parse_config
 from dejavu_train.costs import mlp_share
-from dejavu_train.eval_texts import load_text
 from dejavu_train.evaluate import Row, evaluate, hold_out, increase
 from dejavu_train.metrics import SelectionSums
 from dejavu_train.opt_model import load_opt, load_tokenizer, resolve_device
@@ -207,8 +206,11 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
             )
             _append(Path(options.output), row)
             if quality.row.selection == "predicted":
-                told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of the bytes"
-                print(f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}: {told}", flush=True)
+                what = f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}"
+                told = (
+                    f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
+                )
+                print(f"{what}: {told}", flush=True)
     shutil.rmtree(work / "activations", ignore_errors=True)
 
 

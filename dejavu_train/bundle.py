@@ -90,7 +90,8 @@ class Bundle:
 
     def second_tests(self, blocks: Any) -> dict[int, SecondTest]:
         """By layer the second test of its cascade, for the decoder layers ``blocks`` of the bundle's model."""
-        return {layer: second_test(blocks[layer].fc1, *grid) for layer, grid in self.cascades().items()}
+        grids = self.cascades()
+        return {i: second_test(blocks[i].fc1.weight, blocks[i].fc1.bias, *grid) for i, grid in grids.items()}
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibrate``; orders the static selection."""

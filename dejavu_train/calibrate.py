@@ -36,7 +36,7 @@ from dejavu_train.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_
 from dejavu_train.entry import PREDICTOR_DTYPES, Entry, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.measure import blocks_of, measure, set_bars
-from dejavu_train.opt_model import OPTShape, load_opt, resolve_device, weight_hash
+from dejavu_train.opt_model import OPTShape, resolve_device
 from dejavu_train.planes import SecondTest
 from dejavu_train.predictor import LowRankPredictor
 from dejavu_train.sensitivity import Probe, loss_increases
@@ -104,9 +104,9 @@ class CalibrateConfig:
 def calibrate(
     predictors_folder: str | Path,
     activations_folder: str | Path,
-    model: str,
     config: CalibrateConfig,
     windows: Sequence[Sequence[int]] | None = None,
+    load_model: Callable[[], Any] | None = None,
     device: str = "auto",
     progress: Callable[[str], object] | None = None,
 ) -> Bundle:
@@ -114,22 +114,22 @@ def calibrate(
 
     Args:
         predictors_folder: ``layer_XX/<target>/`` as training writes them; a target for every layer or for none.
-        activations_folder: shards, of which those of the ``calibrate`` set are read.
-        model: folder or hub id of the dense model.
+        activations_folder: shards, of which those of the ``calibrate`` set are read, and each layer's weights.
         config: what to aim at.
         windows: token ids of calibrate documents, to measure sensitivities on; None shares out by true density.
-        device: where the rows are scored.
+        load_model: gives the dense model, wherever its layers lie; called once, for the sensitivities alone.
+        device: where the rows are scored, a layer at a time.
         progress: called with a line at the start of every step.
 
     Raises:
         UserError: a missing predictor, a budget that cannot be met, or another value that cannot be meant.
     """
-    from dejavu_train.shards import LayerWeights, ShardReader
+    from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader
 
     say = progress or logger.info
     where = resolve_device(device)
-    dense = load_opt(model, device=where)
-    shape = OPTShape.from_config(dense.config, model)
+    manifest = ActivationManifest.load(activations_folder)
+    shape = manifest.shape
     config.check(shape)
     folder = Path(predictors_folder)
     targets = [
@@ -142,19 +142,18 @@ def calibrate(
     predictors: dict[Key, LowRankPredictor] = {}
     tests: dict[Key, SecondTest] = {}
     unions: dict[Key, list[float]] = {}
-    text: dict[str, Any] = {}
     for layer in range(shape.n_layers):
         say(f"thresholds of layer {layer}")
+        weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash).to(where)
         for target in targets:
             facts, trained = read_predictor(folder / f"layer_{layer:02d}" / target)
             stored = stored_tensors(trained, config.dtype_of(target))
             predictor = as_stored(trained, stored).to(where)
             site = ShardReader(activations_folder, facts["site_layer"], "calibrate")
             own = ShardReader(activations_folder, layer, "calibrate")
-            text = own.manifest.text
-            blocks = blocks_of(dense, layer, target, facts["site"], site, own, config.rows, where)
+            blocks = blocks_of(weights, target, facts["site"], site, own, config.rows, where)
             if target == "mlp" and config.cascade is not None:
-                tests[layer, target], parts = set_bars(dense.model.decoder.layers[layer], blocks(), config.cascade)
+                tests[layer, target], parts = set_bars(weights, blocks(), config.cascade)
                 stored |= parts
             test = tests.get((layer, target))
             measured = measure(predictor, target, blocks(), config.batch_size > 1, test)
@@ -183,19 +182,18 @@ def calibrate(
                 tensors[tensor_name(layer, target, name)] = tensor
             tensors[tensor_name(layer, target, "frequency")] = measured.frequency.float().cpu()
             if target == "heads":
-                mean = LayerWeights.load(activations_folder, layer, own.manifest.weight_hash).head_mean
-                if bool(mean.any()):  # all zeros: skipped heads are dropped
-                    tensors[tensor_name(layer, target, "mean")] = mean.half().cpu()
+                if bool(weights.head_mean.any()):  # all zeros: skipped heads are dropped
+                    tensors[tensor_name(layer, target, "mean")] = weights.head_mean.half().cpu()
                     entries[layer, target] = replace(entries[layer, target], replacement="mean")
     tokens = 0
-    if windows and config.sensitivity_tokens:
+    if windows and config.sensitivity_tokens and load_model is not None:
         chosen = _take(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         say(f"sensitivity of every layer on {tokens} tokens")
-        for key, losses in _sensitivities(dense, predictors, tests, entries, tensors, chosen).items():
+        for key, losses in _sensitivities(load_model(), predictors, tests, entries, tensors, chosen).items():
             entries[key].curve["loss_increase"] = losses
-    facts_kept = {"text": text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
-    bundle = Bundle(model, weight_hash(model), shape, entries, tensors, facts_kept)
+    facts_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
+    bundle = Bundle(manifest.model, manifest.weight_hash, shape, entries, tensors, facts_kept)
     return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
 
 

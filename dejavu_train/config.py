@@ -1,7 +1,6 @@
-"""The configuration of a run: one dataclass per section, its identity, and the jobs it asks for."""
+"""The configuration of a run: one dataclass per section, and the jobs it asks for."""
 
 import dataclasses
-import hashlib
 import json
 from typing import Any, Literal
 
@@ -18,14 +17,6 @@ from dejavu_train.text import SELF, TextSource
 from dejavu_train.tune import TuneConfig
 
 TARGETS = ("mlp", "heads")
-# How a run runs, not what it makes: two invocations may differ here and work on one folder.
-NOT_IDENTITY = {
-    "": ("layers", "targets", "output"),
-    "trainer": ("devices", "strategy", "logger", "accelerator", "num_nodes", "enable_progress_bar", "callbacks"),
-    "data": ("num_workers",),
-    "collect": ("device", "device_map"),
-    "text": ("cache",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +41,9 @@ class PredictorConfig:
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     loss: str = "contribution"
     """paper, pos_weight, contribution, share, regression or log_contribution."""
-    density: float = 0.1
-    """Mean density at which the predictors will be deployed; figures and early stopping are taken there."""
+    density: float | None = None
+    """Mean density at which the predictors will be deployed; figures and early stopping are taken there. null: that of
+    calibrate when they are first trained."""
     share_density: bool = True
     """Share that density over the layers in proportion to their true density (mlp only)."""
     steps: int = 1000
@@ -82,7 +74,7 @@ class PredictorConfig:
         for layer in self.ranks:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"{section}.ranks: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
-        if not 0.0 < self.density <= 1.0:
+        if self.density is not None and not 0.0 < self.density <= 1.0:
             raise UserError(f"{section}.density must lie above 0 and at most at 1, got {self.density}")
         if not 0.0 <= self.warmup < 1.0:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
@@ -121,6 +113,8 @@ class RunConfig:
     """Commit or tag of a hub model."""
     output: str = "checkpoints/demo"
     """Folder of everything that is made."""
+    bundle: str = "bundle"
+    """Folder of the bundle in it; another name keeps the bundles of earlier settings."""
     verify: Literal["sampled", "full"] = "sampled"
     """Name the model by a hash over samples of its weights, or over every byte (slow for a large model)."""
     seed: int = 0
@@ -173,6 +167,8 @@ class RunConfig:
         self.calibrate.check(shape)
         self._check_budget(shape)
         self.tune.check()
+        if not self.bundle or "/" in self.bundle or self.bundle in ("activations", "predictors", "tuned", ".", ".."):
+            raise UserError(f"bundle must name a folder of its own within the output, got {self.bundle!r}")
         if self.tune.steps and (not self.mlp.enabled or self.calibrate.selection != "threshold"):
             raise UserError("tune.steps needs predictors of the mlp and calibrate.selection threshold")
 
@@ -204,19 +200,6 @@ class RunConfig:
         """Plain values that JSON and YAML can hold; ``parse_config`` reads them again."""
         values = dataclasses.asdict(self)
         return json.loads(json.dumps(values))
-
-    def identified(self) -> dict[str, Any]:
-        """The part of the config that decides what is made."""
-        values = self.to_json()
-        for section, names in NOT_IDENTITY.items():
-            part = values[section] if section else values
-            for name in names:
-                part.pop(name, None)
-        return values
-
-    def identity(self) -> str:
-        """Hash of what is made: two invocations with the same identity may share a folder."""
-        return hashlib.sha256(json.dumps(self.identified(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def parse_layers(text: str | int | None, n_layers: int) -> list[int]:

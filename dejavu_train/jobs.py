@@ -1,6 +1,7 @@
 """Trains the predictor of one (layer, target): reads shards, writes ``predictors/layer_XX/<target>/``.
 
     predictor.safetensors, predictor.json   the finished predictor; without both the job is open
+    stage.json                              what decides what it is; with other keys it is trained anew
     config.yaml                             the resolved configuration it was trained with
     csv/version_N/metrics.csv               its curves, one version per attempt
     checkpoints/                            best.ckpt and last.ckpt, gone when the job is finished
@@ -39,6 +40,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.lit_predictor import LitPredictor
 from dejavu_train.shards import ActivationManifest, LayerWeights, ShardReader, active_densities
+from dejavu_train.stages import Stage
 from dejavu_train.trainer import as_list, build_loggers, build_trainer, count_devices, quiet, start_device
 
 logger = logging.getLogger(__name__)
@@ -52,9 +54,32 @@ def job_folder(output: str | Path, job: Job) -> Path:
     return Path(output) / "predictors" / f"layer_{job[0]:02d}" / job[1]
 
 
-def is_finished(output: str | Path, job: Job) -> bool:
+def has_predictor(output: str | Path, job: Job) -> bool:
+    """Whether the job's folder holds a finished predictor, of whatever settings."""
     folder = job_folder(output, job)
     return (folder / "predictor.json").is_file() and (folder / "predictor.safetensors").is_file()
+
+
+def is_finished(output: str | Path, job: Job, stage: Stage) -> bool:
+    """Whether the job's folder holds the finished predictor of this stage."""
+    return has_predictor(output, job) and stage.made(stored_stage(job_folder(output, job)))
+
+
+def stored_stage(folder: Path) -> Any:
+    """What ``stage.json`` of an artefact's folder says; None where there is none."""
+    path = folder / "stage.json"
+    return read_json(path, "the description of a stage") if path.is_file() else None
+
+
+def begin_stage(folder: Path, stage: Stage) -> None:
+    """Note the stage in the folder; what another stage left there goes first."""
+    before = stored_stage(folder)
+    if stage.made(before):
+        return
+    for path in folder.iterdir():
+        if path.name != ".lock":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_json(folder / "stage.json", stage.to_json())
 
 
 @contextlib.contextmanager
@@ -71,8 +96,8 @@ def claimed(folder: Path) -> Iterator[bool]:
         yield True
 
 
-def run_job(config: RunConfig, job: Job, title: str) -> bool:
-    """Train one predictor to its end, from its last checkpoint if there is one.
+def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
+    """Train one predictor to its end, from its last checkpoint if there is one of the same ``stage``.
 
     Returns: False if another process is at it.
 
@@ -83,8 +108,9 @@ def run_job(config: RunConfig, job: Job, title: str) -> bool:
     with claimed(folder) as free:
         if not free:
             return False
-        if is_finished(config.output, job):
+        if is_finished(config.output, job, stage):
             return True
+        begin_stage(folder, stage)
         write_text(folder / "config.yaml", yaml.safe_dump(config.to_json(), sort_keys=False))
         if count_devices(config.trainer) == 1:
             fit(config, job, title)
@@ -111,10 +137,13 @@ def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
     """The density at which this predictor will be used, as far as it is known before calibration."""
     layer, target = job
     section = config.predictor(target)
-    if target == "heads" or not section.share_density or section.density == 1.0:
-        return section.density
+    density = section.density
+    if density is None:
+        density = config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density
+    if target == "heads" or not section.share_density or density == 1.0:
+        return density
     active = active_densities(activations)
-    return min(1.0, section.density * active[layer] * len(active) / max(sum(active), 1e-12))
+    return min(1.0, density * active[layer] * len(active) / max(sum(active), 1e-12))
 
 
 def second_moments(
@@ -286,7 +315,7 @@ def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], li
     names = ["active_density", "density", "recall", "precision", "retained_mass", "steps", "seconds"]
     rows = []
     for job in jobs:
-        if is_finished(output, job):
+        if has_predictor(output, job):
             facts = read_json(job_folder(output, job) / "predictor.json", "a finished predictor")
             figures = facts["metrics"]
             rates = [figures["loader_rows_per_s"], figures["step_rows_per_s"]]

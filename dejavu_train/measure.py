@@ -42,18 +42,16 @@ class Measured(NamedTuple):
 
 
 def blocks_of(
-    dense: Any, layer: int, target: str, site: str, inputs: Any, own: Any, rows: int, device: torch.device
+    weights: Any, target: str, site: str, inputs: Any, own: Any, rows: int, device: torch.device
 ) -> Callable[[], Iterator[Block]]:
     """Passes over ``rows`` rows in evenly spread blocks.
 
     Args:
-        dense: the model, for what a neuron contributes.
+        weights: ``LayerWeights`` of the target's layer on ``device``, for what a neuron contributes.
         site: what the predictor reads, of the layer of the reader ``inputs``; ``own`` reads the target's layer.
     """
 
     def run() -> Iterator[Block]:
-        block = dense.model.decoder.layers[layer]
-        norms = torch.linalg.vector_norm(block.fc2.weight.float(), dim=0)
         for start, stop in spread_blocks(own.rows, rows, BLOCK_ROWS):
             x = inputs.read(site, start, stop).to(device).float()
             if target == "heads":
@@ -61,27 +59,27 @@ def blocks_of(
                 yield Block(x, contribution > 0, contribution, None)
                 continue
             active = own.read("mlp_active", start, stop).to(device).bool()
-            reads_own = (site, inputs.layer) == ("mlp_in", layer)
+            reads_own = (site, inputs.layer) == ("mlp_in", own.layer)
             mlp_in = x if reads_own else own.read("mlp_in", start, stop).to(device).float()
-            activation = F.relu(F.linear(mlp_in.to(block.fc1.weight.dtype), block.fc1.weight, block.fc1.bias)).float()
-            yield Block(x, active, activation * norms * active, mlp_in)
+            activation = F.relu(F.linear(mlp_in, weights.fc1_weight, weights.fc1_bias))
+            yield Block(x, active, activation * weights.fc2_norm * active, mlp_in)
 
     return run
 
 
 @torch.no_grad()
-def set_bars(block: Any, blocks: Iterator[Block], passes: float) -> tuple[SecondTest, dict[str, Tensor]]:
+def set_bars(weights: Any, blocks: Iterator[Block], passes: float) -> tuple[SecondTest, dict[str, Tensor]]:
     """The second test of a layer that lets ``passes`` of the contribution through, and what a bundle stores of it.
 
     One bar for the layer on pre-activation x norm of the fc2 column, by the test's own four bits, so that their error
     is allowed for.
 
     Args:
-        block: the decoder layer, for fc1, its bias and the norms of fc2's columns.
+        weights: ``LayerWeights``: fc1, its bias and the norms of fc2's columns.
     """
-    scale, steps = choose_grid(block.fc1.weight.detach())
-    norms = torch.linalg.vector_norm(block.fc2.weight.float(), dim=0)
-    test = second_test(block.fc1, scale, steps, norms)
+    scale, steps = choose_grid(weights.fc1_weight)
+    norms = weights.fc2_norm
+    test = second_test(weights.fc1_weight, weights.fc1_bias, scale, steps, norms)
     tally = Tally()
     for part in blocks:
         assert part.mlp_in is not None, "only neurons are tested twice"

@@ -9,7 +9,7 @@ import gc
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,31 @@ import torch
 from safetensors.torch import save_file
 
 from dejavu_train.bundle import Bundle
-from dejavu_train.calibrate import calibrate
+from dejavu_train.calibrate import CalibrateConfig, calibrate
 from dejavu_train.collect import LoadSets, collect
-from dejavu_train.config import RunConfig
+from dejavu_train.config import TARGETS, RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
-from dejavu_train.jobs import Job, is_finished, job_folder, log_summary, run_job, summary_rows
+from dejavu_train.jobs import (
+    Job,
+    has_predictor,
+    is_finished,
+    job_folder,
+    log_summary,
+    run_job,
+    stored_stage,
+    summary_rows,
+)
 from dejavu_train.opt_model import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.run_folder import claimed_folder
 from dejavu_train.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.shards import SETS, ShardReader
+from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
 from dejavu_train.text import SELF, Document, TextManifest
 from dejavu_train.trainer import build_trainer, start_device
 from dejavu_train.tune import tune
 
 logger = logging.getLogger(__name__)
-
-RUN_SCHEMA = 1
 
 
 def run(config: RunConfig) -> None:
@@ -43,40 +52,71 @@ def run(config: RunConfig) -> None:
     """
     shape = read_shape(config.model, config.revision)
     config.check(shape)
-    output = Path(config.output)
     jobs = config.all_jobs(shape.n_layers)
     check_trainer(config, jobs[0])
-    claim_folder(output, config)
-    if (output / "bundle" / "bundle.json").is_file():
-        print(f"{output / 'bundle'} is complete; nothing to do")
-        return
+    # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
+    # trained before keep theirs.
+    stages = {target: train_stage(config, target) for target in TARGETS}
+    with claimed_folder(config) as resolved:
+        _run(config, resolved, stages, jobs, config.own_jobs(shape.n_layers))
+
+
+def _run(
+    config: RunConfig, resolved: RunConfig, stages: Mapping[str, Stage], jobs: Sequence[Job], own: Sequence[Job]
+) -> None:
+    output = Path(config.output)
+    folder, stage = output / config.bundle, calibrate_stage(config)
+    if stage.made(bundle_stage(folder)):
+        try:
+            Bundle.from_pretrained(folder)
+        except UserError as error:
+            logger.info("the bundle is written anew: %s", error)
+            shutil.rmtree(folder)
+        else:
+            print(f"{folder} is complete; nothing to do")
+            return
     full_hash = config.verify == "full"
     activations = output / "activations"
-    manifest = collect(
+    collect(
         config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
     )
-
-    own = config.own_jobs(shape.n_layers)
     began = time.monotonic()
     for number, job in enumerate(own, 1):
         title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
-        if is_finished(output, job):
+        if is_finished(output, job, stages[job[1]]):
             logger.info("%s: trained before", title)
             continue
-        logger.info("%s: training", title)
-        if not run_job(config, job, title):
+        before = stored_stage(job_folder(output, job)) if has_predictor(output, job) else None
+        again = f" anew, {stages[job[1]].difference(before)}" if before else ""
+        logger.info("%s: training%s", title, again)
+        if not run_job(resolved, job, title, stages[job[1]]):
             logger.info("%s: another process is training it", title)
     logger.info("trained in %.0f s", time.monotonic() - began)
 
-    open_jobs = [job for job in jobs if not is_finished(output, job)]
+    open_jobs = [job for job in jobs if not is_finished(output, job, stages[job[1]])]
     if open_jobs:
         names = ", ".join(f"layer {layer} {target}" for layer, target in open_jobs)
         print(f"predictors still open: {names}; the bundle is written when they are trained")
         return
     with locked(output / ".bundle.lock", "another process is writing the bundle; waiting for it"):
-        if not (output / "bundle" / "bundle.json").is_file():
-            finish(config, output, jobs, manifest.weight_hash)
-    print(f"bundle: {output / 'bundle'}")
+        before = bundle_stage(folder)
+        if not stage.made(before):
+            if before is not None:
+                logger.info("%s: calibrated anew, %s", folder, stage.difference(before))
+            trained, wanted = resolved.mlp.density, config.calibrate.mlp_density
+            if config.mlp.enabled and trained != wanted and config.calibrate.budget is None:
+                logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, wanted)
+            finish(config, output, jobs, stage)
+    print(f"bundle: {folder}")
+
+
+def bundle_stage(folder: Path) -> Any:
+    """The stage that a bundle's folder says made it; None where there is no bundle."""
+    if not (folder / "bundle.json").is_file():
+        return None
+    stored = read_json(folder / "bundle.json", "the bundle")
+    facts = stored.get("facts") if isinstance(stored, dict) else None
+    return (facts.get("stage") if isinstance(facts, dict) else None) or {}
 
 
 def sampled(config: RunConfig) -> LoadSets | None:
@@ -127,17 +167,30 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     return write, "engine"
 
 
-def finish(config: RunConfig, output: Path, jobs: Sequence[Job], weight_hash: str) -> None:
+def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -> None:
     """Calibrate, write the bundle, and show one table of all predictors."""
-    windows = None
-    if config.calibrate.sensitivity_tokens:
-        windows = ShardReader(output / "activations", 0, "calibrate").windows()
-    where = (output / "activations", config.model, config.calibrate, windows)
-    if config.tune.steps and not (output / "tuned").is_dir():
-        tune_all(config, output, jobs, calibrate(output / "predictors", *where))
-    bundle = calibrate(output / ("tuned" if config.tune.steps else "predictors"), *where)
-    bundle = dataclasses.replace(bundle, weight_hash=weight_hash)  # the kind of hash that the run asked for
-    bundle.save_pretrained(output / "bundle")
+    activations = output / "activations"
+    windows = ShardReader(activations, 0, "calibrate").windows() if config.calibrate.sensitivity_tokens else None
+
+    def load_model() -> Any:
+        run = config.collect
+        return load_opt(config.model, run.dtype, resolve_device(run.device), run.device_map, config.revision)
+
+    def calibrated(folder: Path, settings: CalibrateConfig) -> Bundle:
+        return calibrate(folder, activations, settings, windows, load_model, config.collect.device)
+
+    folder = output / "predictors"
+    if config.tune.steps:
+        tuning = tune_stage(config)
+        if not tuning.made(stored_stage(output / "tuned")):
+            settings = config.calibrate
+            if config.tune.density is not None:
+                settings = dataclasses.replace(settings, mlp_density=config.tune.density, budget=None)
+            tune_all(config, output, jobs, calibrated(folder, settings), tuning)
+        folder = output / "tuned"
+    bundle = calibrated(folder, config.calibrate)
+    bundle = dataclasses.replace(bundle, facts=bundle.facts | {"stage": stage.to_json()})
+    bundle.save_pretrained(output / config.bundle)
     columns, rows = summary_rows(output, jobs)
     with replacing(output / "predictors" / "summary.csv") as path:
         path.write_text("\n".join(",".join(str(value) for value in row) for row in [columns, *rows]) + "\n")
@@ -145,9 +198,12 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], weight_hash: st
     log_summary(config, jobs)
 
 
-def tune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle) -> None:
+def tune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle, stage: Stage) -> None:
     """Tune the neuron predictors of ``bundle`` in the model; ``tuned`` holds those, and the others as trained."""
-    model = load_opt(config.model, device=start_device(config.trainer), revision=config.revision)
+    run = config.collect
+    dtype = "bfloat16" if run.dtype == "float16" else run.dtype  # gradients of a divergence vanish in float16
+    device = start_device(config.trainer)
+    model = load_opt(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
     made, figures = tune(model, bundle, windows, config.tune, config.seed)
     folder = output / ".tmp-tuned"
@@ -164,6 +220,8 @@ def tune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundl
             facts = read_json(own / "predictor.json", "a finished predictor")
             facts |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": figures[-1]}
             write_json(own / "predictor.json", facts)
+    write_json(folder / "stage.json", stage.to_json())
+    shutil.rmtree(output / "tuned", ignore_errors=True)
     folder.rename(output / "tuned")
 
 
@@ -175,38 +233,6 @@ def check_trainer(config: RunConfig, job: Job) -> None:
     """
     trainer = {**config.trainer, "logger": False}
     build_trainer(dataclasses.replace(config, trainer=trainer), job, Path(config.output), [])
-
-
-def claim_folder(output: Path, config: RunConfig) -> None:
-    """Note the run's identity in the folder, or refuse a folder of another run. One that made nothing yet gives way.
-
-    Raises:
-        UserError: another identity, or a file where the folder should be.
-    """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"the output {output} is a file; choose a folder")
-    path = output / "run.json"
-    with locked(output / ".run.lock"):
-        if path.exists() and ((output / "activations" / "manifest.json").exists() or (output / "predictors").exists()):
-            stored = read_json(path, "the description of the run")
-            if stored.get("schema") != RUN_SCHEMA or stored.get("identity") != config.identity():
-                difference = first_difference(stored.get("config"), config.identified())
-                raise UserError(
-                    f"the folder {output} holds another run{difference}; choose another --output or delete the folder"
-                )
-            return
-        write_json(path, {"schema": RUN_SCHEMA, "identity": config.identity(), "config": config.identified()})
-
-
-def first_difference(stored: Any, asked: Any, name: str = "") -> str:
-    """Names the first key in which two configs differ."""
-    if isinstance(stored, dict) and isinstance(asked, dict):
-        for key in sorted({*stored, *asked}):
-            found = first_difference(stored.get(key), asked.get(key), f"{name}.{key}" if name else key)
-            if found:
-                return found
-        return ""
-    return "" if stored == asked else f" ({name} is {stored} there, {asked} here)"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

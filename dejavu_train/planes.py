@@ -146,8 +146,8 @@ class SecondTest:
         return self.scores(x, rows) > (self.bar if rows is None else self.bar[rows])
 
 
-def second_test(fc1: torch.nn.Linear, scale: Tensor, steps: Tensor, bar: Tensor) -> SecondTest:
-    """The test for a layer's fc1, on its device."""
-    weight = fc1.weight.detach()
-    bias = torch.zeros(len(weight), device=weight.device) if fc1.bias is None else fc1.bias.detach().float()
+def second_test(weight: Tensor, bias: Tensor | None, scale: Tensor, steps: Tensor, bar: Tensor) -> SecondTest:
+    """The test for a layer's fc1, weight (n, d) and bias (n), on its device."""
+    weight = weight.detach()
+    bias = torch.zeros(len(weight), device=weight.device) if bias is None else bias.detach().float()
     return SecondTest(Planes.of(weight, scale, steps), bias, bar.to(weight.device))

@@ -64,7 +64,7 @@ def masked(layer: Any, target: str, keep: Tensor, mean: Tensor | None = None) ->
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         values = inputs[0]  # with whatever leading shape the model gives it
-        return (torch.where(wide.reshape(values.shape), values, rest.to(values)),)
+        return (torch.where(wide.to(values.device).reshape(values.shape), values, rest.to(values)),)
 
     handle = module.register_forward_pre_hook(hook)
     try:
@@ -92,11 +92,12 @@ def loss_increases(
         ids = torch.tensor([list(window)], device=device)
         run = _dense_pass(model, ids)
         for key, probe in probes.items():
-            logits = probe.predictor.to(device)(run.sites[probe.site, probe.site_layer].float())  # (1, T, n)
-            thresholds = torch.tensor(list(probe.thresholds), device=device).reshape(-1, 1, 1)
+            site = run.sites[probe.site, probe.site_layer].float()  # on the device of its layer
+            logits = probe.predictor.to(site.device)(site)  # (1, T, n)
+            thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
             keep = logits > thresholds
             if probe.test is not None:
-                keep = keep & probe.test.passed(run.sites["mlp_in", key[0]])
+                keep = keep & probe.test.passed(run.sites["mlp_in", key[0]]).to(keep.device)
             divergence = _rerun(model, run, key, keep, probe.mean)
             sums[key] += divergence.double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from dejavu_train.callbacks import AtomicCheckpointIO
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
+from dejavu_train.stages import trained_identity
 
 
 def count_devices(trainer: dict[str, Any]) -> int:
@@ -80,7 +81,7 @@ def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbac
 def build_loggers(config: RunConfig, wanted: Any, folder: Path, name: str) -> list[Any]:
     """CSV always, and the loggers of the configuration, each told run, group and folder where it knows them."""
     use_wandb_offline_without_key()
-    group = f"{Path(config.output).name}-{config.identity()[:8]}"
+    group = f"{Path(config.output).name}-{trained_identity(config)[:8]}"
     loggers: list[Any] = [CSVLogger(folder, "csv")]
     for entry in as_list(wanted):
         if not isinstance(entry, dict) or entry["class_path"].endswith("CSVLogger"):

@@ -45,6 +45,8 @@ class TuneConfig:
 
     steps: int = 0
     """Optimiser steps; 0: not at all. 300 halve the loss at a budget, on a GPU."""
+    density: float | None = None
+    """Mean density of the neurons at which they are tuned; null: calibrate's (or its budget) when first tuned."""
     learning_rate: float = 2e-3
     """Highest rate of Adam; a twentieth of the steps rise to it."""
     tokens: int = 16_000
@@ -60,6 +62,8 @@ class TuneConfig:
         """Raise :class:`UserError` for a value that cannot be meant."""
         if self.steps < 0 or min(self.tokens, self.batch_tokens) < 1:
             raise UserError("tune.steps must not be negative, tune.tokens and tune.batch_tokens be at least 1")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise UserError(f"tune.density must lie above 0 and at most at 1, got {self.density:g}")
         for name in ("learning_rate", "width", "price"):
             value = getattr(self, name)
             if value is not None and value <= 0:

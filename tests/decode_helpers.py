@@ -155,7 +155,7 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
         select("mlp_in", i, n)
         fc1 = layer.fc1
         if bundle is not None and i in bundle.grids and (i, "mlp") in masks:
-            test = second_test(fc1, *bundle.grids[i])
+            test = second_test(fc1.weight, fc1.bias, *bundle.grids[i])
             passed = test.passed(n)
             if margins is not None:
                 margins.append((test.scores(n) - test.bar).abs().amin(1))

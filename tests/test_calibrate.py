@@ -87,7 +87,8 @@ def windows():
 def calibrated(run, **changes):
     model, folder = run
     config = cal.CalibrateConfig(**{"sensitivity_tokens": 60, **changes})
-    return cal.calibrate(folder / "predictors", folder / "activations", model, config, windows(), device="cpu")
+    parts = (folder / "predictors", folder / "activations")
+    return cal.calibrate(*parts, config, windows(), lambda: load_opt(model), device="cpu")
 
 
 def measured_density(run, bundle, layer, target):

@@ -11,7 +11,8 @@ from small_runs import activations, flags
 import dejavu_train.files as files
 from dejavu_train.cli import main, parse_config
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.pipeline import claim_folder
+from dejavu_train.run_folder import claimed_folder
+from dejavu_train.stages import calibrate_stage
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
@@ -22,7 +23,7 @@ def test_every_config_parses_and_reads_itself_again(path, tmp_path):
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(yaml.safe_dump(config.to_json()))
     again = parse_config(["--config", str(resolved)])
-    assert again.to_json() == config.to_json() and again.identity() == config.identity()
+    assert again.to_json() == config.to_json() and calibrate_stage(again) == calibrate_stage(config)
 
 
 def test_flags_override_yaml():
@@ -159,10 +160,17 @@ def test_shards_of_another_model(run, capsys, collected, tmp_path):
 
 
 def test_an_output_of_another_run(run, capsys, collected):
-    claim_folder(collected.parent, parse_config(run()))
-    fails(capsys, run("--mlp.steps=81"), "another run", "mlp.steps", "80", "81")
+    with claimed_folder(parse_config(run())):
+        pass
+    fails(capsys, run("--collect.window=32"), "another run", "collect.window", "64", "32")
 
 
 def test_a_run_that_made_nothing_gives_way(run, capsys, tmp_path):
     fails(capsys, run("--text.source=/nowhere/text.txt"), "/nowhere/text.txt")
-    claim_folder(tmp_path / "run", parse_config(run()))
+    with claimed_folder(parse_config(run())):
+        pass
+
+
+def test_two_invocations_of_different_settings_never_work_in_one_folder(run, capsys, collected):
+    with claimed_folder(parse_config(run())), claimed_folder(parse_config(run("--layers=0"))):
+        fails(capsys, run("--calibrate.mlp_density=0.3"), "another process", "calibrate.mlp_density", "0.3")

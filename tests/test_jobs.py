@@ -12,12 +12,14 @@ from dejavu_train.jobs import (
     claimed,
     deployed_density,
     fit,
+    has_predictor,
     is_finished,
     job_folder,
     log_summary,
     run_job,
     summary_rows,
 )
+from dejavu_train.stages import train_stage, trained_identity
 
 
 @pytest.fixture
@@ -33,9 +35,10 @@ def config(tiny_opt, text_file, tmp_path):
 
 def test_a_job_leaves_a_finished_predictor(config, tmp_path):
     run = config()
-    assert run_job(run, (1, "mlp"), "layer 1 mlp")
+    stage = train_stage(run, "mlp")
+    assert run_job(run, (1, "mlp"), "layer 1 mlp", stage)
     folder = job_folder(run.output, (1, "mlp"))
-    assert is_finished(run.output, (1, "mlp")) and not (folder / "checkpoints").exists()
+    assert is_finished(run.output, (1, "mlp"), stage) and not (folder / "checkpoints").exists()
     stored = read_predictor(folder)
     assert (stored.facts["site"], stored.facts["site_layer"], stored.facts["rank"]) == ("mlp_in", 1, 16)
     assert stored.predictor.down.shape == (16, 48) and stored.predictor.up.dtype == torch.float32
@@ -45,8 +48,11 @@ def test_a_job_leaves_a_finished_predictor(config, tmp_path):
     columns, rows = summary_rows(run.output, [(0, "mlp"), (1, "mlp")])
     assert len(rows) == 1 and len(columns) == len(rows[0])
     written = (folder / "predictor.safetensors").stat().st_mtime_ns
-    assert run_job(run, (1, "mlp"), "again")
+    assert run_job(run, (1, "mlp"), "again", stage)
     assert (folder / "predictor.safetensors").stat().st_mtime_ns == written
+    other = config("--mlp.rank=8")
+    assert run_job(other, (1, "mlp"), "with another rank", train_stage(other, "mlp"))
+    assert read_predictor(folder).facts["rank"] == 8 and not is_finished(run.output, (1, "mlp"), stage)
 
 
 def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
@@ -70,11 +76,11 @@ def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
     monkeypatch.setattr(LitPredictor, "training_step", step)
     with pytest.raises(Stop):
         fit(run, (0, "mlp"), "layer 0 mlp")
-    assert seen[-1] == 30 and not is_finished(run.output, (0, "mlp"))
+    assert seen[-1] == 30 and not has_predictor(run.output, (0, "mlp"))
     checkpoint = torch.load(job_folder(run.output, (0, "mlp")) / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 20
     fit(run, (0, "mlp"), "layer 0 mlp")
-    assert seen[31] == 20 and seen[-1] == 79 and is_finished(run.output, (0, "mlp"))
+    assert seen[31] == 20 and seen[-1] == 79 and has_predictor(run.output, (0, "mlp"))
 
 
 def test_a_damaged_checkpoint_is_named(config):
@@ -96,8 +102,8 @@ def test_a_lock_is_held_by_one(tmp_path):
 def test_a_locked_job_is_left_alone(config):
     run = config()
     with claimed(job_folder(run.output, (0, "mlp"))):
-        assert not run_job(run, (0, "mlp"), "layer 0 mlp")
-    assert not is_finished(run.output, (0, "mlp"))
+        assert not run_job(run, (0, "mlp"), "layer 0 mlp", train_stage(run, "mlp"))
+    assert not has_predictor(run.output, (0, "mlp"))
 
 
 def test_density_is_shared_out_by_true_density(config):
@@ -128,5 +134,5 @@ def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
     log_summary(run, [(0, "heads")])
     monkeypatch.delenv("WANDB_MODE")
     names = [path.name for path in (Path(run.output) / "wandb").glob("offline-run-*")]
-    group = f"run-{run.identity()[:8]}"
+    group = f"run-{trained_identity(run)[:8]}"
     assert sorted(name.split("-", 3)[3] for name in names) == [f"{group}-layer-00-heads", f"{group}-summary"]

@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ from dejavu_train.bundle import Bundle
 from dejavu_train.cli import main
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.inference import main as infer_main
-from dejavu_train.pipeline import first_difference, table
+from dejavu_train.pipeline import table
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_from_text_to_bundle(finished, tiny_opt):
     lines = (finished / "predictors" / "summary.csv").read_text().splitlines()
     assert len(lines) == 5 and lines[0].startswith("layer,target,rank")
     run = json.loads((finished / "run.json").read_text())
-    assert run["config"]["mlp"]["rank"] == 16 and "layers" not in run["config"]
+    assert run["train"]["mlp"]["keys"]["mlp.rank"] == 16 and run["train"]["mlp"]["density"] == 0.4
 
 
 def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished, tiny_opt, text_file, tmp_path):
@@ -79,6 +80,43 @@ def test_the_same_command_again_does_nothing(finished, tiny_opt, text_file, caps
     assert exit_on_user_error(main, flags(tiny_opt, text_file, finished)) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_only_what_depends_on_a_changed_key_is_made_anew(finished, tiny_opt, text_file, tmp_path, caplog):
+    """Another threshold calibrates; another rank trains that target; other text is refused."""
+    output = shutil.copytree(finished, tmp_path / "run")
+    caplog.set_level(logging.INFO, logger="dejavu_train")
+
+    def run(*more):
+        caplog.clear()
+        assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *more)) == 0
+        return caplog.text
+
+    first = (output / "bundle" / "bundle.json").read_bytes()
+    log = run("--calibrate.mlp_density=0.3", "--bundle=at-30")
+    assert "training" not in log and "collecting" not in log
+    assert Bundle.from_pretrained(output / "at-30").mean_density("mlp") == pytest.approx(0.3, rel=0.05)
+    assert (output / "bundle" / "bundle.json").read_bytes() == first
+    log = run("--calibrate.mlp_density=0.2")
+    assert "calibrated anew, calibrate.mlp_density was 0.4 and is 0.2" in log and "training" not in log
+    log = run("--mlp.rank=8")
+    assert log.count("training anew, mlp.rank was 16 and is 8") == 2 and log.count("trained before") == 2
+    path = output / "bundle" / "predictors.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert "the bundle is written anew" in run("--mlp.rank=8")
+    Bundle.from_pretrained(output / "bundle")
+
+
+def test_an_open_density_is_that_of_the_first_training(tiny_opt, text_file, tmp_path, caplog):
+    output = tmp_path / "run"
+    shutil.copytree(activations(tiny_opt, text_file), output / "activations")
+    caplog.set_level(logging.INFO, logger="dejavu_train")
+    few = ["--mlp.steps=4", "--heads.steps=4", "--mlp.validations=1", "--heads.validations=1", "--mlp.density=null"]
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few)) == 0
+    assert json.loads((output / "run.json").read_text())["train"]["mlp"]["density"] == 0.4
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few, "--calibrate.mlp_density=0.3")) == 0
+    assert "were trained for density 0.4, calibrated for 0.3" in caplog.text
+    assert json.loads((output / "run.json").read_text())["train"]["mlp"]["density"] == 0.4
 
 
 def test_open_jobs_are_named_and_the_last_one_bundles(tiny_opt, text_file, tmp_path, capsys, finished):
@@ -169,11 +207,6 @@ def test_other_real_sizes_from_text_to_results(text_file, tmp_path, width, n_hea
     assert exit_on_user_error(infer_main, ["--config", str(config)]) == 0
     rows = json.loads((output / "results.json").read_text())["quality"]
     assert {row["selection"] for row in rows} == {"dense", "predicted"}
-
-
-def test_the_first_difference_is_named():
-    assert first_difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}) == " (a.c is 2 there, 3 here)"
-    assert first_difference({"a": 1}, {"a": 1}) == ""
 
 
 def test_table_aligns():

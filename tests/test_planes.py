@@ -65,7 +65,7 @@ def test_what_passes():
     fc1 = torch.nn.Linear(16, 6).double().float()
     scale, steps = choose_grid(fc1.weight.detach())
     bar = torch.tensor([0.0, 0.0, 0.0, -1e30, 1e30, 0.3])
-    test = second_test(fc1, scale, steps, bar)
+    test = second_test(fc1.weight, fc1.bias, scale, steps, bar)
     x = torch.randn(2, 5, 16)
     scores = x @ test.planes.coarse().T + fc1.bias
     expected = test.passed(x)

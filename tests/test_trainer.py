@@ -5,6 +5,7 @@ import pytest
 from small_runs import flags
 
 from dejavu_train.cli import parse_config
+from dejavu_train.stages import trained_identity
 from dejavu_train.trainer import build_loggers, build_trainer, count_devices, use_wandb_offline_without_key
 
 
@@ -44,7 +45,7 @@ def test_loggers_know_run_group_and_folder(config, tmp_path, monkeypatch):
     loggers = build_loggers(run, wanted, tmp_path, "layer-00-mlp")
     assert type(loggers[0]).__name__ == "CSVLogger" and len(loggers) == 2
     assert made["name"] == "layer-00-mlp" and made["save_dir"] == run.output and made["project"] == "mine"
-    assert made["group"] == f"run-{run.identity()[:8]}" and made["id"] == f"{made['group']}-layer-00-mlp"
+    assert made["group"] == f"run-{trained_identity(run)[:8]}" and made["id"] == f"{made['group']}-layer-00-mlp"
 
 
 def test_any_lightning_logger(config, tmp_path):

@@ -1,0 +1,108 @@
+"""What every stage of a run depends on: the keys of the configuration that decide what it makes, and their hash.
+
+    text and collect  ->  train mlp, train heads  ->  tune  ->  calibrate
+
+A stage's identity is the hash of its own keys and of the identities of the stages before it, so a changed key makes
+anew what depends on it and nothing else. How a run runs (devices, workers, layers of this invocation, loggers) is in
+no identity.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dejavu_train.config import RunConfig
+
+# How a run runs, not what it makes.
+_NOT_KEYS = {
+    "trainer": ("devices", "strategy", "logger", "accelerator", "num_nodes", "enable_progress_bar", "callbacks"),
+    "data": ("num_workers",),
+    "collect": ("device", "device_map", "batch_size", "dtype"),
+    "text": ("cache",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage: its keys by dotted name, and the identity of what it makes with them."""
+
+    name: str
+    keys: dict[str, Any]
+    identity: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def made(self, stored: Any) -> bool:
+        """Whether ``stored`` (of :meth:`to_json`) says that this very stage made an artefact."""
+        return isinstance(stored, dict) and stored.get("identity") == self.identity
+
+    def difference(self, stored: Any) -> str:
+        """Why the stored stage is another one, in words: the first key that differs, or what it depends on."""
+        before = stored.get("keys") if isinstance(stored, dict) else None
+        if not isinstance(before, dict):
+            return "it was made by an older version"
+        for key in sorted({*before, *self.keys}):
+            if before.get(key) != self.keys.get(key):
+                return f"{key} was {before.get(key)} and is {self.keys.get(key)}"
+        return "what it depends on has changed"
+
+
+def collect_stage(config: RunConfig) -> Stage:
+    """Text and activations."""
+    values = config.to_json()
+    keys = {name: values[name] for name in ("model", "revision", "verify", "seed")}
+    return _stage("collect", keys | _section(values, "text") | _section(values, "collect"))
+
+
+def train_stage(config: RunConfig, target: str) -> Stage:
+    """The predictors of one target, all layers: how they are trained, and the dtype through which they are."""
+    values = config.to_json()
+    keys = _section(values, target) | _section(values, "data") | _section(values, "trainer")
+    keys["calibrate.dtype"] = config.calibrate.dtype_of(target)
+    return _stage(f"train {target}", keys, collect_stage(config))
+
+
+def tune_stage(config: RunConfig) -> Stage:
+    """The neurons' predictors after training in the model: what they are, and what kind of selection they make."""
+    values = config.to_json()
+    keys = _section(values, "tune") | {"calibrate.cascade": config.calibrate.cascade}
+    return _stage("tune", keys, *_trained(config))
+
+
+def calibrate_stage(config: RunConfig) -> Stage:
+    """Thresholds and bundle."""
+    before = [tune_stage(config)] if config.tune.steps else _trained(config)
+    return _stage("calibrate", _section(config.to_json(), "calibrate"), *before)
+
+
+def trained_identity(config: RunConfig) -> str:
+    """One name for all predictors of a run as trained; groups their records in a tracker."""
+    return _stage("train", {}, *_trained(config)).identity
+
+
+def _trained(config: RunConfig) -> list[Stage]:
+    return [train_stage(config, target) for target in ("mlp", "heads") if config.predictor(target).enabled]
+
+
+def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The keys of one section of the configuration as ``section.key``, nested ones likewise."""
+    left_out = _NOT_KEYS.get(section, ())
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, part: Mapping[str, Any]) -> None:
+        for name, value in part.items():
+            if isinstance(value, dict) and value:
+                add(f"{prefix}.{name}", value)
+            else:
+                flat[f"{prefix}.{name}"] = value
+
+    add(section, {name: value for name, value in values[section].items() if name not in left_out})
+    return flat
+
+
+def _stage(name: str, keys: dict[str, Any], *before: Stage) -> Stage:
+    text = json.dumps([name, keys, [stage.identity for stage in before]], sort_keys=True)
+    return Stage(name, keys, hashlib.sha256(text.encode()).hexdigest()[:16])

@@ -1,0 +1,52 @@
+import dataclasses
+
+from dejavu_train.calibrate import CalibrateConfig
+from dejavu_train.config import RunConfig
+from dejavu_train.plan import CollectConfig
+from dejavu_train.stages import calibrate_stage, collect_stage, train_stage, trained_identity, tune_stage
+from dejavu_train.text import TextSource
+from dejavu_train.tune import TuneConfig
+
+BASE = RunConfig(trainer={"devices": 1, "precision": "32-true"}, tune=TuneConfig(steps=3))
+STAGES = {
+    "collect": collect_stage,
+    "train mlp": lambda config: train_stage(config, "mlp"),
+    "train heads": lambda config: train_stage(config, "heads"),
+    "tune": tune_stage,
+    "calibrate": calibrate_stage,
+}
+
+
+def changed(**values):
+    """Names of the stages that another value makes anew."""
+    other = dataclasses.replace(BASE, **values)
+    return {name for name, stage in STAGES.items() if stage(other).identity != stage(BASE).identity}
+
+
+def test_how_a_run_runs_is_in_no_identity():
+    assert not changed(layers="0-1", targets="mlp", output="elsewhere", bundle="other")
+    assert not changed(trainer={"devices": 2, "precision": "32-true", "logger": True})
+    assert not changed(collect=CollectConfig(device="cpu", batch_size=3), text=TextSource(cache="elsewhere"))
+
+
+def test_a_key_reaches_what_depends_on_it():
+    assert changed(calibrate=CalibrateConfig(mlp_density=0.3)) == {"calibrate"}
+    assert changed(calibrate=CalibrateConfig(cascade=0.99)) == {"tune", "calibrate"}
+    assert changed(tune=TuneConfig(steps=3, density=0.3)) == {"tune", "calibrate"}
+    assert changed(tune=TuneConfig(steps=0)) == {"tune", "calibrate"}
+    assert changed(mlp=dataclasses.replace(BASE.mlp, rank=8)) == {"train mlp", "tune", "calibrate"}
+    assert changed(heads=dataclasses.replace(BASE.heads, rank=8)) == {"train heads", "tune", "calibrate"}
+    everything = set(STAGES)
+    assert changed(seed=1) == changed(text=TextSource(seed=4)) == changed(collect=CollectConfig(window=64)) == everything
+    assert changed(trainer={"devices": 1, "precision": "bf16-mixed"}) == everything - {"collect"}
+    assert trained_identity(BASE) != trained_identity(dataclasses.replace(BASE, seed=1))
+
+
+def test_why_a_stage_is_made_anew():
+    stage = tune_stage(BASE)
+    assert stage.made(stage.to_json()) and not stage.made(None) and not stage.made({})
+    other = tune_stage(dataclasses.replace(BASE, tune=TuneConfig(steps=4)))
+    assert stage.difference(other.to_json()) == "tune.steps was 4 and is 3"
+    deeper = tune_stage(dataclasses.replace(BASE, seed=1))
+    assert stage.difference(deeper.to_json()) == "what it depends on has changed"
+    assert "older version" in stage.difference({})
