@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle import Bundle
+from dejavu_train.costs import measured_mlp_share
 from dejavu_train.entry import TARGETS, Key
 from dejavu_train.mask import Select, masking
 from dejavu_train.metrics import SelectionSums
@@ -45,13 +46,15 @@ class Row:
 class Held:
     """Held-out text, cut into windows.
 
-    ``windows[i]`` are token ids that begin with ``</s>`` and belong to document ``document[i]``.
+    ``windows[i]`` are token ids that begin with ``</s>`` and belong to document ``document[i]``. ``truncated`` says
+    that a budget of tokens left out windows or documents.
     """
 
     windows: list[list[int]]
     document: list[int]
     document_tokens: list[int]
     bytes: int
+    truncated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -60,11 +63,18 @@ class Held:
 
 @dataclasses.dataclass
 class Quality:
-    """What one row came to. ``nats`` are summed per document; ``sums`` are per (layer, target)."""
+    """What one row came to.
+
+    ``nats`` are summed per document, ``sums`` per (layer, target). Predicted rows also have ``candidates``, by layer
+    how many neurons passed the first stage of a cascade, and ``mlp_bytes``, what the MLPs and their predictors read
+    over what the dense MLPs read, counted on the measured positions.
+    """
 
     row: Row
     nats: np.ndarray
     sums: dict[Key, SelectionSums]
+    candidates: dict[int, int] = dataclasses.field(default_factory=dict)
+    mlp_bytes: float | None = None
 
 
 def hold_out(documents: Sequence[Document], tokenizer: Any, window: int, tokens: int | None, seed: int = 0) -> Held:
@@ -79,6 +89,7 @@ def hold_out(documents: Sequence[Document], tokenizer: Any, window: int, tokens:
         if tokens is not None:
             wanted = math.ceil(max(tokens - held.tokens, 0) / (window - 1))
             if wanted < len(parts):
+                held.truncated = True
                 parts = parts[:wanted]
                 text = tokenizer.decode([token for part in parts for token in part[1:]])
         if not parts:
@@ -112,7 +123,7 @@ def evaluate(
     evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress)
     for batch in _batches(held, batch_tokens, model.device):
         evaluation.add(batch)
-    return [evaluation.scored[row] for row in rows]
+    return evaluation.result(rows)
 
 
 def passes(rows: Sequence[Row]) -> int:
@@ -180,6 +191,14 @@ class _Evaluation:
         self.generator = torch.Generator().manual_seed(seed)
         self.progress = progress or (lambda tokens: None)
 
+    def result(self, rows: Sequence[Row]) -> list[Quality]:
+        """The sums of all batches added, in the order of ``rows``."""
+        for row, quality in self.scored.items():
+            if row.selection == "predicted":
+                moved = self.bundles[row.mlp_density, row.head_density]
+                quality.mlp_bytes = measured_mlp_share(moved, quality.sums, quality.candidates)
+        return [self.scored[row] for row in rows]
+
     @torch.no_grad()
     def add(self, batch: _Batch) -> None:
         """Score all rows on one batch: dense, then per pair of densities the predicted selection, then the others."""
@@ -238,8 +257,12 @@ class _Evaluation:
         def observe(layer: int, target: str, keep: Tensor | None, values: Tensor) -> None:
             if counts is not None and keep is not None:
                 counts[layer, target] = keep.sum(dim=-1)
-            if quality is not None:
-                self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
+            if quality is None:
+                return
+            self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
+            if target == "mlp" and isinstance(selector, Predicted) and layer in selector.candidates:
+                passed = int(selector.candidates[layer][measured.to(selector.candidates[layer].device)].sum())
+                quality.candidates[layer] = quality.candidates.get(layer, 0) + passed
 
         with masking(self.model, selector, None if bool(sparse.all()) else sparse, observe, self.means):
             nats = _nats(self.model, batch)

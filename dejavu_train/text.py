@@ -29,6 +29,7 @@ MIN_DOCUMENT_CHARACTERS = 4000
 PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that carries them
 MIN_HASHED_CHARACTERS = 80
 INSTALLED_DOCS = "installed-docs"
+INSTALLED = (INSTALLED_DOCS, "installed-readmes", "installed-licences", "installed-code")  # see installed_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class TextSource:
     """Where text comes from."""
 
     source: str = INSTALLED_DOCS
-    """``installed-docs``, a local .txt or .jsonl file (also .gz, .xz), or a hub dataset such as allenai/c4."""
+    """``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local .txt or .jsonl file (also .gz, .xz), or a
+    hub dataset such as allenai/c4."""
     config: str | None = None
     """Configuration of a hub dataset, for instance en."""
     revision: str | None = None
@@ -58,7 +60,7 @@ class TextSource:
     seed: int = 0
     """Seed of that draw."""
     cache: str = "checkpoints/text"
-    """Folder where installed-docs is cached."""
+    """Folder where installed sources are cached."""
 
     @property
     def key(self) -> str:
@@ -148,16 +150,16 @@ def _hub_documents(source: TextSource) -> list[Document]:
 
 
 def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
-    """All documents of a source, and the package versions it depends on (empty but for installed-docs).
+    """All documents of a source, and the package versions it depends on (installed sources only).
 
     Raises:
         UserError: nothing there, an empty file, not UTF-8, a missing package.
     """
     versions: dict[str, str] = {}
-    if source.source == INSTALLED_DOCS:
-        from dejavu_train.installed_docs import load_installed_docs
+    if source.source in INSTALLED:
+        from dejavu_train.installed_text import load_installed
 
-        rows, versions = load_installed_docs(source.cache)
+        rows, versions = load_installed(source.source, source.cache)
         documents = [Document(row["name"], row["text"]) for row in rows]
     elif Path(source.source).is_file():
         documents = _local_documents(Path(source.source), source.field)
@@ -211,7 +213,8 @@ def read_paragraph_hashes(model: str) -> np.ndarray | None:
     return np.cumsum(differences, dtype=np.uint64).astype(np.uint32)
 
 
-def _without_pretrained(text: str, hashes: np.ndarray) -> tuple[str, int]:
+def without_pretrained(text: str, hashes: np.ndarray) -> tuple[str, int]:
+    """``text`` without the paragraphs whose hashes are among ``hashes`` (sorted), and how many were left out."""
     kept, skipped = [], 0
     for part in text.split("\n\n"):
         if len(part) >= MIN_HASHED_CHARACTERS:
@@ -240,7 +243,7 @@ def split_documents(
     for document in documents:
         set_name = split_of(source_key, document.name)
         if set_name != "train" and pretrained_hashes is not None:
-            text, dropped = _without_pretrained(document.text, pretrained_hashes)
+            text, dropped = without_pretrained(document.text, pretrained_hashes)
             skipped += dropped
             if not text.strip():
                 continue
