@@ -29,6 +29,7 @@ from dejavu_train.sites import decoder_layers, head_contribution, output_gram, r
 from dejavu_train.text import Document, windows
 
 BOOTSTRAPS = 1000
+DOCUMENTS = 20  # at least so many share a budget of tokens, if there are so many
 SCORED_AT_ONCE = 1024  # positions whose logits (times V) are held at a time
 
 
@@ -78,27 +79,56 @@ class Quality:
 
 
 def hold_out(documents: Sequence[Document], tokenizer: Any, window: int, tokens: int | None, seed: int = 0) -> Held:
-    """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order."""
+    """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order.
+
+    A budget is spread: documents give up to a 20th of it each, in rounds, so that no long one stands for a whole text.
+    """
     order = list(range(len(documents)))
     if tokens is not None:
         order.sort(key=lambda i: hashlib.sha256(f"{seed}|{documents[i].name}".encode()).digest())
-    held = Held([], [], [], 0)
-    for index in order:
+    cut = (windows(tokenizer, documents[i].text, window) for i in order)
+    taken = _spread(cut, window, math.inf if tokens is None else tokens)
+    held = Held([], [], [], 0, truncated=len(taken) < len(order))
+    for index, (parts, complete) in zip(order, taken, strict=False):
         text = documents[index].text
-        parts = windows(tokenizer, text, window)
-        if tokens is not None:
-            wanted = math.ceil(max(tokens - held.tokens, 0) / (window - 1))
-            if wanted < len(parts):
-                held.truncated = True
-                parts = parts[:wanted]
-                text = tokenizer.decode([token for part in parts for token in part[1:]])
-        if not parts:
-            continue
-        held.windows += parts
-        held.document += [len(held.document_tokens)] * len(parts)
-        held.document_tokens.append(sum(len(part) - 1 for part in parts))
-        held.bytes += len(text.encode("utf-8"))
+        if not complete:
+            held.truncated = True
+            text = tokenizer.decode([token for part in parts for token in part[1:]])
+        if parts:
+            held.windows += parts
+            held.document += [len(held.document_tokens)] * len(parts)
+            held.document_tokens.append(sum(len(part) - 1 for part in parts))
+            held.bytes += len(text.encode("utf-8"))
     return held
+
+
+def _spread(documents: Iterator[list[list[int]]], window: int, tokens: float) -> list[tuple[list[list[int]], bool]]:
+    """The first windows of each document, about ``tokens`` tokens in all, and whether they are all it has.
+
+    Documents are read in order, and no further than is needed.
+    """
+    at_once = math.inf if tokens == math.inf else max(1, int(tokens / (window - 1) / DOCUMENTS))
+    read: list[list[list[int]]] = []
+    count: list[int] = []
+    left = tokens
+
+    def take_from(place: int) -> None:
+        nonlocal left
+        start, available = count[place], len(read[place])
+        stop = min(start + at_once, start + max(left, 0) / (window - 1), available)
+        count[place] = math.ceil(stop)
+        left -= sum(len(part) - 1 for part in read[place][start : count[place]])
+
+    for parts in documents:
+        read.append(parts)
+        count.append(0)
+        take_from(len(read) - 1)
+        if left <= 0:
+            break
+    while left > 0 and any(taken < len(parts) for taken, parts in zip(count, read, strict=True)):
+        for place in range(len(read)):
+            take_from(place)
+    return [(parts[:taken], taken == len(parts)) for taken, parts in zip(count, read, strict=True)]
 
 
 def evaluate(

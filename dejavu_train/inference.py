@@ -61,7 +61,7 @@ class InferConfig:
     curve_selections: tuple[str, ...] = _option(("predicted", "oracle", "random", "static"), "rows at those densities")
     curve_densities: tuple[float, ...] = _option((0.05, 0.4), "more MLP densities for the picture")
     yardstick_texts: str = _option(
-        "first", "all: the same rows for all texts; first: later texts without noncontextual, curve and later starts"
+        "first", "all: the same rows for all texts; first: later texts have predicted and oracle rows at densities only"
     )
     head_densities: tuple[float, ...] = _option((0.85,), "with every MLP density, predicted only")
     sparse_from: tuple[int, ...] = _option((0, 128), "later starts: predicted only")
@@ -115,14 +115,15 @@ class InferConfig:
         """The quality rows in the order of the table, the dense one first (it is the reference of all).
 
         Args:
-            first: of the first text. Later ones take fewer, unless ``yardstick_texts`` is ``all``.
+            first: of the first text. Later ones take predicted and oracle rows at ``densities``, and the heads'
+                densities at the largest of these, unless ``yardstick_texts`` is ``all``: each row is a pass.
         """
         rows = [Row("dense")]
         if not first and self.yardstick_texts == "first":
-            fewer = [name for name in self.selections if name not in ("dense", "noncontextual")]
-            rows += [Row(name, density) for density in sorted(self.densities) for name in fewer]
-            if "predicted" in fewer:
-                rows += [Row("predicted", mlp, heads) for mlp in self.densities for heads in self.head_densities]
+            few = [name for name in ("predicted", "oracle") if name in self.selections]
+            rows += [Row(name, density) for density in sorted(self.densities) for name in few]
+            if "predicted" in few and self.densities:
+                rows += [Row("predicted", max(self.densities), heads) for heads in self.head_densities]
             return list(dict.fromkeys(rows))
         for density in sorted({*self.densities, *self.curve_densities}):
             names = self.selections if density in self.densities else self.curve_selections

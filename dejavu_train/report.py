@@ -263,7 +263,9 @@ def _number(value: float | None, digits: int) -> str:
 def _percent(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{100 * value:z.2f}%" if abs(value) < 10 else f"{100 * value:.3g}%"
+    if value >= 10:
+        return f"x {1 + value:,.0f}"
+    return f"{100 * value:z.2f}%"
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:

@@ -77,6 +77,20 @@ def test_a_budget_of_tokens_takes_whole_windows(tiny_opt, documents):
     assert some.bytes / some.tokens == pytest.approx(total / hold_out(documents, tokenizer, 64, None).tokens, rel=0.2)
 
 
+def test_a_budget_of_tokens_is_spread_over_documents(tiny_opt):
+    tokenizer = load_tokenizer(str(tiny_opt))
+    documents = [Document(str(i), make_text(60 if i else 8000, seed=i)) for i in range(40)]
+    longest = len(tokenizer(documents[0].text, add_special_tokens=False)["input_ids"])
+    some = hold_out(documents, tokenizer, 32, 1000)
+    assert len(some.document_tokens) >= 20 and max(some.document_tokens) <= 2 * 31 and some.truncated
+    # Where documents are few and short, the long one gives the rest; a budget above all text takes all of it.
+    most = hold_out(documents, tokenizer, 32, 3000 + 40 * 170)
+    assert len(most.document_tokens) == 40 and most.truncated and most.tokens < 3000 + 40 * 170 + 31
+    everything, no_budget = hold_out(documents, tokenizer, 32, 10 * longest), hold_out(documents, tokenizer, 32, None)
+    assert everything.tokens == no_budget.tokens and everything.bytes == no_budget.bytes
+    assert not everything.truncated and not no_budget.truncated
+
+
 def test_dense_and_predicted_rows_equal_a_plain_loop(model, bundle, held):
     rows = [Row("dense"), Row("predicted", 0.2), Row("predicted", 0.2, 0.8), Row("predicted", 0.2, 1.0, 16)]
     seen = []
