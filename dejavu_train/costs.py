@@ -1,14 +1,17 @@
 """What a bundle reads per token, in bytes: predictors, the planes of a cascade, and the rows that are selected.
 
-Weights count 16 bits. fc2 rows are read of neurons that are selected and truly active; both are expectations from the
-calibration curves.
+Weights count 16 bits. fc2 rows are read of neurons that are selected and truly active. Counts are either expectations
+from the calibration curves (``entry_bytes``, ``mlp_share``) or taken from scored text (``measured_mlp_share``).
 """
+
+from collections.abc import Mapping
 
 import torch
 
 from dejavu_train.allocate import cascade_bytes, head_bytes, mlp_bytes, read_curve
 from dejavu_train.bundle import Bundle
-from dejavu_train.entry import Entry
+from dejavu_train.entry import Entry, Key
+from dejavu_train.metrics import SelectionSums
 from dejavu_train.opt_model import OPTShape, torch_dtype
 
 
@@ -44,7 +47,7 @@ def entry_bytes(entry: Entry, shape: OPTShape) -> float:
 
 
 def mlp_share(bundle: Bundle) -> float:
-    """Bytes of all MLPs with their predictors, over those of the dense ones."""
+    """Bytes of all MLPs with their predictors as calibrated, over those of the dense ones."""
     shape = bundle.shape
     one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
     read = (
@@ -52,3 +55,32 @@ def mlp_share(bundle: Bundle) -> float:
         for i in range(shape.n_layers)
     )
     return sum(read) / (one * shape.n_layers)
+
+
+def measured_mlp_share(
+    bundle: Bundle, sums: Mapping[Key, SelectionSums], candidates: Mapping[int, int] | None = None
+) -> float:
+    """Bytes of all MLPs with their predictors as counted on scored text, over those of the dense ones.
+
+    Args:
+        bundle: at the densities that were scored.
+        sums: by (layer, ``mlp``) what was selected, and which of it was active, on the scored positions.
+        candidates: by layer how many neurons passed the first stage of its cascade, over the same positions.
+    """
+    shape = bundle.shape
+    one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
+    read = 0.0
+    for layer in range(shape.n_layers):
+        entry, counted = bundle.entries.get((layer, "mlp")), sums[layer, "mlp"]
+        if entry is None or entry.dense or not int(counted.units):
+            read += one
+            continue
+        # The formulas take shares of all neurons; recall x active share is the share that is selected and active.
+        selected, recall, active = counted.density, counted.recall, counted.active_density
+        if entry.kind == "cascade":
+            share = (candidates or {})[layer] / float(counted.units)
+            rows = cascade_bytes(share, selected, recall, active, shape.d_ffn, shape.d_model)
+        else:
+            rows = mlp_bytes(selected, recall, active, shape.d_ffn, shape.d_model)
+        read += predictor_bytes(entry) + rows
+    return read / (one * shape.n_layers)

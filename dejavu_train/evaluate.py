@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle import Bundle
+from dejavu_train.costs import measured_mlp_share
 from dejavu_train.entry import TARGETS, Key
 from dejavu_train.mask import Select, masking
 from dejavu_train.metrics import SelectionSums
@@ -28,6 +29,7 @@ from dejavu_train.sites import decoder_layers, head_contribution, output_gram, r
 from dejavu_train.text import Document, windows
 
 BOOTSTRAPS = 1000
+DOCUMENTS = 20  # at least so many share a budget of tokens, if there are so many
 SCORED_AT_ONCE = 1024  # positions whose logits (times V) are held at a time
 
 
@@ -45,13 +47,15 @@ class Row:
 class Held:
     """Held-out text, cut into windows.
 
-    ``windows[i]`` are token ids that begin with ``</s>`` and belong to document ``document[i]``.
+    ``windows[i]`` are token ids that begin with ``</s>`` and belong to document ``document[i]``. ``truncated`` says
+    that a budget of tokens left out windows or documents.
     """
 
     windows: list[list[int]]
     document: list[int]
     document_tokens: list[int]
     bytes: int
+    truncated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -60,34 +64,71 @@ class Held:
 
 @dataclasses.dataclass
 class Quality:
-    """What one row came to. ``nats`` are summed per document; ``sums`` are per (layer, target)."""
+    """What one row came to.
+
+    ``nats`` are summed per document, ``sums`` per (layer, target). Predicted rows also have ``candidates``, by layer
+    how many neurons passed the first stage of a cascade, and ``mlp_bytes``, what the MLPs and their predictors read
+    over what the dense MLPs read, counted on the measured positions.
+    """
 
     row: Row
     nats: np.ndarray
     sums: dict[Key, SelectionSums]
+    candidates: dict[int, int] = dataclasses.field(default_factory=dict)
+    mlp_bytes: float | None = None
 
 
 def hold_out(documents: Sequence[Document], tokenizer: Any, window: int, tokens: int | None, seed: int = 0) -> Held:
-    """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order."""
+    """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order.
+
+    A budget is spread: documents give up to a 20th of it each, in rounds, so that no long one stands for a whole text.
+    """
     order = list(range(len(documents)))
     if tokens is not None:
         order.sort(key=lambda i: hashlib.sha256(f"{seed}|{documents[i].name}".encode()).digest())
-    held = Held([], [], [], 0)
-    for index in order:
+    cut = (windows(tokenizer, documents[i].text, window) for i in order)
+    taken = _spread(cut, window, math.inf if tokens is None else tokens)
+    held = Held([], [], [], 0, truncated=len(taken) < len(order))
+    for index, (parts, complete) in zip(order, taken, strict=False):
         text = documents[index].text
-        parts = windows(tokenizer, text, window)
-        if tokens is not None:
-            wanted = math.ceil(max(tokens - held.tokens, 0) / (window - 1))
-            if wanted < len(parts):
-                parts = parts[:wanted]
-                text = tokenizer.decode([token for part in parts for token in part[1:]])
-        if not parts:
-            continue
-        held.windows += parts
-        held.document += [len(held.document_tokens)] * len(parts)
-        held.document_tokens.append(sum(len(part) - 1 for part in parts))
-        held.bytes += len(text.encode("utf-8"))
+        if not complete:
+            held.truncated = True
+            text = tokenizer.decode([token for part in parts for token in part[1:]])
+        if parts:
+            held.windows += parts
+            held.document += [len(held.document_tokens)] * len(parts)
+            held.document_tokens.append(sum(len(part) - 1 for part in parts))
+            held.bytes += len(text.encode("utf-8"))
     return held
+
+
+def _spread(documents: Iterator[list[list[int]]], window: int, tokens: float) -> list[tuple[list[list[int]], bool]]:
+    """The first windows of each document, about ``tokens`` tokens in all, and whether they are all it has.
+
+    Documents are read in order, and no further than is needed.
+    """
+    at_once = math.inf if tokens == math.inf else max(1, int(tokens / (window - 1) / DOCUMENTS))
+    read: list[list[list[int]]] = []
+    count: list[int] = []
+    left = tokens
+
+    def take_from(place: int) -> None:
+        nonlocal left
+        start, available = count[place], len(read[place])
+        stop = min(start + at_once, start + max(left, 0) / (window - 1), available)
+        count[place] = math.ceil(stop)
+        left -= sum(len(part) - 1 for part in read[place][start : count[place]])
+
+    for parts in documents:
+        read.append(parts)
+        count.append(0)
+        take_from(len(read) - 1)
+        if left <= 0:
+            break
+    while left > 0 and any(taken < len(parts) for taken, parts in zip(count, read, strict=True)):
+        for place in range(len(read)):
+            take_from(place)
+    return [(parts[:taken], taken == len(parts)) for taken, parts in zip(count, read, strict=True)]
 
 
 def evaluate(
@@ -112,7 +153,7 @@ def evaluate(
     evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress)
     for batch in _batches(held, batch_tokens, model.device):
         evaluation.add(batch)
-    return [evaluation.scored[row] for row in rows]
+    return evaluation.result(rows)
 
 
 def passes(rows: Sequence[Row]) -> int:
@@ -180,6 +221,14 @@ class _Evaluation:
         self.generator = torch.Generator().manual_seed(seed)
         self.progress = progress or (lambda tokens: None)
 
+    def result(self, rows: Sequence[Row]) -> list[Quality]:
+        """The sums of all batches added, in the order of ``rows``."""
+        for row, quality in self.scored.items():
+            if row.selection == "predicted":
+                moved = self.bundles[row.mlp_density, row.head_density]
+                quality.mlp_bytes = measured_mlp_share(moved, quality.sums, quality.candidates)
+        return [self.scored[row] for row in rows]
+
     @torch.no_grad()
     def add(self, batch: _Batch) -> None:
         """Score all rows on one batch: dense, then per pair of densities the predicted selection, then the others."""
@@ -238,8 +287,12 @@ class _Evaluation:
         def observe(layer: int, target: str, keep: Tensor | None, values: Tensor) -> None:
             if counts is not None and keep is not None:
                 counts[layer, target] = keep.sum(dim=-1)
-            if quality is not None:
-                self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
+            if quality is None:
+                return
+            self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
+            if target == "mlp" and isinstance(selector, Predicted) and layer in selector.candidates:
+                passed = int(selector.candidates[layer][measured.to(selector.candidates[layer].device)].sum())
+                quality.candidates[layer] = quality.candidates.get(layer, 0) + passed
 
         with masking(self.model, selector, None if bool(sparse.all()) else sparse, observe, self.means):
             nats = _nats(self.model, batch)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 import yaml
@@ -21,24 +20,15 @@ from tqdm import tqdm
 
 from dejavu_train import report
 from dejavu_train.bundle import Bundle
-from dejavu_train.costs import mlp_share
 from dejavu_train.errors import UserError
-from dejavu_train.evaluate import Held, Row, evaluate, hold_out, passes
-from dejavu_train.files import read_json, sha256_text
+from dejavu_train.eval_texts import EvalText, load_text, name_texts, trained_text
+from dejavu_train.evaluate import Held, Quality, Row, evaluate, passes
+from dejavu_train.files import read_json
 from dejavu_train.opt_model import load_opt, load_tokenizer, resolve_device
+from dejavu_train.picture import plot_curves
 from dejavu_train.selections import SELECTIONS
 from dejavu_train.sparse_model import BACKENDS, SparseOPTForCausalLM
-from dejavu_train.text import (
-    INSTALLED_DOCS,
-    SETS,
-    Document,
-    TextSource,
-    hash_paragraphs,
-    load_documents,
-    load_sets,
-    read_paragraph_hashes,
-    require_one_sequence,
-)
+from dejavu_train.text import INSTALLED, SETS, TextSource
 from dejavu_train.timing import ENGINES, WARM_UP, Timing, time_decoding, time_engine
 
 logger = logging.getLogger(__name__)
@@ -56,18 +46,23 @@ class InferConfig:
     revision: str | None = _option(None, "commit or tag of a hub model")
     bundle: str = _option("checkpoints/demo/bundle", "folder or hub id")
     output: str = _option("checkpoints/demo", "results.json and curve.png go here")
-    text: str = _option(INSTALLED_DOCS, "or a .txt/.jsonl file (scored whole), or a hub dataset")
+    text: tuple[str, ...] = _option(
+        INSTALLED, "SOURCE or NAME=SOURCE: installed-..., a .txt/.jsonl file, a hub dataset; may be repeated"
+    )
     text_config: str | None = _option(None, "of a hub dataset")
     text_revision: str | None = _option(None, "of a hub dataset")
     text_field: str = _option("text", "of a hub dataset or a JSONL line")
-    text_cache: str = _option("checkpoints/text", "where installed-docs is cached")
-    text_set: str = _option("report", "which set of installed-docs or of a hub dataset")
-    tokens: int | None = _option(20000, "how many to score; null: all; 0: none")
+    text_cache: str = _option("checkpoints/text", "where installed texts are cached")
+    text_set: str = _option("report", "which set of the text trained on, of installed-docs, of hub datasets")
+    tokens: int | None = _option(20000, "how many to score of each text; null: all; 0: none")
     window: int = _option(512, "</s> and window - 1 new tokens")
     selections: tuple[str, ...] = _option(SELECTIONS, "rows at every density")
     densities: tuple[float, ...] = _option((0.1, 0.2), "of MLPs, all heads")
     curve_selections: tuple[str, ...] = _option(("predicted", "oracle", "random", "static"), "rows at those densities")
     curve_densities: tuple[float, ...] = _option((0.05, 0.4), "more MLP densities for the picture")
+    yardstick_texts: str = _option(
+        "first", "all: the same rows for all texts; first: later texts have predicted and oracle rows at densities only"
+    )
     head_densities: tuple[float, ...] = _option((0.85,), "with every MLP density, predicted only")
     sparse_from: tuple[int, ...] = _option((0, 128), "later starts: predicted only")
     batch_tokens: int = _option(4096, "positions in one forward pass; fewer for large models")
@@ -110,12 +105,26 @@ class InferConfig:
         for backend in self.timing_backends:
             if backend not in known:
                 raise UserError(f"--timing_backends: {backend} is none of {', '.join(known)}")
+        if self.yardstick_texts not in ("first", "all"):
+            raise UserError(f"--yardstick_texts must be first or all, got {self.yardstick_texts}")
+        name_texts(self.text)
         if self.verify not in ("sampled", "full"):
             raise UserError(f"--verify must be sampled or full, got {self.verify}")
 
-    def rows(self) -> list[Row]:
-        """The quality rows in the order of the table, the dense one first (it is the reference of all)."""
+    def rows(self, first: bool = True) -> list[Row]:
+        """The quality rows in the order of the table, the dense one first (it is the reference of all).
+
+        Args:
+            first: of the first text. Later ones take predicted and oracle rows at ``densities``, and the heads'
+                densities at the largest of these, unless ``yardstick_texts`` is ``all``: each row is a pass.
+        """
         rows = [Row("dense")]
+        if not first and self.yardstick_texts == "first":
+            few = [name for name in ("predicted", "oracle") if name in self.selections]
+            rows += [Row(name, density) for density in sorted(self.densities) for name in few]
+            if "predicted" in few and self.densities:
+                rows += [Row("predicted", max(self.densities), heads) for heads in self.head_densities]
+            return list(dict.fromkeys(rows))
         for density in sorted({*self.densities, *self.curve_densities}):
             names = self.selections if density in self.densities else self.curve_selections
             rows += [Row(name, density) for name in names if name != "dense"]
@@ -142,6 +151,8 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
     fields = {field.name: field for field in dataclasses.fields(InferConfig)}
     for name, field in fields.items():
         bare = {"nargs": "?", "const": "true"} if field.type is bool else {}
+        if name == "text":
+            bare = {"action": "append"}
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=_help(field), **bare)  # type: ignore[arg-type]
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
@@ -161,8 +172,6 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
     types_of = typing.get_type_hints(InferConfig)
     read = {name: _typed(name, value, types_of[name]) for name, value in values.items()}
     read |= {name: _typed(name, value, types_of[name]) for name, value in flags.items()}
-    if "text" in flags and "tokens" not in flags and Path(read["text"]).is_file():
-        read["tokens"] = None  # the limit in the YAML was meant for its own text; a file is scored whole
     config = InferConfig(**read)
     config.check()
     return config
@@ -181,6 +190,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     kind = next(option for option in options if option is not type(None))
     wrong = UserError(f"--{name} must be {_named(kind)}, got {value}")
     if typing.get_origin(kind) is tuple:
+        if name == "text":  # names of files may hold commas
+            value = [value] if isinstance(value, str) else value
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
         return tuple(_typed(name, item, typing.get_args(kind)[0]) for item in items if item != "")
     if kind is bool:
@@ -219,9 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _check_output(config)
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
-    rows = config.rows() if config.tokens != 0 else []
-    _check_densities(rows, config, bundle)
-    held = _held_out(config, bundle, tokenizer)
+    _check_densities(config, bundle)
+    texts = _load_texts(config, bundle, tokenizer)
     dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
     if config.window - 1 > dense.config.max_position_embeddings:
         raise UserError(
@@ -229,23 +239,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if config.generate is not None:
         print(_generate(config, dense, bundle, tokenizer))
-    scored = []
-    if rows:
-        total = held.tokens * passes(rows)
-        hidden = not sys.stderr.isatty()
-        with tqdm(total=total, unit="tok", unit_scale=True, desc="scoring", disable=hidden) as bar:
-            scored = evaluate(dense, bundle, held, rows, config.batch_tokens, config.seed, bar.update)
-    timings = _time(config, dense, bundle, tokenizer, held) if config.timing else []
+    scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
+    timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
     shown = config.densities[0] if config.densities else None
-    predicted = [row for row in rows if row.selection == "predicted"]
-    read = {row: mlp_share(bundle.at(row.mlp_density, row.head_density)) for row in predicted}
-    found = report.results(config.model, config.bundle, config.text, config.window, held, scored, timings, shown, read)
+    found = report.results(config.model, config.bundle, scored, timings, shown)
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]
     if scored:
         picture = Path(config.output) / "curve.png"
-        if report.plot_curve(found, picture):
+        if plot_curves(found, picture):
             written.append(str(picture))
         else:
             logger.info("no curve.png: matplotlib is not installed (pip install matplotlib)")
@@ -266,56 +269,47 @@ def _check_output(config: InferConfig) -> None:
             )
 
 
-def _check_densities(rows: Sequence[Row], config: InferConfig, bundle: Bundle) -> None:
+def _check_densities(config: InferConfig, bundle: Bundle) -> None:
     """Let impossible densities fail before anything slow starts."""
-    pairs = {(row.mlp_density, row.head_density) for row in rows}
+    pairs = {(row.mlp_density, row.head_density) for row in config.rows()} if config.tokens != 0 else set()
     if config.timing:
         pairs.add((config.timing_mlp_density, config.timing_head_density))
     for pair in sorted(pairs):
         bundle.at(*pair)
 
 
-def _held_out(config: InferConfig, bundle: Bundle, tokenizer: Any) -> Held:
-    source = TextSource(
-        source=config.text,
-        config=config.text_config,
-        revision=config.text_revision,
-        field=config.text_field,
-        cache=config.text_cache,
-    )
-    if Path(config.text).is_file():
-        documents, _ = load_documents(source)
-        _warn_of_training_text(config, bundle, documents)
-    else:
-        documents = load_sets(source, config.model)[0][config.text_set]
-    # Without scoring one window is enough: timing takes its prompt from it.
-    tokens = config.window - 1 if config.tokens == 0 else config.tokens
-    held = hold_out(documents, tokenizer, config.window, tokens, config.seed)
-    require_one_sequence(held.tokens, config.window, config.text)
-    return held
-
-
-def _warn_of_training_text(config: InferConfig, bundle: Bundle, documents: Sequence[Document]) -> None:
-    """Say when documents of a file stand in the manifest of the text that the predictors were trained on."""
-    text = bundle.facts.get("text")
-    beside = Path(config.bundle).parent / "activations" / "manifest.json"
-    if not isinstance(text, dict) and beside.is_file():
-        text = read_json(beside, "the manifest of the activation shards").get("text")
-    known = set(text.get("train_sha256", ())) if isinstance(text, dict) else set()
-    seen = sum(sha256_text(document.text)[:16] in known for document in documents)
-    if seen:
-        told = (seen, len(documents), config.text)
-        logger.warning(
-            "warning: %d of %d documents of %s trained the predictors: these figures are not held-out", *told
+def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[EvalText]:
+    trained = trained_text(bundle, config.bundle)
+    named = list(name_texts(config.text).items())
+    tokens = config.tokens
+    if tokens == 0:  # without scoring one window is enough: timing takes its prompt from it
+        named, tokens = named[:1], config.window - 1
+    options = (config.text_set, config.model, trained, tokenizer, config.window, tokens, config.seed)
+    texts = []
+    for name, source in named:
+        asked = TextSource(
+            source=source,
+            config=config.text_config,
+            revision=config.text_revision,
+            field=config.text_field,
+            cache=config.text_cache,
         )
-    pretrained = read_paragraph_hashes(config.model)
-    if pretrained is not None:
-        mine = hash_paragraphs(document.text for document in documents)
-        share = float(np.isin(mine, pretrained).mean()) if len(mine) else 0.0
-        if share > 0.01:
-            logger.warning(
-                "warning: the model was pretrained on %.0f%% of the paragraphs of %s", 100 * share, config.text
-            )
+        texts.append(load_text(name, asked, *options))
+    return texts
+
+
+def _score(
+    config: InferConfig, dense: Any, bundle: Bundle, texts: Sequence[EvalText]
+) -> list[tuple[EvalText, list[Quality]]]:
+    asked = [config.rows(first=text is texts[0]) for text in texts]
+    total = sum(text.held.tokens * passes(rows) for text, rows in zip(texts, asked, strict=True))
+    scored = []
+    with tqdm(total=total, unit="tok", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        for text, rows in zip(texts, asked, strict=True):
+            bar.set_description(f"scoring {text.name}")
+            qualities = evaluate(dense, bundle, text.held, rows, config.batch_tokens, config.seed, bar.update)
+            scored.append((text, qualities))
+    return scored
 
 
 def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
@@ -348,7 +342,7 @@ def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 
-def _time(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, held: Held) -> list[Timing]:
+def _time(config: InferConfig, dense: Any, bundle: Bundle, held: Held) -> list[Timing]:
     """Dense first: gather lays some weights of the shared model out anew."""
     longest = max(held.windows, key=len)
     if (

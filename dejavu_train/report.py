@@ -1,47 +1,36 @@
-"""Reads scored rows and timings, writes results.json, the tables that say the same, and curve.png."""
+"""Reads scored rows and timings, writes results.json and the tables that say the same."""
 
 import dataclasses
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
+from dejavu_train.eval_texts import EvalText
 from dejavu_train.evaluate import Held, Quality, Row, increase
-from dejavu_train.files import replacing, write_json
+from dejavu_train.files import write_json
 from dejavu_train.metrics import SelectionSums
 from dejavu_train.timing import Timing
 
-SCHEMA = 1
-CURVES = {  # selection -> colour and label in the picture
-    "predicted": ("#0b6e99", "predicted"),
-    "oracle": ("#2a9d4a", "oracle (knows this token's activations)"),
-    "noncontextual": ("#8f6bb3", "non-contextual (embedding only)"),
-    "static": ("#c9820a", "static (most often active)"),
-    "random": ("#b03a48", "random"),
-}
+SCHEMA = 2
+Scored = Sequence[tuple[EvalText, Sequence[Quality]]]
 
 
 def results(
-    model: str,
-    bundle: str,
-    text_name: str,
-    window: int,
-    held: Held,
-    scored: Sequence[Quality],
-    timings: Sequence[Timing],
-    layers_at: float | None = None,
-    read: Mapping[Row, float] | None = None,
+    model: str, bundle: str, scored: Scored, timings: Sequence[Timing], layers_at: float | None = None
 ) -> dict[str, Any]:
-    """Everything that was measured, as results.json (schema 1) holds it; its table per layer at ``layers_at``.
+    """Everything that was measured, as results.json (schema 2) holds it.
 
-    ``read``: for predicted rows the bytes of the MLPs and their predictors, over the dense MLPs' (see ``costs``).
+    Args:
+        model, bundle: folders or hub ids.
+        scored: every text with its rows, in the order of the tables.
+        timings: of decoding.
+        layers_at: asked density of the MLPs to which the figures per layer belong.
     """
-    dense = next((quality for quality in scored if quality.row.selection == "dense"), None)
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -52,35 +41,71 @@ def results(
         "model": model,
         "bundle": bundle,
         "versions": versions,
-        "text": {"name": text_name, "tokens": held.tokens, "bytes": held.bytes, "window": window},
-        "quality": [_quality_row(quality, dense, held, (read or {}).get(quality.row)) for quality in scored],
-        "layers": layer_rows(scored, layers_at),
+        "texts": [_text_row(text) for text, _ in scored],
+        "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
+        "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities, layers_at)],
         "timing": [dataclasses.asdict(timing) for timing in timings],
     }
 
 
-def _quality_row(quality: Quality, dense: Quality | None, held: Held, read: float | None) -> dict[str, Any]:
+def _text_row(text: EvalText) -> dict[str, Any]:
+    return {
+        "name": text.name,
+        "source": text.source,
+        "sha256": text.sha256,
+        "set": text.set_name,
+        "whole": text.whole,
+        "domain": text.domain,
+        "documents": len(text.held.document_tokens),
+        "tokens": text.held.tokens,
+        "bytes": text.held.bytes,
+        "window": text.window,
+        "pretrained_paragraphs": text.pretrained_paragraphs,
+    }
+
+
+def _quality_rows(text: EvalText, qualities: Sequence[Quality]) -> list[dict[str, Any]]:
+    dense = next((quality for quality in qualities if quality.row.selection == "dense"), None)
+    return [{"text": text.name} | _quality_row(quality, dense, text.held) for quality in qualities]
+
+
+def _quality_row(quality: Quality, dense: Quality | None, held: Held) -> dict[str, Any]:
     row, nats = quality.row, float(quality.nats.sum())
     change, error = (None, None)
     if dense is not None:
         change, error = increase(quality.nats, dense.nats, held.document_tokens)
     mlp, heads = _of_target(quality, "mlp"), _of_target(quality, "heads")
-    sparse_heads = row.selection != "dense" and row.head_density < 1
+    sparse = row.selection != "dense"
+    sparse_heads = sparse and row.head_density < 1
     return {
         "selection": row.selection,
-        "mlp_density": _rounded(mlp.density if row.selection != "dense" else 1.0),
+        "asked_mlp_density": row.mlp_density,
+        "asked_head_density": row.head_density,
+        "mlp_candidate_density": _rounded(_candidate_density(quality)) if row.selection == "predicted" else None,
+        "mlp_density": _rounded(mlp.density if sparse else 1.0),
         "head_density": _rounded(heads.density if sparse_heads else 1.0),
         "sparse_from": row.sparse_from,
         "perplexity": _rounded(math.exp(nats / held.tokens)),
         "increase": _rounded(change),
         "increase_error": _rounded(error),
         "bits_per_byte": _rounded(nats / math.log(2) / held.bytes),
-        "mlp_recall": _rounded(mlp.recall if row.selection != "dense" else 1.0),
-        "mlp_retained_mass": _rounded(mlp.retained_mass if row.selection != "dense" else 1.0),
+        "mlp_recall": _rounded(mlp.recall if sparse else 1.0),
+        "mlp_retained_mass": _rounded(mlp.retained_mass if sparse else 1.0),
         "head_recall": _rounded(heads.recall) if sparse_heads else None,
-        "mlp_bytes": _rounded(1.0 if row.selection == "dense" else read),
+        "head_retained_mass": _rounded(heads.retained_mass) if sparse_heads else None,
+        "mlp_bytes": _rounded(quality.mlp_bytes if sparse else 1.0),
         "tokens": held.tokens,
     }
+
+
+def _candidate_density(quality: Quality) -> float:
+    """Share of the neurons that passed the first stage; without a cascade what was selected."""
+    passed = units = 0
+    for (layer, target), sums in quality.sums.items():
+        if target == "mlp":
+            passed += quality.candidates.get(layer, int(sums.tp + sums.fp))
+            units += int(sums.units)
+    return passed / units if units else math.nan
 
 
 def layer_rows(scored: Sequence[Quality], mlp_density: float | None = None) -> list[dict[str, Any]]:
@@ -140,42 +165,16 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The content of results.json for people."""
-    text = found["text"]
-    parts = [
-        f"{found['model']}, bundle {found['bundle']}, text {text['name']}: {text['tokens']} tokens,"
-        f" {text['bytes']} bytes, windows of {text['window']}"
-    ]
+    """The content of results.json for people: the texts, all texts by predicted row, then the first text in full."""
+    parts = [f"{found['model']}, bundle {found['bundle']}"]
     if found["quality"]:
-        headings = ["selection", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte", "recall", "mass"]
-        rows = [
-            [
-                row["selection"],
-                _number(row["mlp_density"], 3),
-                _number(row["head_density"], 3),
-                str(row["sparse_from"]),
-                f"{row['perplexity']:.5g}",
-                _percent(row["increase"]),
-                _percent(row["increase_error"]),
-                _number(row["bits_per_byte"], 4),
-                _number(row["mlp_recall"], 3),
-                _number(row["mlp_retained_mass"], 3),
-            ]
-            for row in found["quality"]
-        ]
-        parts.append(
-            table(
-                [*headings, "head recall", "mlp bytes"],
-                [
-                    [*cells, _number(row["head_recall"], 3), _number(row["mlp_bytes"], 3)]
-                    for cells, row in zip(rows, found["quality"], strict=True)
-                ],
-            )
-        )
-    if found["layers"]:
-        names = ("density", "recall", "precision", "retained_mass")
-        cells = [[f"{r['target']} {r['layer']}", *(_number(r[name], 3) for name in names)] for r in found["layers"]]
-        parts.append(table(["layer", "density", "recall", "precision", "mass"], cells))
+        first = found["texts"][0]["name"]
+        parts += [_text_table(found), _drift_table(found), f"{first}, all rows:\n{_full_table(found, first)}"]
+        layers = [row for row in found["layers"] if row["text"] == first]
+        if layers:
+            names = ("density", "recall", "precision", "retained_mass")
+            cells = [[f"{r['target']} {r['layer']}", *(_number(r[name], 3) for name in names)] for r in layers]
+            parts.append(table([f"{first}, layer", "density", "recall", "precision", "mass"], cells))
     if found["timing"]:
         headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80"]
         cells = [
@@ -187,6 +186,76 @@ def tables(found: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _text_table(found: dict[str, Any]) -> str:
+    dense = {row["text"]: row for row in found["quality"] if row["selection"] == "dense"}
+    cells = [
+        [
+            text["name"],
+            text["domain"],
+            "whole" if text["whole"] else f"set {text['set']}" if text["set"] else "a part",
+            f"{text['documents']:,}",
+            f"{text['tokens']:,}",
+            f"{text['bytes']:,}",
+            f"{dense[text['name']]['perplexity']:.5g}" if text["name"] in dense else "-",
+            _number(dense[text["name"]]["bits_per_byte"], 4) if text["name"] in dense else "-",
+        ]
+        for text in found["texts"]
+    ]
+    return table(["text", "domain", "scored", "documents", "tokens", "bytes", "dense perplexity", "bits/byte"], cells)
+
+
+def _drift_table(found: dict[str, Any]) -> str:
+    """Predicted rows of all texts, with the yardsticks at the same counts beside them."""
+    headings = ["increase of perplexity on", "candidates", "selected", "recall", "mass", "heads", "mass", "mlp bytes"]
+    headings += ["predicted", "+-"]
+    yardsticks = [
+        name
+        for name in ("oracle", "noncontextual", "static", "random")
+        if any(row["selection"] == name for row in found["quality"])
+    ]
+    asked = ("text", "asked_mlp_density", "asked_head_density", "sparse_from")
+    increases = {(*(row[k] for k in asked), row["selection"]): row["increase"] for row in found["quality"]}
+    cells = []
+    for row in found["quality"]:
+        if row["selection"] == "predicted" and row["sparse_from"] == 0:
+            cells.append(
+                [
+                    row["text"],
+                    f"{_number(row['mlp_candidate_density'], 3)} of {row['asked_mlp_density']:g}",
+                    *(_number(row[name], 3) for name in ("mlp_density", "mlp_recall", "mlp_retained_mass")),
+                    *(_number(row[name], 3) for name in ("head_density", "head_retained_mass", "mlp_bytes")),
+                    _percent(row["increase"]),
+                    _percent(row["increase_error"]),
+                    *(_percent(increases.get((*(row[k] for k in asked), name))) for name in yardsticks),
+                ]
+            )
+    cells.sort(key=lambda line: (line[5] != "1.000", float(line[1].split()[-1])))  # one density's texts side by side
+    return table([*headings, *yardsticks], cells)
+
+
+def _full_table(found: dict[str, Any], text: str) -> str:
+    headings = ["selection", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte", "recall", "mass"]
+    rows = [
+        [
+            row["selection"],
+            _number(row["mlp_density"], 3),
+            _number(row["head_density"], 3),
+            str(row["sparse_from"]),
+            f"{row['perplexity']:.5g}",
+            _percent(row["increase"]),
+            _percent(row["increase_error"]),
+            _number(row["bits_per_byte"], 4),
+            _number(row["mlp_recall"], 3),
+            _number(row["mlp_retained_mass"], 3),
+            _number(row["head_recall"], 3),
+            _number(row["mlp_bytes"], 3),
+        ]
+        for row in found["quality"]
+        if row["text"] == text
+    ]
+    return table([*headings, "head recall", "mlp bytes"], rows)
+
+
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -194,55 +263,11 @@ def _number(value: float | None, digits: int) -> str:
 def _percent(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{100 * value:z.2f}%" if abs(value) < 10 else f"{100 * value:.3g}%"
+    if value >= 10:
+        return f"x {1 + value:,.0f}"
+    return f"{100 * value:z.2f}%"
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:
     """Write results.json atomically."""
     write_json(Path(folder) / "results.json", found)
-
-
-def plot_curve(found: dict[str, Any], path: str | Path) -> bool:
-    """Draw perplexity against MLP density (all heads, sparse everywhere); False without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return False
-    rows = [row for row in found["quality"] if row["head_density"] == 1 and row["sparse_from"] == 0]
-    figure, (whole, near) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    for name, (colour, label) in CURVES.items():
-        points = sorted(
-            (row["mlp_density"], row["perplexity"], row["increase"], row["increase_error"] or 0.0)
-            for row in rows
-            if row["selection"] == name and row["increase"] is not None
-        )
-        if points:
-            x, perplexity, change, error = np.array(points).T
-            style: dict[str, Any] = {"color": colour, "label": label, "marker": "o", "markersize": 4}
-            whole.plot(x, perplexity, **style)
-            if name in ("predicted", "oracle"):  # the others lie beyond any scale on which these two differ
-                near.errorbar(x, 100 * change, 100 * error, capsize=2, **style)
-    dense = next((row["perplexity"] for row in rows if row["selection"] == "dense"), None)
-    if dense is not None:
-        whole.axhline(dense, color="0.4", linestyle="--", linewidth=1, label=f"dense ({dense:.4g})")
-    shown = sorted({round(row["mlp_density"], 2) for row in rows if row["selection"] == "predicted"})
-    for axes in (whole, near):
-        axes.set_xscale("log")
-        axes.set_xticks(shown, [f"{x:g}" for x in shown])
-        axes.set_xticks([], minor=True)
-        axes.set_xlabel("share of MLP neurons used per token")
-        axes.grid(alpha=0.25)
-    whole.set_yscale("log")
-    whole.set_ylabel("perplexity")
-    figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    near.axhline(0, color="0.4", linestyle="--", linewidth=1)
-    near.set_ylabel("perplexity increase over dense, %")
-    text = found["text"]
-    figure.suptitle(f"{Path(found['model']).name} on {text['name']}, {text['tokens']:,} held-out tokens")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)
-    return True

@@ -43,6 +43,9 @@ class Predicted:
         bundle: thresholds may be exchanged later through ``bundle``, the weights may not.
         device: where the predictors live; with a model over several GPUs inputs are brought here.
         model: whose fc1 the second tests of cascades read. Without it a cascade's candidates are its selection.
+
+    ``candidates``: by layer with a cascade, how many neurons of each position (B, T) passed the first stage when the
+    layer was last called; for counting what a cascade reads.
     """
 
     def __init__(self, bundle: Bundle, device: torch.device | str = "cpu", model: OPTForCausalLM | None = None) -> None:
@@ -51,6 +54,7 @@ class Predicted:
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.entries}
         self._tests = {} if model is None else bundle.second_tests(decoder_layers(model))
         self._fc1: dict[int, Tensor] = {}
+        self.candidates: dict[int, Tensor] = {}
 
     @property
     def sites(self) -> set[tuple[str, int]]:
@@ -79,6 +83,7 @@ class Predicted:
         inputs = sites[entry.site, entry.site_layer]
         keep = select(self.predictors[layer, target](inputs.to(self.device, torch.float32)), entry).to(inputs.device)
         if target == "mlp" and layer in self._tests:
+            self.candidates[layer] = keep.sum(-1)
             keep = keep & self._tests[layer].passed(sites["mlp_in", layer]).to(keep.device)
         return keep
 

@@ -30,6 +30,7 @@ PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that
 MIN_HASHED_CHARACTERS = 80
 INSTALLED_DOCS = "installed-docs"
 SELF = "self"
+INSTALLED = (INSTALLED_DOCS, "installed-readmes", "installed-licences", "installed-code")  # see installed_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,8 @@ class TextSource:
     """Where text comes from."""
 
     source: str = SELF
-    """``self`` (sampled from the model itself), ``installed-docs``, a local .txt or .jsonl file (also .gz, .xz), or a
-    hub dataset such as allenai/c4."""
+    """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
+    .txt or .jsonl file (also .gz, .xz), or a hub dataset such as allenai/c4."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None
@@ -99,7 +100,7 @@ class TextSource:
     seed: int = 0
     """Seed of that draw."""
     cache: str = "checkpoints/text"
-    """Folder where installed-docs and the model's own text are cached."""
+    """Folder where installed sources and the model's own text are cached."""
 
     @property
     def key(self) -> str:
@@ -191,7 +192,7 @@ def _hub_documents(source: TextSource) -> list[Document]:
 
 
 def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
-    """All documents of a source, and the package versions it depends on (empty but for installed-docs).
+    """All documents of a source, and the package versions it depends on (installed sources only).
 
     Raises:
         UserError: nothing there, an empty file, not UTF-8, a missing package.
@@ -199,10 +200,10 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
     versions: dict[str, str] = {}
     if source.source == SELF:
         raise UserError("the text source self is written by the model, there is nothing to read; name a text")
-    if source.source == INSTALLED_DOCS:
-        from dejavu_train.installed_docs import load_installed_docs
+    if source.source in INSTALLED:
+        from dejavu_train.installed_text import load_installed
 
-        rows, versions = load_installed_docs(source.cache)
+        rows, versions = load_installed(source.source, source.cache)
         documents = [Document(row["name"], row["text"]) for row in rows]
     elif Path(source.source).is_file():
         documents = _local_documents(Path(source.source), source.field)
@@ -256,7 +257,8 @@ def read_paragraph_hashes(model: str) -> np.ndarray | None:
     return np.cumsum(differences, dtype=np.uint64).astype(np.uint32)
 
 
-def _without_pretrained(text: str, hashes: np.ndarray) -> tuple[str, int]:
+def without_pretrained(text: str, hashes: np.ndarray) -> tuple[str, int]:
+    """``text`` without the paragraphs whose hashes are among ``hashes`` (sorted), and how many were left out."""
     kept, skipped = [], 0
     for part in text.split("\n\n"):
         if len(part) >= MIN_HASHED_CHARACTERS:
@@ -285,7 +287,7 @@ def split_documents(
     for document in documents:
         set_name = split_of(source_key, document.name)
         if set_name != "train" and pretrained_hashes is not None:
-            text, dropped = _without_pretrained(document.text, pretrained_hashes)
+            text, dropped = without_pretrained(document.text, pretrained_hashes)
             skipped += dropped
             if not text.strip():
                 continue

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from bundles import make_bundle
 
-from dejavu_train.costs import entry_bytes, mlp_share, predictor_bytes
+from dejavu_train.costs import entry_bytes, measured_mlp_share, mlp_share, predictor_bytes
 from dejavu_train.entry import Entry
+from dejavu_train.metrics import SelectionSums
 
 FACTS = {"layer": 0, "target": "mlp", "site": "mlp_in", "site_layer": 0, "rank": 4, "d_in": 12, "n_out": 20}
 
@@ -36,3 +37,23 @@ def test_share_of_the_dense_model(tiny_opt):
     assert mlp_share(bundle.at(0.1)) < mlp_share(bundle.at(0.3)) < 1.0
     heads = {key: entry for key, entry in bundle.entries.items() if key[1] == "heads"}
     assert mlp_share(dataclasses.replace(bundle, entries=heads)) == 1.0
+
+
+def counts(units, selected, active, both):
+    sums = SelectionSums()
+    for name, value in {"units": units, "tp": both, "fp": selected - both, "fn": active - both}.items():
+        setattr(sums, name, getattr(sums, name) + value)
+    return sums
+
+
+def test_share_counted_on_scored_text(tiny_opt):
+    # 10 tokens of a layer of 96 neurons, d_model 48: 300 candidates, 120 selected, 50 of them active, of 80 active.
+    sums = {(0, "mlp"): counts(960, 120, 80, 50), (1, "mlp"): counts(960, 960, 80, 80)}
+    dense = 4 * 48 * 96
+    bundle = make_bundle(tiny_opt).with_densities({(0, "mlp"): 0.3, (1, "mlp"): 1.0})
+    plain = predictor_bytes(bundle.entries[0, "mlp"]) + 2 * 48 * (120 + 50) / 10
+    assert measured_mlp_share(bundle, sums) == pytest.approx((plain + dense) / (2 * dense))
+    bundle = make_bundle(tiny_opt, cascade=True).with_densities({(0, "mlp"): 0.3, (1, "mlp"): 1.0})
+    rows = (300 * (48 / 2 + 8) + 120 * (1.5 * 48 + 4) + 50 * 2 * 48) / 10
+    tested = predictor_bytes(bundle.entries[0, "mlp"]) + rows
+    assert measured_mlp_share(bundle, sums, {0: 300}) == pytest.approx((tested + dense) / (2 * dense))

@@ -9,6 +9,7 @@ from bundles import make_bundle
 from conftest import make_text
 from torch.nn import functional as F
 
+from dejavu_train.costs import predictor_bytes
 from dejavu_train.evaluate import Held, Row, evaluate, hold_out, increase, passes
 from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, load_tokenizer
@@ -76,6 +77,20 @@ def test_a_budget_of_tokens_takes_whole_windows(tiny_opt, documents):
     assert some.bytes / some.tokens == pytest.approx(total / hold_out(documents, tokenizer, 64, None).tokens, rel=0.2)
 
 
+def test_a_budget_of_tokens_is_spread_over_documents(tiny_opt):
+    tokenizer = load_tokenizer(str(tiny_opt))
+    documents = [Document(str(i), make_text(60 if i else 8000, seed=i)) for i in range(40)]
+    longest = len(tokenizer(documents[0].text, add_special_tokens=False)["input_ids"])
+    some = hold_out(documents, tokenizer, 32, 1000)
+    assert len(some.document_tokens) >= 20 and max(some.document_tokens) <= 2 * 31 and some.truncated
+    # Where documents are few and short, the long one gives the rest; a budget above all text takes all of it.
+    most = hold_out(documents, tokenizer, 32, 3000 + 40 * 170)
+    assert len(most.document_tokens) == 40 and most.truncated and most.tokens < 3000 + 40 * 170 + 31
+    everything, no_budget = hold_out(documents, tokenizer, 32, 10 * longest), hold_out(documents, tokenizer, 32, None)
+    assert everything.tokens == no_budget.tokens and everything.bytes == no_budget.bytes
+    assert not everything.truncated and not no_budget.truncated
+
+
 def test_dense_and_predicted_rows_equal_a_plain_loop(model, bundle, held):
     rows = [Row("dense"), Row("predicted", 0.2), Row("predicted", 0.2, 0.8), Row("predicted", 0.2, 1.0, 16)]
     seen = []
@@ -124,6 +139,36 @@ def test_sums_equal_their_definitions(model, bundle, held):
         )
         assert float(got.kept) == pytest.approx(kept, rel=1e-4)
         assert float(got.mass) == pytest.approx(mass, rel=1e-4)
+
+
+def test_bytes_are_counted_on_the_scored_tokens(model, tiny_opt, held):
+    tested = make_bundle(tiny_opt, cascade=True)
+    moved = tested.at(0.4)
+    first_stage, selected, active = ({0: 0, 1: 0} for _ in range(3))
+    selector, alone = Predicted(moved, model=model), Predicted(moved)  # without the model there is no second stage
+
+    def observe(layer, target, keep, values):
+        if target == "mlp":
+            selected[layer] += int(keep[:, 16:].sum())
+            active[layer] += int((keep & (values > 0))[:, 16:].sum())
+
+    for window in held.windows:
+        ids = torch.tensor([window[:-1]])
+        sparse = (torch.arange(ids.shape[1]) >= 16)[None]
+        with torch.no_grad(), masking(model, selector, sparse, observe), record(model, {"mlp_in"}) as seen:
+            model(ids)
+        for layer in (0, 1):
+            keep = alone(layer, "mlp", {("mlp_in", layer): seen[layer]["mlp_in"].view(1, -1, 48)})
+            first_stage[layer] += int(keep[:, 16:].sum())
+    quality = evaluate(model, tested, held, [Row("predicted", 0.4, 1.0, 16)], batch_tokens=150)[0]
+    assert quality.candidates == first_stage
+    tokens = sum(max(0, len(window) - 1 - 16) for window in held.windows)
+    read = sum(
+        predictor_bytes(moved.entries[i, "mlp"])
+        + (first_stage[i] * (48 / 2 + 8) + selected[i] * (1.5 * 48 + 4) + active[i] * 2 * 48) / tokens
+        for i in (0, 1)
+    )
+    assert quality.mlp_bytes == pytest.approx(read / (2 * 4 * 48 * 96))
 
 
 def test_only_sparse_positions_are_measured(model, bundle, held):

@@ -14,10 +14,14 @@ from conftest import REPOSITORY, make_text
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.files import sha256_text
 from dejavu_train.inference import InferConfig, main, read_config
-from dejavu_train.text import cut_plain_text
+from dejavu_train.text import INSTALLED, cut_plain_text
 
 ROW_KEYS = {
+    "text",
     "selection",
+    "asked_mlp_density",
+    "asked_head_density",
+    "mlp_candidate_density",
     "mlp_density",
     "head_density",
     "sparse_from",
@@ -28,8 +32,22 @@ ROW_KEYS = {
     "mlp_recall",
     "mlp_retained_mass",
     "head_recall",
+    "head_retained_mass",
     "mlp_bytes",
     "tokens",
+}
+TEXT_KEYS = {
+    "name",
+    "source",
+    "sha256",
+    "set",
+    "whole",
+    "domain",
+    "documents",
+    "tokens",
+    "bytes",
+    "window",
+    "pretrained_paragraphs",
 }
 
 
@@ -69,9 +87,14 @@ def arguments(tiny_opt, bundle_folder, short_text, tmp_path):
     }
 
 
+def flags(values):
+    """A list is a flag that is repeated."""
+    each = [(name, part) for name, value in values.items() for part in (value if isinstance(value, list) else [value])]
+    return [part for name, value in each for part in (f"--{name}", str(value))]
+
+
 def run(arguments, **changes):
-    values = {name: value for name, value in (arguments | changes).items() if value is not None}
-    return exit_on_user_error(main, [part for name, value in values.items() for part in (f"--{name}", str(value))])
+    return exit_on_user_error(main, flags({k: v for k, v in (arguments | changes).items() if v is not None}))
 
 
 def test_everything_from_the_command_line(arguments, capsys, tmp_path):
@@ -79,10 +102,11 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert printed.startswith("the model reads")
     found = json.loads((tmp_path / "out/results.json").read_text())
-    assert found["schema"] == 1
-    assert {"schema", "model", "bundle", "versions", "text", "quality", "layers", "timing"} == set(found)
-    assert found["text"].keys() == {"name", "tokens", "bytes", "window"}
-    assert found["text"]["tokens"] >= 400
+    assert found["schema"] == 2
+    assert {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing"} == set(found)
+    (text,) = found["texts"]
+    assert text.keys() == TEXT_KEYS
+    assert text["tokens"] >= 400 and text["name"] == "short" and text["domain"] == "unseen" and not text["whole"]
     rows = found["quality"]
     assert all(row.keys() == ROW_KEYS for row in rows)
     dense = rows[0]
@@ -90,7 +114,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     for row in rows[1:]:
         assert row["increase"] == pytest.approx(row["perplexity"] / dense["perplexity"] - 1, abs=2e-5)
         assert row["increase_error"] is None or row["increase_error"] >= 0
-        assert row["tokens"] == found["text"]["tokens"]
+        assert row["tokens"] == text["tokens"]
         assert (row["head_recall"] is None) == (row["head_density"] == 1)
         assert (row["mlp_bytes"] is None) == (row["selection"] not in ("dense", "predicted"))
     for name in ("predicted", "oracle", "random", "static", "noncontextual"):
@@ -99,7 +123,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert [(row["layer"], row["target"]) for row in found["layers"]] == [
         (i, t) for t in ("mlp", "heads") for i in (0, 1)
     ]
-    assert found["layers"][0].keys() == {"layer", "target", "density", "recall", "precision", "retained_mass"}
+    assert found["layers"][0].keys() == {"text", "layer", "target", "density", "recall", "precision", "retained_mass"}
     assert [row["backend"] for row in found["timing"]] == ["dense", "gather"]
     for row in found["timing"]:
         assert row.keys() == {"backend", "device", "batch", "prompt", "new_tokens", "ms_per_token"}
@@ -123,7 +147,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
 def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     values = arguments | {"densities": "0.3", "curve_densities": "", "selections": "predicted", "timing": "false"}
-    command = [sys.executable, "infer.py", *(part for name, value in values.items() for part in (f"--{name}", value))]
+    command = [sys.executable, "infer.py", *flags(values)]
     environment = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -160,6 +184,10 @@ def error_line(capsys) -> str:
         ({"backend": "magic"}, "--backend"),
         ({"timing_backends": "magic"}, "--timing_backends"),
         ({"text_set": "test"}, "--text_set"),
+        ({"text": "=a.txt"}, "NAME=SOURCE"),
+        ({"text": "name="}, "NAME=SOURCE"),
+        ({"text": ["a/one.txt", "b/one.jsonl"]}, "two texts are named one"),
+        ({"yardstick_texts": "some"}, "--yardstick_texts"),
         ({"verify": "full"}, "sampled hash"),
         ({"verify": "some"}, "--verify"),
         ({"new_tokens": "0"}, "--new_tokens"),
@@ -234,7 +262,43 @@ def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_
     seen.save_pretrained(tmp_path / "seen")
     with caplog.at_level("WARNING"):
         assert run(arguments, bundle=str(tmp_path / "seen"), tokens=0, timing="false") == 0
-    assert "trained the predictors" in caplog.text
+    assert "documents of short trained the predictors" in caplog.text
+
+
+def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_text, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": make_text(33, seed=i)}) + "\n" for i in range(3)))
+    texts = [str(short_text), f"stories={other}"]
+    changes = {"text": texts, "timing": "false", "densities": "0.1,0.3", "curve_densities": "0.5"}
+    assert run(arguments, **changes) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert [(text["name"], text["source"]) for text in found["texts"]] == [("short", texts[0]), ("stories", str(other))]
+    first, second = found["texts"]
+    assert not first["whole"] and second["whole"] and second["documents"] == 3
+    assert second["bytes"] == sum(len(make_text(33, seed=i)) for i in range(3))
+    by_text = {name: [row for row in found["quality"] if row["text"] == name] for name in ("short", "stories")}
+    assert {row["asked_mlp_density"] for row in by_text["short"]} == {1.0, 0.1, 0.3, 0.5}
+    kinds = {(row["selection"], row["asked_mlp_density"], row["asked_head_density"]) for row in by_text["stories"]}
+    expected = {(name, density, 1.0) for name in ("predicted", "oracle") for density in (0.1, 0.3)}
+    assert kinds == {("dense", 1.0, 1.0), *expected, ("predicted", 0.3, 0.85)}
+    for rows in by_text.values():
+        for row in rows[1:]:
+            assert row["increase"] == pytest.approx(row["perplexity"] / rows[0]["perplexity"] - 1, abs=2e-5)
+    assert {row["text"] for row in found["layers"]} == {"short", "stories"}
+    assert printed.count("stories") == 4 and "whole" in printed and f"{second['tokens']:,}" in printed
+    assert (tmp_path / "out/curve.png").read_bytes()[:4] == b"\x89PNG"
+    # A text is scored alike whatever stands beside it, and all of them get all rows on request.
+    assert run(arguments, **changes | {"text": texts[1], "yardstick_texts": "all", "output": tmp_path / "alone"}) == 0
+    alone = json.loads((tmp_path / "alone/results.json").read_text())["quality"]
+    assert len(alone) == len(by_text["short"])
+    same = {
+        (row["selection"], row["asked_mlp_density"], row["asked_head_density"], row["sparse_from"]): row
+        for row in alone
+    }
+    for row in by_text["stories"]:
+        again = same[row["selection"], row["asked_mlp_density"], row["asked_head_density"], row["sparse_from"]]
+        assert again == row
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/infer").glob("*.yaml")), ids=lambda path: path.stem)
@@ -244,11 +308,19 @@ def test_shipped_configs_are_read(path):
     assert config.rows()[0].selection == "dense"
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [("a, b.txt", ("a, b.txt",)), ("[a.txt, c=d.txt]", ("a.txt", "c=d.txt"))]
+)
+def test_texts_in_yaml_are_one_or_a_list(value, expected, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"text: {value}")
+    assert read_config(["--config", str(tmp_path / "config.yaml")]).text == expected
+
+
 def test_defaults_are_those_of_the_shipped_config():
     assert read_config([]) == read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
     assert read_config(["--tokens", "null"]).tokens is None
     assert read_config(["--timing"]).timing is True
     shipped = ["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")]
-    assert read_config([*shipped, "--text", str(REPOSITORY / "infer.py")]).tokens is None  # a file is scored whole
-    assert read_config([*shipped, "--text", str(REPOSITORY / "infer.py"), "--tokens", "5"]).tokens == 5
+    assert read_config(shipped).text == INSTALLED
+    assert read_config([*shipped, "--text", "a,b.txt", "--text", "c=d.txt"]).text == ("a,b.txt", "c=d.txt")
     assert Path(read_config([]).bundle).parts[-1] == "bundle"

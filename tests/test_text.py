@@ -1,4 +1,4 @@
-"""text.py and installed_docs.py: documents, the split, windows, and every mistake a user can make with text."""
+"""text.py: documents, the split, windows, and every mistake a user can make with text."""
 
 import gzip
 import json
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import make_text
 
-from dejavu_train import installed_docs
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import load_tokenizer
 from dejavu_train.text import (
@@ -155,39 +154,3 @@ def test_shared_ngrams_counts_by_hand():
     report = [Document("r", "a b c d e f g h x")]  # of its two 8-grams, the first is in train
     assert shared_ngrams(report, train, 8) == 0.5
     assert shared_ngrams([Document("r", "too short")], train, 8) == 0.0
-
-
-def test_docstrings_come_in_reading_order_without_importing():
-    source = '''"""Module."""
-raise RuntimeError("never run")
-class A:
-    """Class."""
-    def f(self):
-        """Method.
-
-            Indented."""
-if True:
-    async def g(): "Inside an if."
-'''
-    assert list(installed_docs.docstrings(source)) == ["Module.", "Class.", "Method.\n\nIndented.", "Inside an if."]
-
-
-def test_installed_docs_are_cached_and_remade_for_other_versions(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(installed_docs, "PACKAGES", {"h5py": "h5py"})
-    documents, versions = installed_docs.load_installed_docs(tmp_path)
-    assert set(versions) == {"h5py"} and documents and all(row["name"].startswith("h5py/") for row in documents)
-    paragraphs = [" ".join(part.split()) for row in documents for part in row["text"].split("\n\n")]
-    assert len(paragraphs) == len(set(paragraphs))  # exact repeats are dropped
-
-    monkeypatch.setattr(installed_docs, "_read_packages", lambda: pytest.fail("the cache was not used"))
-    assert installed_docs.load_installed_docs(tmp_path)[0] == documents
-    monkeypatch.setattr(installed_docs, "_read_packages", lambda: documents[:1])
-    monkeypatch.setattr(installed_docs, "installed_versions", lambda: {"h5py": "0.0"})
-    assert len(installed_docs.load_installed_docs(tmp_path)[0]) == 1
-    assert "versions changed (h5py)" in caplog.text
-
-
-def test_a_missing_documentation_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr(installed_docs, "PACKAGES", {"nothing_of_this_name": "nothing-of-this-name"})
-    with pytest.raises(UserError, match=r"dejavu-train\[train\]"):
-        installed_docs.installed_versions()
