@@ -23,12 +23,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from dejavu_train.eval_texts import load_text
 
 from benchmarks.harness import commit
 from dejavu_train.bundle import Bundle
 from dejavu_train.cli import parse_config
 from dejavu_train.costs import mlp_share
+from dejavu_train.eval_texts import load_text
 from dejavu_train.evaluate import Row, evaluate, hold_out, increase
 from dejavu_train.metrics import SelectionSums
 from dejavu_train.opt_model import load_opt, load_tokenizer, resolve_device
@@ -49,15 +49,16 @@ TEXTS = {  # name -> where prepare finds it: an installed source, or a file of -
     "lambada": "tasks/lambada_openai_test.jsonl",
 }
 TRAINING = ("self", "docs", "half", "wikitext")
+PLAIN = ("--calibrate.cascade=null", "--heads.enabled=false", "--calibrate.head_density=1.0")  # MLP only, one stage
 RECIPES: dict[str, list[str]] = {
     "default": [],
     # fc1's SVD weighed with the inputs' second moment, nothing trained: what whitened low-rank methods do
-    "whitened-svd": ["--mlp.steps=0", "--calibrate.cascade=null", "--heads.enabled=false"],
-    "svd": ["--mlp.start=svd", "--mlp.steps=0", "--calibrate.cascade=null", "--heads.enabled=false"],
-    # Deja Vu's: random start, its loss, Adam at 1e-3, fp16; rank 1000 of 12288
+    "whitened-svd": ["--mlp.steps=0", *PLAIN],
+    "svd": ["--mlp.start=svd", "--mlp.steps=0", *PLAIN],
+    # Deja Vu's: random start, its loss, Adam at 1e-3, fp16; rank 1000 of 12288, so 32 of 384
     "original": [
         "--mlp.start=random", "--mlp.loss=paper", "--mlp.learning_rate=0.001", "--mlp.weight_decay=0.01",
-        "--calibrate.cascade=null", "--calibrate.dtype=float16", "--heads.enabled=false",
+        "--mlp.rank=32", "--calibrate.dtype=float16", *PLAIN,
     ],
 }  # fmt: skip
 BYTES = (0.083, 0.106)  # what the default recipe reads of the MLPs' bytes at 10 % and 20 % of candidates
@@ -151,8 +152,11 @@ def rows_of(bundle: Bundle, recipe: str, yardsticks: bool) -> list[Row]:
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Train one bundle as `train.py` does, score it on every text, append the rows, delete the run."""
-    work = Path(options.work) / f"{options.training}-{options.recipe}-{options.seed}-{options.label}"
-    text = [] if options.training == "self" else [f"--text.source={options.data}/train_{options.training}.jsonl"]
+    name = f"{options.training}-{options.recipe}-{options.seed}{'-' * bool(options.label)}{options.label}"
+    work = Path(options.work) / name
+    text = []
+    if options.training != "self":
+        text = [f"--text.source={next(Path(options.data).glob(f'train_{options.training}.jsonl*'))}"]
     if options.training == "self" and options.seed:
         text.append(f"--text.sample.seed={options.seed}")
     given = [f"--config={options.config}", f"--model={options.model}", f"--output={work}", f"--seed={options.seed}"]
@@ -207,9 +211,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
             _append(Path(options.output), row)
             if quality.row.selection == "predicted":
                 what = f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}"
-                told = (
-                    f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
-                )
+                told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
                 print(f"{what}: {told}", flush=True)
     shutil.rmtree(work / "activations", ignore_errors=True)
 
@@ -234,7 +236,9 @@ def _append(path: Path, row: TextRow) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("command", choices=("prepare", "run"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--config", default="configs/opt-mini.yaml")
