@@ -12,6 +12,16 @@ from kernels.launch import list_slots_wide, wait_for_predecessor
 
 
 @triton.jit
+def saturated(z, TYPE: tl.constexpr):
+    """fp32 z in TYPE; beyond fp16's range its largest value, where a plain conversion gives an infinity."""
+    if TYPE == tl.float16:
+        bounded = tl.where(tl.abs(z) > 65504.0, tl.where(z > 0, 65504.0, -65504.0), z)  # keeps a NaN
+    else:
+        bounded = z
+    return bounded.to(TYPE)
+
+
+@triton.jit
 def store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr):
     """chosen (BLOCK,) int32 0/1: the ids of the ones, packed to the front of the block's slots."""
     place = pid * BLOCK + tl.cumsum(chosen, 0) - 1
@@ -142,10 +152,10 @@ def select_dot_kernel(
         tile = tl.load(tile_ptrs, mask=inside[:, None] & (column < RANK)[None, :], other=0.0).to(DOT)
         z_ptrs = hidden_ptr + b[None, :] * RANK + column[:, None]
         z = tl.load(z_ptrs, mask=(column < RANK)[:, None] & (b < batch)[None, :], other=0.0)
-        high = z.to(DOT)
+        high = saturated(z, DOT)
         acc = tl.dot(tile, high, acc, input_precision="ieee")
         if DOT != tl.float32:
-            acc = tl.dot(tile, (z - high.to(tl.float32)).to(DOT), acc)
+            acc = tl.dot(tile, saturated(z - high.to(tl.float32), DOT), acc)
     logits = acc
     if up_scale_ptr is not None:
         logits = logits * tl.load(up_scale_ptr + rows, mask=inside, other=0.0)[:, None]

@@ -5,11 +5,11 @@ PDL lets a kernel start while its predecessor still runs. The rules that keep it
 that is launched so waits (`gdc_wait`) before its first load of data that a kernel which may still run writes, before
 any store and before any early return. The wait returns when the predecessor has ended and its writes are visible, so
 buffers may be reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a
-dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits (which
-takes for granted that a grid starts with a clean L1; benchmarks/fidelity.py would show stale reads). Attention,
-norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has weights to load. Each
-such kernel in a row before a dependent takes one more kernel out of what it may read early: after one, what the kernel
-before the predecessor wrote; after two, what the one before that wrote as well. Embed must not trigger early: layer 0's
+dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits. A
+buffer that every layer rewrites may still lie in the L1 as an earlier layer left it: such early reads go past the L1
+(`.cg`). Attention, norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has
+weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read early: after
+one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed must not trigger early: layer 0's
 selection reads row_state.
 """
 
@@ -180,14 +180,18 @@ def list_slots_wide(items, running, block_slots, N: tl.constexpr):
 
 
 @triton.jit
-def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr):
-    """x (D,) as a tuple of tiles (BLOCK,), zero beyond D."""
+def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = ""):
+    """x (D,) as a tuple of tiles (BLOCK,), zero beyond D.
+
+    CACHE: ".cg" reads past the L1, for a buffer that every layer rewrites and that is read before the wait.
+    """
     xs = ()
     for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+        at = x_ptr + j * BLOCK + columns
         if (j + 1) * BLOCK > D:
-            xs = xs + (tl.load(x_ptr + j * BLOCK + columns, mask=j * BLOCK + columns < D, other=0.0),)
+            xs = xs + (tl.load(at, mask=j * BLOCK + columns < D, other=0.0, cache_modifier=CACHE),)
         else:
-            xs = xs + (tl.load(x_ptr + j * BLOCK + columns),)
+            xs = xs + (tl.load(at, cache_modifier=CACHE),)
     return xs
 
 
