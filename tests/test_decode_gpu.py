@@ -35,9 +35,10 @@ def mlp_ahead(bundle):
 def poison(engine):
     """Caches, scratch and partial sums full of NaN: nothing may be read that was not written."""
     core = engine.core
-    for tensor in [*core.k, *core.v, *core.attn_in, core.q, core.heads_out, core.x, core.logits]:
+    kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    for tensor in [*kept, core.work.q, core.work.heads_out, core.x, core.logits]:
         tensor.fill_(float("nan"))
-    for tensor in (engine.core.attention.partial, engine.core.attention.largest, engine.core.attention.total):
+    for tensor in (core.work.attention.partial, core.work.attention.largest, core.work.attention.total):
         tensor.fill_(float("nan"))
 
 

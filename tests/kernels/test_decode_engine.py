@@ -43,14 +43,8 @@ def rows_of(*lengths, seed=3):
 def test_scores_equal_the_masked_forward_pass(model, device, options, engine_options):
     bundle = None if options is None else random_bundle(model, rank=5, **options)
     engine = DecodeEngine(model, bundle, device=device, context=16, crossover=False, **engine_options)
-    for tensor in [
-        *engine.core.k,
-        *engine.core.v,
-        *engine.core.attn_in,
-        engine.core.q,
-        engine.core.heads_out,
-        engine.core.x,
-    ]:
+    kept = [tensor for cache in engine.core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    for tensor in [*kept, engine.core.work.q, engine.core.work.heads_out, engine.core.x]:
         tensor.fill_(float("nan"))
     rows = rows_of(4, 3)[: engine.batch]
     for row, nll in zip(rows, engine.score(rows, 2), strict=True):
