@@ -231,7 +231,7 @@ class DecodeEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
+        max_new_tokens: int,
         *,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (2,),
@@ -243,7 +243,7 @@ class DecodeEngine:
         """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
 
         Args:
-            max_new_tokens: at most this many, for all rows or one each; prompt and new tokens must fit the context.
+            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
             sampling: None = greedy.
             stop_tokens: at most 8 ids; the stop token is the row's last new token.
             min_new_tokens: before so many new tokens no stop token is chosen.
@@ -254,15 +254,14 @@ class DecodeEngine:
             UserError: see the messages; nothing is decoded then. Or logits that hold NaN, while decoding.
         """
         sampler = sampling or Sampling()
-        room = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        if min(room, default=1) < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {min(room)}")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if len(stop_tokens) > len(self.state.stops):
             raise UserError(f"at most {len(self.state.stops)} stop tokens are supported, got {len(stop_tokens)}")
         if prompt_phase not in ("dense", "steps"):
             raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
         lengths = [len(prompt) for prompt in prompts]
-        total = [length + new for length, new in zip(lengths, room, strict=True)]
+        total = [length + max_new_tokens for length in lengths]
         self._fit(max(total, default=0))
         starts = _per_row(sparse_from, lengths)
         at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]

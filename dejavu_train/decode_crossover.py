@@ -22,6 +22,7 @@ from torch import Tensor
 from dejavu_train.decode_weights import TargetPredictor
 from kernels import launch
 
+
 @dataclass(frozen=True)
 class Form:
     """How one (layer, target) runs: sparse, or whole and masked. density: of one row; union: expected of the batch."""

@@ -39,7 +39,7 @@ from dejavu_train.text import (
     read_paragraph_hashes,
     require_one_sequence,
 )
-from dejavu_train.timing import ENGINES, WARM_UP, Timing, time_decoding, time_engine
+from dejavu_train.timing import DENSE_ENGINE, WARM_UP, Timing, time_decoding, time_engine
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,14 @@ class InferConfig:
     batch_tokens: int = _option(4096, "positions in one forward pass; fewer for large models")
     verify: str = _option("sampled", "full: hash every byte of the weights")
     timing: bool = _option(True, "time decoding")
-    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, engine, dense-engine")
+    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, dense-engine")
     timing_mlp_density: float = _option(0.2, "densities while timing and generating")
     timing_head_density: float = _option(0.85, "the same for heads")
     batch: int = _option(1, "rows while timing")
     prompt: int = _option(32, "tokens of the prompt while timing")
     new_tokens: int = _option(64, "timed, and generated")
     generate: str | None = _option(None, "a prompt to continue")
-    backend: str = _option("gather", "of --generate: dense, gather, triton, engine, dense-engine")
+    backend: str = _option("auto", "of --generate: auto, dense, mask, gather, triton, dense-engine")
     device: str = _option("auto", "auto, cpu or cuda[:N]")
     device_map: str | None = _option(None, "auto: a model over several GPUs; needs accelerate")
     dtype: str = _option("float32", "float32, float16 or bfloat16")
@@ -104,12 +104,12 @@ class InferConfig:
             raise UserError("--new_tokens must be at least 1, and --sparse_from not negative")
         if self.text_set not in SETS:
             raise UserError(f"--text_set must be one of {', '.join(SETS)}, got {self.text_set}")
-        known = ("dense", *BACKENDS, *ENGINES)
+        known = ("dense", *BACKENDS, DENSE_ENGINE)
         if self.backend not in known:
             raise UserError(f"--backend must be one of {', '.join(known)}, got {self.backend}")
         for backend in self.timing_backends:
-            if backend not in known:
-                raise UserError(f"--timing_backends: {backend} is none of {', '.join(known)}")
+            if backend not in known or backend == "auto":
+                raise UserError(f"--timing_backends: {backend} is none of {', '.join(known)}".replace("auto, ", ""))
         if self.verify not in ("sampled", "full"):
             raise UserError(f"--verify must be sampled or full, got {self.verify}")
 
@@ -335,11 +335,10 @@ def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -
     if ids.shape[1] >= room:
         raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
     new_tokens = min(config.new_tokens, room - ids.shape[1])
-    if config.backend in ENGINES:
+    if config.backend == DENSE_ENGINE:
         from dejavu_train.decode import DecodeEngine  # imports triton
 
-        engine = DecodeEngine(dense, _moved(config, bundle) if config.backend == "engine" else None)
-        made = engine.generate(ids.tolist(), new_tokens)
+        made = DecodeEngine(dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
     model = _sparse(config, dense, bundle, config.backend)
     ids = ids.to(model.device)
@@ -363,8 +362,8 @@ def _time(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, held:
     timings = []
     for backend in sorted(config.timing_backends, key=lambda name: name != "dense"):
         logger.info("timing %s", backend)
-        if backend in ENGINES:
-            used = _moved(config, bundle) if backend == "engine" else None
+        if backend in (DENSE_ENGINE, "triton"):
+            used = _moved(config, bundle) if backend == "triton" else None
             timings.append(time_engine(dense, used, backend, prompt, config.new_tokens))
             continue
         timings.append(time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens))

@@ -172,4 +172,3 @@ def cascade_test_reference(
 ) -> None:
     """Plain torch, in place."""
     selection.set_mask(second_stage(x, weights, selection.to_mask(len(x)), row_state))
-

@@ -115,7 +115,9 @@ def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
         assert getattr(weights.layers[0], name).data_ptr() == pointer, f"{name} of the given weights was replaced"
     assert [half.body.weights.fc2.data_ptr() for half in sparse.core.halves[1::2]] == [t.data_ptr() for t in held]
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-    assert sparse.weights.layers[0].fc1.data_ptr() == dense.weights.layers[0].fc1.data_ptr(), "the same layout is shared"
+    assert sparse.weights.layers[0].fc1.data_ptr() == dense.weights.layers[0].fc1.data_ptr(), (
+        "the same layout is shared"
+    )
     torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(sparse.score(rows)[0], masked_nll(model, bundle, rows[0]), atol=2e-5, rtol=1e-5)
     assert tested.weights.layers[0].fc1.numel() == 0, "one row reads planes only"
