@@ -1,7 +1,7 @@
 """The MLP halves of a decoding step, x (B, d) -> out (B, d), fp32: out = x + fc2(relu(fc1(LayerNorm(x)))).
 
-One is chosen for each layer when a step is built; `run` queues its kernels in order. The sparse ones differ in how they
-compute, never in which neurons count: those that the layer's predictor, and the second stage where there is one, select.
+One is chosen for each layer when a step is built; `run` queues its kernels in order. The sparse ones differ in how
+they compute, never in which neurons count: those that the predictor, and the second stage where there is one, select.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Reads what ``generate()`` was asked for into the decode engine's terms, or says in one line what the engine cannot do."""
+"""Reads what ``generate()`` was asked for into the engine's terms, or says in one line what the engine cannot do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from dejavu_train.decode_attention import (
     Attention,

@@ -227,8 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--window {config.window} exceeds the model's {dense.config.max_position_embeddings} positions"
         )
-    if config.generate is not None:
-        print(_generate(config, dense, bundle, tokenizer))
+    prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
     scored = []
     if rows:
         total = held.tokens * passes(rows)
@@ -236,6 +235,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with tqdm(total=total, unit="tok", unit_scale=True, desc="scoring", disable=hidden) as bar:
             scored = evaluate(dense, bundle, held, rows, config.batch_tokens, config.seed, bar.update)
     timings = _time(config, dense, bundle, tokenizer, held) if config.timing else []
+    if prompt is not None:  # last: the engine lays weights of the model out anew
+        print(_generate(config, dense, bundle, tokenizer, prompt))
     shown = config.densities[0] if config.densities else None
     predicted = [row for row in rows if row.selection == "predicted"]
     read = {row: mlp_share(bundle.at(row.mlp_density, row.head_density)) for row in predicted}
@@ -328,13 +329,17 @@ def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> An
     return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt")
 
 
-def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -> str:
-    assert config.generate is not None
+def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
+    """(1, T) token ids of ``--generate``."""
     ids = torch.tensor([[2, *tokenizer(config.generate, add_special_tokens=False)["input_ids"]]])
     room = dense.config.max_position_embeddings
     if ids.shape[1] >= room:
         raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
-    new_tokens = min(config.new_tokens, room - ids.shape[1])
+    return ids
+
+
+def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor) -> str:
+    new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
     if config.backend == DENSE_ENGINE:
         from dejavu_train.decode import DecodeEngine  # imports triton
 

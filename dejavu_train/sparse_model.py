@@ -309,8 +309,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As ``OPTForCausalLM.generate``.
 
-        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), stop tokens, least and most lengths,
-        padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate`` (sequences).
+        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), stop tokens, minimum and maximum
+        lengths, padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate``
+        (sequences only).
 
         Raises:
             UserError: ``triton`` was asked for anything else.

@@ -9,14 +9,13 @@ dependent then starts when all that is older than its predecessor has ended, so 
 buffer that every layer rewrites may still lie in the L1 as an earlier layer left it: such early reads go past the L1
 (`.cg`). Attention, norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has
 weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read early: after
-one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed must not trigger early: layer 0's
-selection reads row_state.
+one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed must not
+trigger early: layer 0's selection reads row_state.
 """
 
 import ctypes
 import functools
 import sys
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -202,8 +201,8 @@ def column_block(d: int, warps: int = 4) -> int:
 
 # Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its
 # predictor (rank d / 16): benchmarks/results/sparse_mlp.csv. Measured at 4096 and 9216 up to unions of 75 %, where 8
-# rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step); what a step adds,
-# and more rows, leave less. Below 4096: not measured.
+# rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step); what a step
+# adds, and more rows, leave less. Below 4096: not measured.
 DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
 
 

@@ -11,9 +11,9 @@
 B rows, V tokens, d model dimension, T capacity. x, logits fp32; tokens (B, T) int32; every piece of state is a device
 tensor, so that one captured graph serves prompts, generation, scoring, any length and any seed:
 position, known (tokens given), least (tokens at least), limit (tokens at most), done, sparse_from, row_state (B) int32;
-stops (K), -1 = none; temperature, top_p (B) fp32; top_k, seed (B) int32; nll (B, T) fp32 receives -log p of known tokens
-when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0 = none); the row ends
-there. The logits of position 0 are never looked at: nothing stands before it.
+stops (K), -1 = none; temperature, top_p (B) fp32; top_k, seed (B) int32; nll (B, T) fp32 receives -log p of known
+tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0 = none), and the
+row ends there. The logits of position 0 are never looked at: nothing stands before it.
 """
 
 from dataclasses import dataclass

@@ -272,7 +272,7 @@ def test_sampling_follows_the_distribution(model):
     ("action", "part"),
     [
         (lambda m: DecodeEngine(m), "needs a CUDA device"),
-        (lambda m: time_engine(m, None, "engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
+        (lambda m: time_engine(m, None, "dense-engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
         (lambda m: engine(m, context=129), "129 tokens does not fit"),
         (lambda m: engine(m, batch=33), "1 to 32 rows"),
         (lambda m: engine(m, kv_policy="never"), "backfill, always, stale"),

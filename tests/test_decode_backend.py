@@ -7,7 +7,14 @@ import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, OPTForCausalLM, TextIteratorStreamer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    OPTForCausalLM,
+    TextIteratorStreamer,
+    pipeline,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.decode import MAX_BATCH
