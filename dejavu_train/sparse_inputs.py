@@ -8,6 +8,30 @@ from transformers.cache_utils import Cache
 
 from dejavu_train.errors import UserError
 
+SparseFrom = int | Tensor | str
+
+
+def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
+    """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``; "prompt": those behind a cache of ``past``.
+
+    Raises:
+        UserError: starts for another number of rows.
+    """
+    if isinstance(start, str):
+        return torch.full_like(positions, past > 0, dtype=torch.bool)
+    if isinstance(start, Tensor):
+        start = start.to(positions.device).reshape(-1)
+        if positions.shape[0] % len(start):
+            raise UserError(f"sparse_from has {len(start)} rows, the batch has {positions.shape[0]}")
+        # Beam search and several returned sequences repeat every row.
+        start = start.repeat_interleave(positions.shape[0] // len(start))[:, None]
+    return positions >= start
+
+
+def kept_columns(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """The columns whose logits are wanted: the last so many (0 = all), or those named."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
 
 def positions_of(
     shape: torch.Size, attention_mask: Tensor | None, position_ids: Tensor | None, past: int, device: torch.device

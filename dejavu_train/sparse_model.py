@@ -32,13 +32,19 @@ from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, weight_hash
 from dejavu_train.selections import Predicted
 from dejavu_train.sparse_cache import SparseCache
-from dejavu_train.sparse_inputs import positions_of, prompt_lengths, visible_columns
+from dejavu_train.sparse_inputs import (
+    SparseFrom,
+    kept_columns,
+    positions_of,
+    prompt_lengths,
+    sparse_positions,
+    visible_columns,
+)
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "mask", "gather", "triton")
 PREDICTORS_FOLDER = "predictors"
-SparseFrom = int | Tensor | str
 
 # Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dejavu_train_sparse_opt"] = "SparseOPTForCausalLM"
@@ -219,7 +225,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if self.backend != "mask":
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
         positions = positions_of(shape, attention_mask, position_ids, past, self.device)
-        sparse = self._sparse(positions, past)
+        sparse = sparse_positions(self.sparse_from, positions, past)
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
         if self.backend == "mask":
             assert self._selector is not None
@@ -233,16 +239,16 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                     **common,
                 )
         assert attention_mask is not None
-        tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         if self.backend == "triton" and not self._gathering:
             try:
                 _check_forward(past_key_values, inputs_embeds, position_ids, common)
                 logits = self._engines.logits(input_ids, attention_mask, self.sparse_from)
-                return self._output(logits[:, _kept(logits_to_keep)], labels, None, kwargs)
+                return self._output(logits[:, kept_columns(logits_to_keep)], labels, None, kwargs)
             except Unsupported as refusal:
                 if not self._auto:
                     raise
                 self._tell(refusal)
+        tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         return self._forward_sparse(*tokens, positions, sparse, **common)
 
     def _output(
@@ -282,21 +288,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         hidden = decoder.embed_tokens(input_ids) if embeds is None else embeds
         hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
         hidden = self._gather().forward(hidden, cache, sparse, visible, live)
-        logits = self.lm_head(hidden[:, _kept(logits_to_keep)])
+        logits = self.lm_head(hidden[:, kept_columns(logits_to_keep)])
         return self._output(logits, labels, None if use_cache is False else cache, kwargs)
-
-    def _sparse(self, positions: Tensor, past: int) -> Tensor:
-        """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``."""
-        start = self.sparse_from
-        if isinstance(start, str):
-            return torch.full_like(positions, past > 0, dtype=torch.bool)
-        if isinstance(start, Tensor):
-            start = start.to(positions.device).reshape(-1)
-            if positions.shape[0] % len(start):
-                raise UserError(f"sparse_from has {len(start)} rows, the batch has {positions.shape[0]}")
-            # Beam search and several returned sequences repeat every row.
-            start = start.repeat_interleave(positions.shape[0] // len(start))[:, None]
-        return positions >= start
 
     def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
         """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
@@ -376,7 +369,3 @@ def _check_forward(cache: Cache | None, embeds: Tensor | None, positions: Tensor
 
     named = {name: rest.get(name) for name in ("use_cache", "output_attentions", "output_hidden_states")}
     check_forward(past_key_values=cache, inputs_embeds=embeds, position_ids=positions, **named)
-
-
-def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
-    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
