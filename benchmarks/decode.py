@@ -175,8 +175,8 @@ def main() -> int:
             if time.monotonic() - began > args.time_limit:
                 print("time limit: left out from here:", name, cell, flush=True)
                 return 0
-            if cell.engine.startswith("hf"):
-                weights = None
+            if cell.engine.startswith("hf") or (weights is not None and not weights.layers):
+                weights = None  # not needed, or lost with an engine that did not fit
             gc.collect()
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):

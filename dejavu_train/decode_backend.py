@@ -5,6 +5,7 @@ Hugging Face model, whose q, k and v projections become views of the engine's la
 weights there are the caches of each engine, and fc1 as planes where a bundle has a second stage.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dejavu_train.bundle import Bundle
 from dejavu_train.decode import MAX_BATCH, DecodeEngine
 from dejavu_train.decode_request import Request, check_arguments, read_request, starts_of
-from dejavu_train.decode_weights import DecodeWeights, TargetPredictor, load_predictors
+from dejavu_train.decode_weights import DecodeWeights, TargetPredictor, check_calibrated, load_predictors
 from dejavu_train.errors import Unsupported
 from dejavu_train.opt_model import DTYPES, OPTShape
 from kernels.attention_common import HEAD_DIMS, INTERPRET
@@ -32,6 +33,7 @@ class EngineBackend:
         ops: "triton", or "reference" for plain torch on any device (slow, for tests).
     Raises:
         Unsupported: no GPU, a model spread over several devices, a head dim or dtype without kernels.
+        UserError: thresholds that were never calibrated.
     """
 
     def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill", ops: str = "triton") -> None:
@@ -48,6 +50,7 @@ class EngineBackend:
                 raise Unsupported(f"head dim {shape.head_dim} has no kernels (there are {dims})")
         if model.dtype not in DTYPES.values():
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
+        check_calibrated(bundle)
         self.shape, self.bundle, self.kv_policy, self.ops = shape, bundle, kv_policy, ops
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.entries.items() if target == "mlp" and not entry.dense}
@@ -123,7 +126,9 @@ class EngineBackend:
         n = len(request.prompts)
         longest = max(map(len, request.prompts)) + request.max_new_tokens
         engine = self.engine(n, min(longest, self.shape.max_positions))
-        stream = None if request.streamer is None else Stream(request.streamer, n, request.pad_token)
+        stream = None
+        if request.streamer is not None:
+            stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
         made = engine.generate(
             request.prompts,
             request.max_new_tokens,
@@ -161,23 +166,29 @@ class EngineBackend:
 
 
 class Stream:
-    """Gives a streamer of transformers the tokens (B,) of one position after the other, padding behind a row's end."""
+    """Gives a streamer of transformers the tokens (B,) of one position after the other, padding behind a row's end.
 
-    def __init__(self, streamer: Any, rows: int, pad_token: int) -> None:
-        self.streamer, self.pad_token = streamer, pad_token
+    Args:
+        stop_tokens: after which a row ends.
+    """
+
+    def __init__(self, streamer: Any, rows: int, pad_token: int, stop_tokens: Sequence[int]) -> None:
+        self.streamer, self.pad_token, self.stop_tokens = streamer, pad_token, frozenset(stop_tokens)
         self.waiting: list[list[int]] = [[] for _ in range(rows)]
+        self.ended = [False] * rows
 
     def add(self, row: int, token: int) -> None:
-        """A new token of a row; rows may run ahead of others by prompts of other lengths."""
+        """A new token of a row; rows may run ahead of others that have longer prompts."""
         self.waiting[row].append(token)
-        while all(self.waiting):
+        self.ended[row] = token in self.stop_tokens
+        while any(self.waiting) and all(tokens or over for tokens, over in zip(self.waiting, self.ended, strict=True)):
             self._put()
 
     def _put(self) -> None:
-        self.streamer.put(torch.tensor([row.pop(0) if row else self.pad_token for row in self.waiting]))
+        self.streamer.put(torch.tensor([tokens.pop(0) if tokens else self.pad_token for tokens in self.waiting]))
 
     def end(self) -> None:
-        """What is left, for rows that went on longer than others."""
+        """All rows are over."""
         while any(self.waiting):
             self._put()
         self.streamer.end()

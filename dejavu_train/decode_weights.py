@@ -255,6 +255,16 @@ class TargetPredictor:
     grid: Grid | None = None
 
 
+def check_calibrated(bundle: Any) -> None:
+    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold."""
+    for (layer, target), entry in bundle.entries.items():
+        if entry.threshold is None and entry.top_k is None and not entry.keep_dense and not entry.curve:
+            raise UserError(
+                f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
+                " run python train.py with the --config and --output that trained it: it calibrates what is trained"
+            )
+
+
 def load_predictors(
     bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
 ) -> dict[tuple[int, str], TargetPredictor]:
@@ -270,17 +280,12 @@ def load_predictors(
     Raises:
         UserError: thresholds that were never calibrated.
     """
+    check_calibrated(bundle)
     predictors = {}
     means = bundle.head_means(device)
     grids = bundle.cascades()
     for (layer, target), entry in bundle.entries.items():
         if entry.threshold is None and entry.top_k is None:
-            calibrated = entry.keep_dense or bool(entry.curve)
-            if not calibrated:
-                raise UserError(
-                    f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
-                    " run python train.py with the --config and --output that trained it: it calibrates what is trained"
-                )
             continue
         module = bundle.predictor(layer, target)
         down, up = module.down.detach().float(), module.up.detach().float()

@@ -1,5 +1,6 @@
 """backend="triton": generate() and forward() through the engine, here with its operations in plain torch on a CPU."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.decode import MAX_BATCH
+from dejavu_train.decode_backend import Stream
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import load_opt
 from dejavu_train.sparse_model import SparseOPTForCausalLM
@@ -135,6 +137,34 @@ def test_streamers_hear_every_token(folder, bundle):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     out = engine.generate(ids[1:], streamer=streamer, **GREEDY)
     assert "".join(streamer) == tokenizer.decode(out[0, 8:])
+
+
+def test_a_row_that_has_ended_holds_up_no_other():
+    heard = Heard()
+    stream = Stream(heard, 2, 1, [9])
+    for row, token in ((0, 7), (0, 9), (1, 5), (1, 6)):
+        stream.add(row, token)
+    assert [part.tolist() for part in heard.parts] == [[7, 5], [9, 6]]
+    stream.add(1, 4)
+    assert heard.parts[-1].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("sizes", [{"enable_bias": False, "layer_norm_elementwise_affine": False}, {"vocab_size": 777}])
+def test_other_models(tmp_path, sizes):
+    small = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 2, "ffn_dim": 64}
+    folder = str(save_tiny_opt(tmp_path, **small, **sizes))
+    made, ids = make_bundle(folder).at(0.3, 0.5), tokens(2, 9)
+    with torch.no_grad():
+        expected = sparse(folder, made, "mask")(ids).logits
+        torch.testing.assert_close(sparse(folder, made)(ids).logits, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_an_uncalibrated_bundle_is_refused_when_the_model_is_made(folder):
+    bare = make_bundle(folder)
+    for key, entry in bare.entries.items():
+        bare.entries[key] = dataclasses.replace(entry, curve={})
+    with pytest.raises(UserError, match="never calibrated.*python train.py"):
+        sparse(folder, bare)
 
 
 def test_a_text_generation_pipeline(folder, bundle, caplog):
