@@ -4,7 +4,8 @@
     python benchmarks/cascade.py --sweep            # launch settings instead
 
 Both read the same list of candidates; `cascade` reads a quarter of each row and the rest of what passes (`live`, as a
-share of the candidates). Which neurons pass is drawn beforehand: bars are far below or above any score.
+share of the candidates), with several rows the whole row of what passes. Which neurons pass is drawn beforehand: bars
+are far below or above any score.
 """
 
 import argparse
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
-from kernels.cascade import CascadeWeights, InputLevels, cascade, cascade_rows
-from kernels.gather_gemv import LiveRows, gather_gemv
-from kernels.launch import gather_settings
+from kernels.cascade import CascadeWeights, cascade
+from kernels.cascade_batch import InputLevels, cascade_test
+from kernels.listed_batch import BatchRows, listed_batch
 from kernels.listed_gemv import listed_gemv
 from kernels.packed_rows import PackedRows, listed_block, pack
 from kernels.select import Selection
@@ -57,42 +58,40 @@ class Problem:
         if provider != "cascade":
             return int(candidates.sum()) * 2 * self.d
         passed = candidates & (self.planes[i].bar < 0)
-        return int(candidates.sum()) * (self.d // 2 + 12) + int(passed.sum()) * (3 * self.d // 2 + 4)
+        # One row reads the other plane of what passed, several rows whole rows of fc1.
+        rest = 3 * self.d // 2 + 4 if self.batch == 1 else 2 * self.d
+        return int(candidates.sum()) * (self.d // 2 + 12) + int(passed.sum()) * rest
 
     def time(
         self, provider: str, programs: int | None = None, warps: int | None = None, pdl: bool = True
     ) -> tuple[float, float, float]:
         """Microseconds p20, p50, p80, of packing the list of one row too."""
-        live: LiveRows
-        if provider == "cascade":
-            levels = InputLevels.empty(self.batch, self.d, "cuda")
-            packed = PackedRows.empty(self.n, "cuda")
-            live = cascade_rows(self.n, self.d, self.batch, self.block, "cuda")
+        packed = PackedRows.empty(self.n, "cuda")
+        levels = InputLevels.empty(self.batch, self.d, "cuda")
+        listed = BatchRows.empty(self.n, self.batch, self.d, torch.float16, "cuda")
+        state = torch.ones(self.batch, dtype=torch.int32, device="cuda")
 
-            def step(i: int) -> None:
-                if self.batch == 1:
-                    pack(self.selections[i], packed, pdl=pdl)
-                out = packed if self.batch == 1 else live
-                cascade(self.x, self.planes[i], self.selections[i], out, None, pdl, levels, warps, programs)
-        elif self.batch == 1:
-            packed = PackedRows.empty(self.n, "cuda")
-
-            def step(i: int) -> None:
-                pack(self.selections[i], packed, pdl=pdl)
+        def one_row(i: int) -> None:
+            pack(self.selections[i], packed, pdl=pdl)
+            if provider == "cascade":
+                cascade(self.x, self.planes[i], self.selections[i], packed, None, pdl, warps, programs)
+            else:
                 listed_gemv(self.x, self.fc1[i], self.bias, packed, pdl=pdl)
-        else:
-            programs = gather_settings(self.d, self.batch, False, self.n).programs
-            live = LiveRows.empty(self.n, self.batch, "cuda", programs=programs)
 
-            def step(i: int) -> None:
-                gather_gemv(self.x, self.fc1[i], self.bias, self.selections[i], "relu", live, pdl=pdl)
+        def several_rows(i: int) -> None:
+            if provider == "cascade":
+                cascade_test(self.x, self.planes[i], self.selections[i], state, levels, pdl=pdl)
+            listed_batch(self.x, self.fc1[i], self.bias, self.selections[i], listed, pdl=pdl)
 
-        # row_bits become what passed; without putting them back a second replay would test fewer rows.
-        bits = [selection.row_bits.clone() for selection in self.selections]
+        step = one_row if self.batch == 1 else several_rows
+        # A selection becomes what passed; without putting it back a second replay would test fewer rows.
+        kept = [[getattr(each, name).clone() for name in ("ids", "counts", "row_bits")] for each in self.selections]
 
         def restore() -> None:
-            for selection, kept in zip(self.selections, bits, strict=True):
-                selection.row_bits.copy_(kept)
+            for selection, (ids, counts, bits) in zip(self.selections, kept, strict=True):
+                selection.ids.copy_(ids)
+                selection.counts.copy_(counts)
+                selection.row_bits.copy_(bits)
 
         found = measure(step, self.sets, before=restore)
         restore()
@@ -114,11 +113,8 @@ def main() -> None:
                 if time.monotonic() - start > args.seconds:
                     return
                 problem = Problem(d, batch, density, passing)
-                variants: list[tuple[str, int | None, int | None]] = [
-                    ("listed" if batch == 1 else "gather", None, None)
-                ]
-                variants.append(("cascade", None, None))
-                if args.sweep:
+                variants: list[tuple[str, int | None, int | None]] = [("listed", None, None), ("cascade", None, None)]
+                if args.sweep and batch == 1:
                     variants += [("cascade", 132 * many, warps) for warps in (1, 2, 4, 8) for many in (4, 8, 16)]
                 for provider, programs, warps in variants:
                     if time.monotonic() - start > args.seconds:

@@ -107,8 +107,9 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         predictors = random_predictors(shape, rank, *single, cell.site, getattr(torch, cell.predictors))
     engine = DecodeEngine(
         weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
-        pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover,
+        pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True,
     )  # fmt: skip
+    weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
     with torch.no_grad():
         start(engine, cell.prompt, steps + EXTRA)
         if engine.predictors:
@@ -116,9 +117,9 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         row = measured(engine)
         row |= summary(step_times(engine.step, steps), cell.batch)
         notes = []
-        dense = sorted({form.target for form in engine.forms.values() if not form.sparse})
-        if dense:  # all layers of these shapes are alike
-            notes.append(f"{' and '.join(dense)} dense: sparse does not pay")
+        masked = sorted({form.target for form in engine.forms.values() if not form.sparse})
+        if masked:  # all layers of these shapes are alike
+            notes.append(f"{' and '.join(masked)} computed whole and masked")
         if cell.breakdown:
             notes += [f"{name}={time:.2f}us" for name, time in breakdown(engine).items()]
     row["positions"] = f"{cell.prompt}-{cell.prompt + steps}"
@@ -174,8 +175,8 @@ def main() -> int:
             if time.monotonic() - began > args.time_limit:
                 print("time limit: left out from here:", name, cell, flush=True)
                 return 0
-            if cell.engine.startswith("hf"):
-                weights = None
+            if cell.engine.startswith("hf") or (weights is not None and not weights.layers):
+                weights = None  # not needed, or lost with an engine that did not fit
             gc.collect()
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):

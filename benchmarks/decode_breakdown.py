@@ -5,6 +5,7 @@ Each graph starts from the state before the step, so that the K/V that selected 
 
 import statistics
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from benchmarks.harness import step_times
 from dejavu_train.decode import DecodeEngine
 
 LABELS = {
+    "cascade_test": "second_stage",
     "listed_batch": "fc1",
     "dense_hidden": "fc1",
-    "scatter_gemv": "fc2",
     "packed_rows": "fc2",
     "packed_batch": "fc2",
     "dense_wide": "fc2",
@@ -28,7 +29,7 @@ class Watched:
     """Within it an engine's step shows each operation after it ran."""
 
     def __init__(self, engine: DecodeEngine, watch: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self.engine, self.watch, self.plain = engine, watch, engine.core.ops
+        self.ops, self.watch, self.plain = engine.core.ops, watch, SimpleNamespace(**vars(engine.core.ops))
 
     def __enter__(self) -> None:
         def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,11 +40,11 @@ class Watched:
 
             return call
 
-        made = {name: function and wrapped(name, function) for name, function in vars(self.plain).items()}
-        self.engine.core.ops = type(self.plain)(**made)
+        # In place: the halves of a step hold the same operations.
+        vars(self.ops).update({name: wrapped(name, function) for name, function in vars(self.plain).items()})
 
     def __exit__(self, *_: object) -> None:
-        self.engine.core.ops = self.plain
+        vars(self.ops).update(vars(self.plain))
 
 
 def breakdown(engine: DecodeEngine, n: int = 10) -> dict[str, float]:

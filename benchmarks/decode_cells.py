@@ -83,12 +83,10 @@ def required_cells(model: str) -> list[Cell]:
     if model in ("6.7b", "66b"):
         for batch, union in UNION[model].items():
             sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
-            if model == "6.7b":  # small enough that the dense form may win: both, to judge the choice
+            if model == "6.7b":  # small enough that the masked form may win: both, to judge the choice
                 sparse.append(dataclasses.replace(sparse[-1], crossover=False))
             dense.append(Cell("dense", batch))
     if model == "66b":  # the paper's operating point for its 175B model
         sparse[:0] = [Cell(mlp_density=0.195, head_density=0.37, site=site) for site in (0, 1)]
-    if model == "1.3b":  # so narrow that dense heads may win: both, to judge the choice
-        sparse.append(Cell(crossover=False))
     hugging_face = [Cell("hf-compile"), Cell("hf")] if model in ("1.3b", "6.7b") else []
     return [*hugging_face, *sparse, *dense]

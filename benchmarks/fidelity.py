@@ -180,7 +180,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
         partings += watch.found(start)
         parts.append(watch)
         watch.chosen, watch.margin, watch.off = {}, {}, {}
-        mine = engine.state.nll[: len(part), 1:]
+        mine = engine.state.nll[: len(part), 1 : len(part[0])]
         nats["engine"] += mine.double().sum().item()
         farthest = max(farthest, (mine - nll).abs().max().item())
     n = sum(len(row) - 1 for row in rows)

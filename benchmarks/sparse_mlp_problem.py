@@ -14,13 +14,17 @@ from torch.nn import functional as F
 from kernels.batched import dense_add, dense_hidden
 from kernels.dense_gemv import dense_rows
 from kernels.dense_wide import dense_wide
-from kernels.gather_gemv import gather_gemv_reference
 from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.listed_batch import BatchRows, listed_batch, packed_batch
+from kernels.listed_batch import (
+    BatchRows,
+    listed_batch,
+    listed_batch_reference,
+    packed_batch,
+    packed_batch_reference,
+)
 from kernels.listed_gemv import listed_gemv
 from kernels.listed_mlp import listed_mlp
 from kernels.packed_rows import PackedRows, listed_block, pack, packed_rows, partial_sums
-from kernels.scatter_gemv import scatter_gemv_reference
 from kernels.select import PredictorWeights, Selection, predict_reference, predict_select
 
 LIVE_BIAS = {0.6: 0.2533, 1.0: 12.0}  # P(N(0, 1) + bias > 0)
@@ -155,13 +159,13 @@ class Problem:
         """(B, n) of the reference over the set's own selection."""
         mask = self.selections[i].to_mask(self.batch)
         x = layer_norm_reference(self.x[i], self.ln, torch.float16)
-        return gather_gemv_reference(x, self.fc1[i], self.b1, mask, "relu")
+        return listed_batch_reference(x, self.fc1[i], self.b1, mask)
 
     def check(self, i: int = 0) -> float:
         """The largest difference from the reference over the set's own selection, relative to its largest value."""
         self.out.fill_(float("nan"))
         self.step_whole(i)
-        want = scatter_gemv_reference(self._activations(i), self.fc2_t[i], self.b2, self.x[i])
+        want = packed_batch_reference(self._activations(i), self.fc2_t[i], self.b2, self.x[i])
         error = float((self.out - want).abs().max() / want.abs().max())
         if not error < 5e-3:
             raise AssertionError(f"sparse MLP differs from its reference by {error:.2e} at {self.n} x {self.d}")

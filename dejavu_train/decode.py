@@ -24,6 +24,7 @@ from kernels.attention_common import HEAD_DIMS, INTERPRET
 
 POLICIES = tuple(qkv.POLICIES)
 MAX_BATCH = 32
+SEEDS = 2**31 // MAX_BATCH  # the device holds seed * MAX_BATCH + row in 32 bits
 CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
 
 Callback = Callable[[int, int], None]
@@ -31,10 +32,18 @@ Callback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a next token is chosen. temperature 0 = greedy; top_p < 1 = from the smallest set that reaches top_p."""
+    """How a next token is chosen.
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
+        top_k: above 0 = from the top_k most likely tokens, before top_p.
+        seed: 0 to 2^26 - 1; a row's random numbers follow from it, its number in the batch and the position.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,11 +51,17 @@ class Sampling:
             raise UserError(f"temperature must be a number of at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
+        if not 0 <= self.seed < SEEDS:
+            raise UserError(f"seed must lie in 0 to {SEEDS - 1}, got {self.seed}")
 
     @property
     def mode(self) -> str:
         if self.temperature == 0:
             return "greedy"
+        if self.top_k > 0:
+            return "top_k"
         return "top_p" if self.top_p < 1 else "temperature"
 
 
@@ -54,7 +69,8 @@ class DecodeEngine:
     """Decodes up to `batch` rows of up to `context` tokens.
 
     Args:
-        model: a Hugging Face OPTForCausalLM, or `DecodeWeights`, whose fc2 is then laid out for this engine.
+        model: a Hugging Face OPTForCausalLM, which is copied, or `DecodeWeights`, of which this engine shares what
+            already has its layout.
         bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
         batch: rows, at most 32. Fewer prompts may be given; the graph always runs all rows.
         context: tokens a row can hold, prompt included; None = the model's limit.
@@ -66,9 +82,10 @@ class DecodeEngine:
         look_ahead: where predictors of earlier sites run: "fused" = in the grids of q/k/v and attention (one batch row,
             MLP predictors that read attn_in of their layer), the others as with "stream" = on a second stream inside
             the graph; "inline" = as kernels between the others.
-        crossover: run a layer densely where, at this width and batch, the selected share was measured not to pay; see
-            `describe`. Only on a GPU, where it was measured. False = sparse wherever the bundle says so.
-        release: give up the Hugging Face model's own tensors while copying.
+        crossover: compute a layer whole and mask it where, at this width and batch, that was measured to be faster; see
+            `describe`. What is selected stays the same. Only on a GPU, where it was measured. False = read the selected
+            units only, everywhere.
+        release: take the layers out of the given `DecodeWeights`, which is left without; see `DecodeWeights.arranged`.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
     """
@@ -92,6 +109,8 @@ class DecodeEngine:
     ) -> None:
         given = isinstance(model, DecodeWeights)
         device = torch.device(device if device is not None else model.embedding.device if given else model.device)
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         if ops == "triton" and device.type != "cuda" and not INTERPRET:
             raise UserError(
                 "the triton backend needs a CUDA device and found none; use backend gather, or set TRITON_INTERPRET=1"
@@ -105,8 +124,8 @@ class DecodeEngine:
             raise UserError(f"the engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
         if look_ahead not in ("fused", "inline", "stream"):
             raise UserError(f"look_ahead must be fused, inline or stream, got {look_ahead}")
-        self.weights = model if given else DecodeWeights.from_model(model, dtype or model.dtype, device, release)
-        self.shape = self.weights.shape
+        weights = model if given else DecodeWeights.from_model(model, dtype or model.dtype, device)
+        self.shape = weights.shape
         limit = self.shape.max_positions
         if context is not None and not 2 <= context <= limit:
             raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")
@@ -116,21 +135,22 @@ class DecodeEngine:
                 " use backend gather"
             )
         self.batch, self.context, self.device = batch, context or limit, device
-        found = self._predictors(bundle)
+        self.predictors = self._predictors(bundle, weights.embedding.dtype)
         native = ops == "triton" and device.type == "cuda"
-        self.forms = choose_forms(found, self.shape.d_model, batch, crossover and native)
-        self.predictors = {key: predictor for key, predictor in found.items() if self.forms[key].sparse}
+        self.forms = choose_forms(self.predictors, self.shape.d_model, batch, crossover and native, kv_policy)
+        self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
-            self.weights, self.predictors, batch, self.context, kv_policy, device, ops, graph, pdl, look_ahead,
+            self.weights, self.predictors, self.forms, batch, self.context, kv_policy, device, ops, graph, pdl,
+            look_ahead,
         )  # fmt: skip
         self.state = self.core.state
 
-    def _predictors(self, bundle: Any) -> dict[tuple[int, str], TargetPredictor]:
+    def _predictors(self, bundle: Any, dtype: torch.dtype) -> dict[tuple[int, str], TargetPredictor]:
         if bundle is None or isinstance(bundle, dict):
             return bundle or {}
         if getattr(bundle, "shape", self.shape) != self.shape:
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
-        return load_predictors(bundle, self.shape, self.weights.embedding.dtype, self.device, codes=self.batch == 1)
+        return load_predictors(bundle, self.shape, dtype, self.device, codes=self.batch == 1)
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, policy, and the form of every layer."""
@@ -147,6 +167,13 @@ class DecodeEngine:
         """Forget all rows. Captured graphs stay valid."""
         self.core.reset()
 
+    def _fit(self, length: int) -> None:
+        if length > self.context:
+            raise UserError(
+                f"{length} tokens do not fit the engine's context of {self.context}"
+                f" (the model's limit is {self.shape.max_positions}); shorten the prompt or max_new_tokens"
+            )
+
     def begin(
         self,
         rows: Sequence[Sequence[int]],
@@ -154,18 +181,21 @@ class DecodeEngine:
         sparse_from: Sequence[int],
         prefilled: Sequence[int],
         sampler: Sampling,
+        least: Sequence[int] | None = None,
     ) -> None:
-        """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step."""
+        """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step.
+
+        Args:
+            rows: known tokens; total: tokens at most, the known ones included; a row's last token is not run, so total
+                may exceed the context by one.
+            least: tokens before which no stop token is chosen; None = 0.
+        """
         if not rows or len(rows) > self.batch:
             raise UserError(f"this engine holds {self.batch} rows, got {len(rows)}; build it with batch={len(rows)}")
         for row, length in zip(rows, total, strict=True):
             if not row:
                 raise UserError("an empty prompt cannot be continued; give at least the start token </s> (id 2)")
-            if length > self.context:
-                raise UserError(
-                    f"{length} tokens do not fit the engine's context of {self.context}"
-                    f" (the model's limit is {self.shape.max_positions}); shorten the prompt or max_new_tokens"
-                )
+            self._fit(length - 1)
             if not 0 <= min(row) <= max(row) < self.shape.vocab_size:
                 raise UserError(f"token ids must lie in 0 to {self.shape.vocab_size - 1}, got {min(row)} to {max(row)}")
         self.core.reset()
@@ -179,19 +209,24 @@ class DecodeEngine:
             tensor[:n] = torch.tensor(values, dtype=tensor.dtype).to(self.device)
 
         put(state.known, [len(row) for row in rows])
+        put(state.least, least or [0] * n)
         put(state.limit, total)
         put(state.sparse_from, sparse_from)
         put(state.done, [0] * n)
         put(state.position, [count - 1 for count in prefilled])
         put(state.temperature, [sampler.temperature or 1.0] * n)
         put(state.top_p, [sampler.top_p] * n)
+        put(state.top_k, [sampler.top_k] * n)
         put(state.seed, [sampler.seed * MAX_BATCH + b for b in range(n)])
         if max(prefilled) > 0:
-            self.core.x[-1, :n] = prefill(self.weights, state.tokens[:n], prefilled, self.core.k, self.core.v)
+            caches = self.core.caches
+            self.core.x[-1, :n] = prefill(
+                self.weights, state.tokens[:n], prefilled, [cache.k for cache in caches], [cache.v for cache in caches]
+            )
             put(self.core.watermark.movedim(1, 0), torch.tensor(prefilled)[:, None, None].tolist())
-            for valid in self.core.valid:
-                for b in range(n if valid is not None else 0):
-                    valid[b, :, : prefilled[b]] = 1  # type: ignore[index]
+            for valid in (cache.valid for cache in caches if cache.valid is not None):
+                for b in range(n):
+                    valid[b, :, : prefilled[b]] = 1
 
     def generate(
         self,
@@ -200,6 +235,7 @@ class DecodeEngine:
         *,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (2,),
+        min_new_tokens: int = 0,
         sparse_from: int | Sequence[int] | None = None,
         prompt_phase: str = "dense",
         callback: Callback | None = None,
@@ -210,11 +246,12 @@ class DecodeEngine:
             max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
             sampling: None = greedy.
             stop_tokens: at most 8 ids; the stop token is the row's last new token.
+            min_new_tokens: before so many new tokens no stop token is chosen.
             sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
             callback: called as (row, token) for each new token as soon as it exists.
         Raises:
-            UserError: see the messages; nothing is decoded then.
+            UserError: see the messages; nothing is decoded then. Or logits that hold NaN, while decoding.
         """
         sampler = sampling or Sampling()
         if max_new_tokens < 1:
@@ -224,16 +261,18 @@ class DecodeEngine:
         if prompt_phase not in ("dense", "steps"):
             raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
         lengths = [len(prompt) for prompt in prompts]
+        total = [length + max_new_tokens for length in lengths]
+        self._fit(max(total, default=0))
         starts = _per_row(sparse_from, lengths)
         at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]
         if prompt_phase == "steps":
             at_once = [0] * len(lengths)
-        self.begin(prompts, [length + max_new_tokens for length in lengths], starts, at_once, sampler)
+        self.begin(prompts, total, starts, at_once, sampler, [length + min_new_tokens for length in lengths])
         for i, token in enumerate(stop_tokens):
             self.state.stops[i] = token
         self.core.tail(sampler.mode, score=False)
         n, shown = len(prompts), list(lengths)
-        n_steps = max(n + max_new_tokens - 1 - m for n, m in zip(lengths, at_once, strict=True))
+        n_steps = max(end - 1 - first for end, first in zip(total, at_once, strict=True))
         for i in range(n_steps + 1):
             if callback is not None or i % CHUNK == 0:
                 done = bool(self.state.done[:n].all())
@@ -243,8 +282,19 @@ class DecodeEngine:
                     break
             if i < n_steps:
                 self.core.step(sampler.mode)
+        self._check_logits(n)
         position = self.state.position[:n].tolist()
         return [self.state.tokens[b, lengths[b] : position[b] + 1].tolist() for b in range(n)]
+
+    def _check_logits(self, n: int) -> None:
+        """Raise if a logit of the first n rows was NaN since `begin`."""
+        for b, position in enumerate(self.state.fault[:n].tolist()):
+            if position:
+                dtype = str(self.weights.embedding.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"the logits of row {b} for the token at position {position} hold NaN; check the weights, and if"
+                    f" {dtype} is too narrow for this model's activations load it with dtype bfloat16 or float32"
+                )
 
     def _tell(self, callback: Callback, shown: list[int]) -> None:
         position = self.state.position[: len(shown)].tolist()
@@ -274,9 +324,31 @@ class DecodeEngine:
             self.core.tail("greedy", score=True)
             for _ in range(max(n) - 1):
                 self.core.step("greedy", score=True)
+            self._check_logits(len(n))
             nll = self.state.nll.cpu()
             result += [nll[b, 1:length].clone() for b, length in enumerate(n)]
         return result
+
+    def logits(
+        self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Teacher forcing, every token through the decoding step: the logits behind every token.
+
+        Args:
+            rows: token ids, each of 1 to `context` tokens; at most `batch` rows.
+            sparse_from: first sparse position; earlier ones select everything.
+        Returns:
+            (B, T, V) on the engine's device, T the longest row; what stands behind a shorter row is undefined.
+        """
+        lengths = [len(row) for row in rows]
+        self.begin(rows, [n + 1 for n in lengths], _per_row(sparse_from, lengths), [0] * len(rows), Sampling())
+        made = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
+        self.core.tail("greedy", score=False)
+        for t in range(max(lengths)):
+            self.core.step("greedy")
+            made[:, t] = self.core.logits[: len(rows)]
+        self._check_logits(len(rows))
+        return made
 
     def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
         """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""

@@ -1,10 +1,16 @@
-"""Which layers of an engine run sparsely: chosen once, before capture, from measured crossovers by width and batch.
+"""How each layer of an engine computes what is selected: chosen once, before capture, from measured crossovers.
 
 A sparse block reads what the rows of a batch select together. Rows that chose independently, unit i with rate p_i,
 would together take the mean of 1 - (1 - p_i)^B; the rates follow how often each unit was needed on the calibration
 text, scaled to the density of one row. Units that every row wants are counted once that way, and real rows agree more
-than independent ones, so the estimate errs towards the dense form. A layer that runs densely computes everything: more
-than its predictor would have kept, never less.
+than independent ones, so the estimate errs towards computing the whole. A layer that computes the whole masks each row
+by its own selection afterwards: which units count never depends on this choice.
+
+One row always reads its selection only. Against the dense block that is slower only where nearly everything is selected
+(`benchmarks/results/sparse_attention.csv`: above 0.85 to 0.93 of the heads by width, `sparse_mlp.csv`: 0.84 to 1 of the
+neurons), and a masked dense block would need the predictor as well. A second stage is never left out either: at one row
+its kernel is slower than reading all candidates whole (`benchmarks/results/cascade.csv`), but what passes it is what is
+selected, and no other kernel finds that out.
 """
 
 from collections.abc import Mapping
@@ -16,14 +22,10 @@ from torch import Tensor
 from dejavu_train.decode_weights import TargetPredictor
 from kernels import launch
 
-# Share of the heads from which our dense attention block beats the sparse one, with its predictor and with missing K/V
-# to fill in, at batch 1 and context 256: benchmarks/results/sparse_attention.csv. Below 2048: not measured.
-HEADS_DENSE_FROM = ((0, 0.3), (2048, 0.7), (4096, 0.85), (7168, 0.9), (9216, 0.93))
-
 
 @dataclass(frozen=True)
 class Form:
-    """How one (layer, target) runs. density: of one row; union: expected of the whole batch."""
+    """How one (layer, target) runs: sparse, or whole and masked. density: of one row; union: expected of the batch."""
 
     layer: int
     target: str
@@ -65,41 +67,44 @@ def _scaled(frequency: Tensor, density: float) -> Tensor:
     return (frequency * high).clamp_max(1)
 
 
-def heads_pay(d: int, density: float, batch: int) -> bool:
-    """Whether attention over selected heads beats all of them; between two widths, the narrower decides.
+def heads_pay(batch: int, kv_policy: str = "backfill") -> bool:
+    """Whether attention reads the selected heads only, instead of computing K/V of all heads and masking.
 
-    Several rows are not trusted: every row brings its own missing positions, and at 8 rows they cost what the skipped
-    heads saved from 20 % (d = 4096: 65 us against 66) or 31 % of the heads a row on (9216: 215 against 217).
+    Every row of several brings its own missing positions: at 8 rows they cost what the skipped heads saved from 20 %
+    (d = 4096: 65 us against 66) or 31 % of the heads a row on (9216: 215 against 217). The policy "stale" needs to know
+    what was skipped.
     """
-    return batch == 1 and density < [limit for width, limit in HEADS_DENSE_FROM if width <= d][-1]
+    return batch == 1 or kv_policy == "stale"
 
 
 def choose_forms(
-    predictors: Mapping[tuple[int, str], TargetPredictor], d_model: int, batch: int, measured: bool = True
+    predictors: Mapping[tuple[int, str], TargetPredictor],
+    d_model: int,
+    batch: int,
+    measured: bool = True,
+    kv_policy: str = "backfill",
 ) -> dict[tuple[int, str], Form]:
     """The form of every (layer, target) that has a predictor. measured: False = sparse wherever there is one."""
     forms = {}
     for (layer, target), predictor in predictors.items():
         union = expected_union(predictor.density, batch, predictor.frequency)
-        pays = launch.sparse_pays if target == "mlp" else heads_pay
-        forms[layer, target] = Form(
-            layer, target, predictor.density, union, not measured or pays(d_model, union, batch)
-        )
+        pays = launch.sparse_pays(d_model, union, batch) if target == "mlp" else heads_pay(batch, kv_policy)
+        forms[layer, target] = Form(layer, target, predictor.density, union, not measured or pays)
     return forms
 
 
 def describe_forms(forms: Mapping[tuple[int, str], Form], n_layers: int) -> str:
-    """A line a target: how many layers are sparse, at which densities, and which went dense."""
+    """A line a target: how many layers apply their selection, at which densities, and which compute all units first."""
     lines = []
     for target in ("mlp", "heads"):
         mine = [form for (_, name), form in sorted(forms.items()) if name == target]
-        sparse = [form for form in mine if form.sparse]
-        line = f"{target}: {len(sparse)} of {n_layers} layers sparse"
-        if sparse:
-            row, union = (sum(getattr(form, name) for form in sparse) / len(sparse) for name in ("density", "union"))
+        line = f"{target}: {len(mine)} of {n_layers} layers sparse"
+        if mine:
+            row, union = (sum(getattr(form, name) for form in mine) / len(mine) for name in ("density", "union"))
             line += f", density {row:.3f} a row, {union:.3f} together"
-        dense = [form for form in mine if not form.sparse]
-        if dense:
-            line += "; sparse does not pay in layers " + ", ".join(f"{form.layer} ({form.union:.2f})" for form in dense)
+        masked = [form for form in mine if not form.sparse]
+        if masked:
+            line += "; computed whole and masked, which is faster: layers "
+            line += ", ".join(f"{form.layer} ({form.union:.2f})" for form in masked)
         lines.append(line)
     return "\n".join(lines)

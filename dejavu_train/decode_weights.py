@@ -3,18 +3,22 @@
 fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
 stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
 (h, 3, head_dim, d), so that a head is one contiguous range; the out-projection as stored (d, h * head_dim): a head's
-columns of a row are contiguous, and every output row has one owner. Where an MLP runs as a cascade, fc1 exists as its
-planes only.
+columns of a row are contiguous, and every output row has one owner. An MLP with a second stage holds fc1 as its two
+planes for one row, and for several rows as their sum beside the upper plane, which the second stage reads.
+
+A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
+already is shared.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dejavu_train.decode_share import GroupedProjection
 from dejavu_train.errors import UserError
 from dejavu_train.opt_model import DTYPES, OPTShape
 from dejavu_train.planes import Planes
@@ -45,28 +49,32 @@ class LayerWeights:
 
     def whole_fc1(self) -> Tensor:
         """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
-        if self.cascade is None:
+        if self.fc1.numel() or self.cascade is None:
             return self.fc1
         upper, lower = self.cascade.parts()
         return upper.add_(lower).to(self.fc1.dtype)
 
-    def with_planes(self, grid: Grid | None) -> "LayerWeights":
-        """fc1 as planes of this grid with bars, or None: as it is. From planes it comes back as they hold it."""
-        if (grid is None) == (self.cascade is None):
-            return self
-        if grid is None:
-            return dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
-        planes = Planes.of(self.fc1, *grid[:2])
-        cascade = CascadeWeights(
-            planes.upper, planes.rest, planes.step, planes.scale, self.fc1_bias.float(), grid[2].to(self.fc1.device)
-        )
-        return dataclasses.replace(self, fc1=self.fc1.new_empty(0, self.fc1.shape[1]), cascade=cascade)
+    def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
+        """This layer for an engine of `batch` rows; tensors that need no other layout are shared.
 
-    def with_fc2(self, transposed: bool) -> "LayerWeights":
-        """The same layer with fc2 this way round; the old layout is left to its owner."""
-        if transposed == self.fc2_transposed:
-            return self
-        return dataclasses.replace(self, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
+        Args:
+            transposed: fc2 as rows of neurons.
+            grid: of a second stage's planes, with its thresholds; None = a single stage.
+        """
+        made = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
+        if transposed != self.fc2_transposed:
+            made = dataclasses.replace(made, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
+        if grid is None:
+            return made
+        planes = Planes.of(made.fc1, *grid[:2])
+        cascade = CascadeWeights(
+            planes.upper, planes.rest, planes.step, planes.scale, made.fc1_bias.float(), grid[2].to(made.fc1.device)
+        )
+        made = dataclasses.replace(made, fc1=made.fc1.new_empty(0, made.fc1.shape[1]), cascade=cascade)
+        if batch == 1:
+            return made
+        upper_only = dataclasses.replace(cascade, rest=planes.rest[:0])
+        return dataclasses.replace(made, fc1=made.whole_fc1(), cascade=upper_only)
 
 
 @dataclass(frozen=True)
@@ -82,13 +90,21 @@ class DecodeWeights:
 
     @classmethod
     def from_model(
-        cls, model: Any, dtype: torch.dtype, device: torch.device | str, release: bool = False
+        cls,
+        model: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        share: bool = False,
+        transposed: Collection[int] = (),
     ) -> "DecodeWeights":
-        """Copy the weights of a Hugging Face OPTForCausalLM.
+        """The weights of a Hugging Face OPTForCausalLM.
 
         Args:
             model: `OPTForCausalLM`, pre-norm.
-            release: give up the model's own tensors layer by layer, so that a large model never exists twice.
+            share: use the model's own tensors instead of copies. The model stays as it is for whoever calls it, but its
+                q, k and v projections become `GroupedProjection`s, and fc2 of the `transposed` layers a transposed
+                view; so nothing exists twice. Needs the model's own dtype and device.
+            transposed: layers whose fc2 is laid out as rows of neurons from the start.
         Raises:
             UserError: not a pre-norm ReLU OPT.
         """
@@ -97,37 +113,52 @@ class DecodeWeights:
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
 
         def own(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(device=device, dtype=dtype, copy=True).contiguous()
+            return tensor.detach().to(device=device, dtype=dtype, copy=not share).contiguous()
+
+        def matrix(linear: Any, turned: bool = False) -> Tensor:
+            """The weight, or its transpose; shared with the module where that is asked for."""
+            stored = linear.weight.detach()
+            made = own(stored.T if turned else stored)
+            if share:
+                linear.weight.data = made.T if turned else made
+            return made
 
         def norm(module: Any) -> LayerNormWeights:
-            return LayerNormWeights(own(module.weight), own(module.bias), module.eps)
+            # Without learned parameters (layer_norm_elementwise_affine false) they are one and zero.
+            one, zero = (torch.full((d,), value, dtype=dtype, device=device) for value in (1.0, 0.0))
+            weight, shift = (one if module.weight is None else own(module.weight), module.bias)
+            return LayerNormWeights(weight, zero if shift is None else own(shift), module.eps)
 
         def bias(module: Any) -> Tensor:
             rows = module.weight.shape[0]
             return torch.zeros(rows, dtype=dtype, device=device) if module.bias is None else own(module.bias)
 
         layers = []
-        for layer in decoder.layers:
+        for number, layer in enumerate(decoder.layers):
             attention = layer.self_attn
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
             qkv = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
+            qkv_bias = torch.stack([bias(part).view(h, hd) for part in parts], dim=1)
+            if share:
+                attention.q_proj, attention.k_proj, attention.v_proj = (
+                    GroupedProjection(qkv[:, i], part.bias) for i, part in enumerate(parts)
+                )
             layers.append(
                 LayerWeights(
                     norm1=norm(layer.self_attn_layer_norm),
                     qkv=qkv,
-                    qkv_bias=torch.stack([bias(part).view(h, hd) for part in parts], dim=1),
-                    out=own(attention.out_proj.weight),
+                    qkv_bias=qkv_bias,
+                    out=matrix(attention.out_proj),
                     out_bias=bias(attention.out_proj),
                     norm2=norm(layer.final_layer_norm),
-                    fc1=own(layer.fc1.weight),
+                    fc1=matrix(layer.fc1),
                     fc1_bias=bias(layer.fc1),
-                    fc2=own(layer.fc2.weight),
+                    fc2=matrix(layer.fc2, turned=number in transposed),
                     fc2_bias=bias(layer.fc2),
+                    fc2_transposed=number in transposed,
                 )
             )
-            if release:
-                for parameter in layer.parameters():
-                    parameter.data = torch.empty(0, dtype=parameter.dtype)
+            del parts
         embedding = own(decoder.embed_tokens.weight)
         tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
         return cls(
@@ -138,6 +169,25 @@ class DecodeWeights:
             final_norm=norm(decoder.final_layer_norm),
             lm_head=embedding if tied else own(model.lm_head.weight),
         )
+
+    def arranged(
+        self, predictors: Mapping[tuple[int, str], "TargetPredictor"], batch: int, release: bool = False
+    ) -> "DecodeWeights":
+        """The weights as an engine with these predictors and rows reads them; this object keeps its own layers.
+
+        release: this object gives its layers up, so that a model that fills the GPU never exists twice. Engines made
+            from it before go on with their own.
+        """
+        given: list[LayerWeights | None] = list(self.layers)
+        if release:
+            self.layers.clear()
+        layers = []
+        for number, layer in enumerate(given):
+            mlp = predictors.get((number, "mlp"))
+            assert layer is not None
+            layers.append(layer.arranged(mlp is not None, mlp.grid if mlp else None, batch))
+            given[number] = layer = None
+        return dataclasses.replace(self, layers=layers)
 
     @classmethod
     def random(
@@ -205,6 +255,16 @@ class TargetPredictor:
     grid: Grid | None = None
 
 
+def check_calibrated(bundle: Any) -> None:
+    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold."""
+    for (layer, target), entry in bundle.entries.items():
+        if entry.threshold is None and entry.top_k is None and not entry.keep_dense and not entry.curve:
+            raise UserError(
+                f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
+                " run python train.py with the --config and --output that trained it: it calibrates what is trained"
+            )
+
+
 def load_predictors(
     bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
 ) -> dict[tuple[int, str], TargetPredictor]:
@@ -220,17 +280,12 @@ def load_predictors(
     Raises:
         UserError: thresholds that were never calibrated.
     """
+    check_calibrated(bundle)
     predictors = {}
     means = bundle.head_means(device)
     grids = bundle.cascades()
     for (layer, target), entry in bundle.entries.items():
         if entry.threshold is None and entry.top_k is None:
-            calibrated = entry.keep_dense or bool(entry.curve)
-            if not calibrated:
-                raise UserError(
-                    f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
-                    " run python -m dejavu_train.calibrate on this bundle"
-                )
             continue
         module = bundle.predictor(layer, target)
         down, up = module.down.detach().float(), module.up.detach().float()

@@ -20,3 +20,10 @@ def exit_on_user_error(main: Callable[[Sequence[str] | None], None], argv: Seque
         print("interrupted; the same command goes on from the last complete piece", file=sys.stderr)
         return 130
     return 0
+
+
+class Unsupported(UserError):
+    """Something that the decode engine does not do and the backend ``gather`` does."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; use backend='gather'")

@@ -29,7 +29,7 @@ from dejavu_train.picture import plot_curves
 from dejavu_train.selections import SELECTIONS
 from dejavu_train.sparse_model import BACKENDS, SparseOPTForCausalLM
 from dejavu_train.text import INSTALLED, SETS, TextSource
-from dejavu_train.timing import ENGINES, WARM_UP, Timing, time_decoding, time_engine
+from dejavu_train.timing import DENSE_ENGINE, WARM_UP, Timing, time_decoding, time_engine
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +68,14 @@ class InferConfig:
     batch_tokens: int = _option(4096, "positions in one forward pass; fewer for large models")
     verify: str = _option("sampled", "full: hash every byte of the weights")
     timing: bool = _option(True, "time decoding")
-    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, engine, dense-engine")
+    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, dense-engine")
     timing_mlp_density: float = _option(0.2, "densities while timing and generating")
     timing_head_density: float = _option(0.85, "the same for heads")
     batch: int = _option(1, "rows while timing")
     prompt: int = _option(32, "tokens of the prompt while timing")
     new_tokens: int = _option(64, "timed, and generated")
     generate: str | None = _option(None, "a prompt to continue")
-    backend: str = _option("gather", "of --generate: dense, gather, triton, engine, dense-engine")
+    backend: str = _option("auto", "of --generate: auto, dense, mask, gather, triton, dense-engine")
     device: str = _option("auto", "auto, cpu or cuda[:N]")
     device_map: str | None = _option(None, "auto: a model over several GPUs; needs accelerate")
     dtype: str = _option("float32", "float32, float16 or bfloat16")
@@ -99,12 +99,13 @@ class InferConfig:
             raise UserError("--new_tokens must be at least 1, and --sparse_from not negative")
         if self.text_set not in SETS:
             raise UserError(f"--text_set must be one of {', '.join(SETS)}, got {self.text_set}")
-        known = ("dense", *BACKENDS, *ENGINES)
+        known = ("dense", *BACKENDS, DENSE_ENGINE)
         if self.backend not in known:
             raise UserError(f"--backend must be one of {', '.join(known)}, got {self.backend}")
+        timed = [name for name in known if name != "auto"]
         for backend in self.timing_backends:
-            if backend not in known:
-                raise UserError(f"--timing_backends: {backend} is none of {', '.join(known)}")
+            if backend not in timed:
+                raise UserError(f"--timing_backends: {backend} is none of {', '.join(timed)}")
         if self.yardstick_texts not in ("first", "all"):
             raise UserError(f"--yardstick_texts must be first or all, got {self.yardstick_texts}")
         name_texts(self.text)
@@ -237,10 +238,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--window {config.window} exceeds the model's {dense.config.max_position_embeddings} positions"
         )
-    if config.generate is not None:
-        print(_generate(config, dense, bundle, tokenizer))
+    prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
     scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
     timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
+    if prompt is not None:  # last: the engine lays weights of the model out anew
+        print(_generate(config, dense, bundle, tokenizer, prompt))
     shown = config.densities[0] if config.densities else None
     found = report.results(config.model, config.bundle, scored, timings, shown)
     print(report.tables(found))
@@ -322,18 +324,21 @@ def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> An
     return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt")
 
 
-def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any) -> str:
-    assert config.generate is not None
+def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
+    """(1, T) token ids of ``--generate``."""
     ids = torch.tensor([[2, *tokenizer(config.generate, add_special_tokens=False)["input_ids"]]])
     room = dense.config.max_position_embeddings
     if ids.shape[1] >= room:
         raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
-    new_tokens = min(config.new_tokens, room - ids.shape[1])
-    if config.backend in ENGINES:
+    return ids
+
+
+def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor) -> str:
+    new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
+    if config.backend == DENSE_ENGINE:
         from dejavu_train.decode import DecodeEngine  # imports triton
 
-        engine = DecodeEngine(dense, _moved(config, bundle) if config.backend == "engine" else None)
-        made = engine.generate(ids.tolist(), new_tokens)
+        made = DecodeEngine(dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
     model = _sparse(config, dense, bundle, config.backend)
     ids = ids.to(model.device)
@@ -357,8 +362,8 @@ def _time(config: InferConfig, dense: Any, bundle: Bundle, held: Held) -> list[T
     timings = []
     for backend in sorted(config.timing_backends, key=lambda name: name != "dense"):
         logger.info("timing %s", backend)
-        if backend in ENGINES:
-            used = _moved(config, bundle) if backend == "engine" else None
+        if backend in (DENSE_ENGINE, "triton"):
+            used = _moved(config, bundle) if backend == "triton" else None
             timings.append(time_engine(dense, used, backend, prompt, config.new_tokens))
             continue
         timings.append(time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens))

@@ -69,9 +69,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        raise UserError(
-            "a SparseCache belongs to the backends gather and triton; leave past_key_values out for other models"
-        )
+        raise UserError("a SparseCache belongs to the backend gather; leave past_key_values out for other models")
 
     def get_seq_length(self) -> int:
         return self.length
@@ -110,7 +108,7 @@ class SparseLayer(CacheLayerMixin):
 
 
 class SparseCache(Cache):
-    """A transformers cache for the backends ``gather`` and ``triton``.
+    """A transformers cache for the backend ``gather``.
 
     Reorders, crops, repeats, selects and resets as any cache does, so beam search and assisted generation stay right.
 

@@ -1,11 +1,18 @@
-"""A sparse OPT that is used as ``OPTForCausalLM`` is: the same signature, ``generate()``, cache, config and device.
+"""A sparse OPT that is used as ``OPTForCausalLM`` is: the same signature, ``generate()``, config and device.
 
-Three backends select the same units: ``mask`` (whole sequences, for quality), ``gather`` (reads selected rows only, any
-device) and ``triton`` (fast, on a GPU). ``sparse_from`` is the position from which on a row is sparse: an integer, one
+Three backends select the same units:
+
+- ``mask``: the dense model with the unselected taken out; whole sequences, for study.
+- ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.
+- ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
+
+``auto`` takes the engine where it runs here, else ``gather``; a call that the engine refuses then runs through
+``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, one
 per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,18 +23,31 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle import FACTS, Bundle
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.gather import KV_POLICIES, GatherDecoder
 from dejavu_train.mask import masking
 from dejavu_train.opt_model import load_opt, weight_hash
 from dejavu_train.selections import Predicted
 from dejavu_train.sparse_cache import SparseCache
+from dejavu_train.sparse_inputs import (
+    SparseFrom,
+    kept_columns,
+    positions_of,
+    prompt_lengths,
+    sparse_positions,
+    visible_columns,
+)
 
-BACKENDS = ("mask", "gather", "triton")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "mask", "gather", "triton")
 PREDICTORS_FOLDER = "predictors"
-SparseFrom = int | Tensor | str
+
+# Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dejavu_train_sparse_opt"] = "SparseOPTForCausalLM"
 
 
 class SparseOPTForCausalLM(OPTForCausalLM):
@@ -36,6 +56,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     Make one with :meth:`from_pretrained` or, around a model in memory, :meth:`from_model`.
 
     Attributes:
+        backend: ``mask``, ``gather`` or ``triton``, in use.
         sparse_from: may be changed between calls.
         kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
     """
@@ -48,7 +69,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         self._bundle: Bundle | None = None
         self._selector: Predicted | None = None
         self._means: dict[int, Tensor] = {}
-        self._decoder: Any = None
+        self._auto = False  # whether gather may stand in for the engine
+        self._ops = "triton"
+        self._decoder: GatherDecoder | None = None
+        self._engines: Any = None  # an EngineBackend, which imports triton
+        self._gathering = False  # within a call that gather runs in place of the engine
+        self._told: set[str] = set()
         self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
 
     @classmethod
@@ -56,12 +82,19 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         cls,
         model: OPTForCausalLM,
         bundle: Bundle,
-        backend: str = "mask",
+        backend: str = "auto",
         sparse_from: SparseFrom = 0,
         kv_policy: str = "backfill",
+        ops: str = "triton",
     ) -> "SparseOPTForCausalLM":
         """Wrap a dense model; the weights are shared, not copied. The caller knows that the bundle belongs to it.
 
+        ``gather`` and ``triton`` lay some weights of the model out anew, in place; the dense model keeps its values and
+        goes on working. Through ``triton`` its q, k and v projections become views of the engine's tensor, see
+        ``decode_share``.
+
+        Args:
+            ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
         Raises:
             UserError: an unknown backend or policy, or a backend that cannot run here.
         """
@@ -73,6 +106,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
         made = _adopt(cls, model)
         made.backend, made.sparse_from, made.kv_policy = backend, sparse_from, kv_policy
+        made._auto, made._ops = backend == "auto", ops
         made.set_bundle(bundle)
         return made.eval()
 
@@ -81,7 +115,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         cls,
         pretrained_model_name_or_path: str | Path,
         predictors: Bundle | str | Path | None = None,
-        backend: str = "mask",
+        backend: str = "auto",
         sparse_from: SparseFrom = 0,
         kv_policy: str = "backfill",
         dtype: str | torch.dtype = "float32",
@@ -94,7 +128,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Args:
             pretrained_model_name_or_path: folder or hub id of an OPT.
             predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
-            backend: ``mask``, ``gather`` or ``triton``.
+            backend: ``auto``, ``mask``, ``gather`` or ``triton``.
             device_map: as in transformers, for models larger than one GPU.
         Raises:
             UserError: no such model or bundle, or a bundle of other weights.
@@ -125,12 +159,33 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def set_bundle(self, bundle: Bundle) -> None:
         """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
         self._bundle = bundle
+        self._selector, self._decoder, self._engines, self._means = None, None, None, {}
+        if self._auto or self.backend == "triton":
+            self.backend = "triton"
+            try:
+                self._engines = _engine_backend(self, bundle)
+            except Unsupported as refusal:
+                if not self._auto:
+                    raise
+                self._tell(refusal)
+                self.backend = "gather"
         if self.backend == "mask":
             self._selector, self._means = Predicted(bundle, self.device, self), bundle.head_means(self.device)
         elif self.backend == "gather":
-            self._decoder = GatherDecoder(self, bundle, self.kv_policy)
-        else:
-            self._decoder = _triton_decoder(self, bundle, self.kv_policy)
+            self._gather()
+
+    def _gather(self) -> GatherDecoder:
+        """Made when it is first needed: for ``triton`` it takes the output projections a second time."""
+        if self._decoder is None:
+            self._decoder = GatherDecoder(self, self.bundle, self.kv_policy)
+        return self._decoder
+
+    def _tell(self, refusal: UserError) -> None:
+        """One line for each reason why gather runs in place of the engine."""
+        text = str(refusal).removesuffix("; use backend='gather'")
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s: the backend gather runs instead", text)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``cuda``, ``half`` and the like do: predictors and folded weights follow the model."""
@@ -157,18 +212,20 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     ) -> tuple | CausalLMOutputWithPast:
         """As ``OPTForCausalLM.forward``.
 
+        Through ``triton`` every position of whole rows is scored by the engine's steps; no cache comes back.
+
         Raises:
-            UserError: ``gather`` and ``triton`` with another cache than a SparseCache, a mask that is not (B, S),
-                or asked for attentions or hidden states.
+            UserError: ``gather`` with another cache than a SparseCache, a mask that is not (B, S), or asked for
+                attentions or hidden states; ``triton`` with any cache, ``use_cache=True``, embeddings or positions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         if self.backend != "mask":
-            attention_mask = _visible(attention_mask, shape, past, self.device)
-        positions = _positions(shape, attention_mask, position_ids, past, self.device)
-        sparse = self._sparse(positions, past)
+            attention_mask = visible_columns(attention_mask, shape, past, self.device)
+        positions = positions_of(shape, attention_mask, position_ids, past, self.device)
+        sparse = sparse_positions(self.sparse_from, positions, past)
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
         if self.backend == "mask":
             assert self._selector is not None
@@ -182,8 +239,26 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                     **common,
                 )
         assert attention_mask is not None
+        if self.backend == "triton" and not self._gathering:
+            try:
+                _check_forward(past_key_values, inputs_embeds, position_ids, common)
+                logits = self._engines.logits(input_ids, attention_mask, self.sparse_from)
+                return self._output(logits[:, kept_columns(logits_to_keep)], labels, None, kwargs)
+            except Unsupported as refusal:
+                if not self._auto:
+                    raise
+                self._tell(refusal)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         return self._forward_sparse(*tokens, positions, sparse, **common)
+
+    def _output(
+        self, logits: Tensor, labels: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
+    ) -> tuple | CausalLMOutputWithPast:
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _forward_sparse(
         self,
@@ -198,15 +273,13 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         logits_to_keep: int | Tensor,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
-        """The forward pass of ``gather`` and ``triton``."""
+        """The forward pass of ``gather``."""
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name):
-                raise UserError(
-                    f"the backend {self.backend} gives no {name.removeprefix('output_')}; use backend='mask'"
-                )
+                raise UserError(f"the backend gather gives no {name.removeprefix('output_')}; use backend='mask'")
         if cache is not None and not isinstance(cache, SparseCache):
             raise UserError(
-                f"the backend {self.backend} needs a SparseCache, got {type(cache).__name__};"
+                f"the backend gather needs a SparseCache, got {type(cache).__name__};"
                 " leave past_key_values out, or make one with model.new_cache()"
             )
         cache = cache if cache is not None else SparseCache(self.config.num_hidden_layers)
@@ -214,28 +287,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         decoder = self.model.decoder
         hidden = decoder.embed_tokens(input_ids) if embeds is None else embeds
         hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
-        hidden = self._decoder.forward(hidden, cache, sparse, visible, live)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        returned = None if use_cache is False else cache
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=returned)
-        return output.to_tuple() if kwargs.get("return_dict") is False else output
-
-    def _sparse(self, positions: Tensor, past: int) -> Tensor:
-        """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``."""
-        start = self.sparse_from
-        if isinstance(start, str):
-            return torch.full_like(positions, past > 0, dtype=torch.bool)
-        if isinstance(start, Tensor):
-            start = start.to(positions.device).reshape(-1)
-            if positions.shape[0] % len(start):
-                raise UserError(f"sparse_from has {len(start)} rows, the batch has {positions.shape[0]}")
-            # Beam search and several returned sequences repeat every row.
-            start = start.repeat_interleave(positions.shape[0] // len(start))[:, None]
-        return positions >= start
+        hidden = self._gather().forward(hidden, cache, sparse, visible, live)
+        logits = self.lm_head(hidden[:, kept_columns(logits_to_keep)])
+        return self._output(logits, labels, None if use_cache is False else cache, kwargs)
 
     def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
         """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
@@ -246,7 +300,22 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         return ~cache.finished
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As ``OPTForCausalLM.generate``; makes its own SparseCache where the backend needs one."""
+        """As ``OPTForCausalLM.generate``.
+
+        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), stop tokens, minimum and maximum
+        lengths, padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate``
+        (sequences only).
+
+        Raises:
+            UserError: ``triton`` was asked for anything else.
+        """
+        if self.backend == "triton":
+            try:
+                return self._engines.generate(self, inputs, generation_config, kwargs, self.sparse_from)
+            except Unsupported as refusal:
+                if not self._auto:
+                    raise
+                self._tell(refusal)
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
@@ -260,18 +329,18 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
         start = self.sparse_from
         if isinstance(start, str):
-            start = _prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
+            start = prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
         with self._generating(start, None if ending is None else torch.as_tensor(ending).reshape(-1)):
             return super().generate(inputs, generation_config, **kwargs)
 
     @contextmanager
     def _generating(self, sparse_from: SparseFrom, ending_tokens: Tensor | None) -> Iterator[None]:
         before = self.sparse_from
-        self.sparse_from, self._ending_tokens = sparse_from, ending_tokens
+        self.sparse_from, self._ending_tokens, self._gathering = sparse_from, ending_tokens, True
         try:
             yield
         finally:
-            self.sparse_from, self._ending_tokens = before, None
+            self.sparse_from, self._ending_tokens, self._gathering = before, None, False
 
 
 def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
@@ -285,52 +354,18 @@ def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
     return made
 
 
-def _triton_decoder(model: SparseOPTForCausalLM, bundle: Bundle, kv_policy: str) -> Any:
-    import os
-
-    if model.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError("the backend triton needs a GPU; use backend='gather' here")
+def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:
+    """The engines for a model. Raises Unsupported where they do not run."""
     try:
-        from dejavu_train.triton_backend import TritonDecoder
+        from dejavu_train.decode_backend import EngineBackend
     except ImportError as error:
-        raise UserError(f"the backend triton cannot be loaded ({error}); use backend='gather'") from None
-    return TritonDecoder(model, bundle, kv_policy)
+        raise Unsupported(f"the decode engine cannot be loaded ({error})") from None
+    return EngineBackend(model, bundle, model.kv_policy, model._ops)
 
 
-def _positions(
-    shape: torch.Size, attention_mask: Tensor | None, position_ids: Tensor | None, past: int, device: torch.device
-) -> Tensor:
-    """(B, T) int64, the position of every new token; -1 for padding, as transformers counts."""
-    rows, new = shape
-    if position_ids is not None:
-        return position_ids.to(device).expand(rows, new)
-    if attention_mask is not None and attention_mask.dim() == 2:
-        counted = attention_mask.to(device).long().cumsum(dim=1)
-        return (counted * attention_mask.to(device).long() - 1)[:, past:]
-    return torch.arange(past, past + new, device=device).expand(rows, new)
+def _check_forward(cache: Cache | None, embeds: Tensor | None, positions: Tensor | None, rest: dict[str, Any]) -> None:
+    """Raises Unsupported for what a forward pass through the engine cannot take or give."""
+    from dejavu_train.decode_request import check_forward
 
-
-def _visible(attention_mask: Tensor | None, shape: torch.Size, past: int, device: torch.device) -> Tensor:
-    """(B, S + T) bool, false for padding."""
-    total = past + shape[1]
-    if attention_mask is None:
-        return torch.ones(shape[0], total, dtype=torch.bool, device=device)
-    if attention_mask.shape != (shape[0], total):
-        raise UserError(
-            f"attention_mask must be (batch, past + new tokens) = {(shape[0], total)},"
-            f" got {tuple(attention_mask.shape)}"
-        )
-    return attention_mask.to(device, torch.bool)
-
-
-def _prompt_lengths(inputs: Tensor | None, kwargs: dict[str, Any], pad: int | None, cache: Cache | None) -> Tensor:
-    """(B,) tokens of each row's prompt, those already in the cache included."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None:
-        return mask.sum(dim=1)
-    ids = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-    if ids is None:
-        raise UserError("sparse_from='prompt' needs a prompt; give input_ids")
-    if ids.dim() == 2 and pad is not None:
-        return (ids != pad).sum(dim=1)
-    return torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+    named = {name: rest.get(name) for name in ("use_cache", "output_attentions", "output_hidden_states")}
+    check_forward(past_key_values=cache, inputs_embeds=embeds, position_ids=positions, **named)

@@ -21,7 +21,7 @@ from dejavu_train.bundle import Bundle
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
-ENGINES = ("dense-engine", "engine")
+DENSE_ENGINE = "dense-engine"  # the decode engine without a bundle; with one its name is that of the backend, triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def time_decoding(model: OPTForCausalLM, backend: str, prompt: Tensor, new_token
 
 @torch.no_grad()
 def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
-    """The same through the decode engine, which copies the model's weights. bundle: None = the dense engine.
+    """The same through the decode engine, step by step, on a copy of the model's weights. bundle: None = dense.
 
     Raises:
         UserError: what the engine refuses, for instance a machine without a GPU.

@@ -12,11 +12,9 @@ sums. What passes is computed with x and the weight as they are. Planes of words
 upper[i, w] is u + 8 of column k W + w; rest[i] is W words of the upper nibbles of l + 2048 in the same order, then 2 W
 words of its low bytes, byte k of word w being that of column k W + w and, in the second W words, of column
 (4 + k) W + w. So a thread's 16 bytes of any plane meet the same few contiguous parts of x.
-One batch row: program p takes entries p, p + P, ... of a packed list, rounds x for itself while the list arrives, tests
-all its candidates, and then reads what passed, its lines asked of the L2 beforehand. Several rows: a kernel rounds x,
-and in the other a program owns every SHARE-th candidate of one block of the selection; rows share the weights that are
-read, and x comes from the L1 for each: exact, and for what passes slower than a product on tensor cores from about four
-rows on. row_bits is set to what passed, so that the selection says afterwards what was used.
+Program p takes entries p, p + P, ... of a packed list, rounds x for itself while the list arrives, tests all its
+candidates, and then reads what passed, its lines asked of the L2 beforehand. row_bits is set to what passed, so that
+the selection says afterwards what was used. One batch row; several are tested by cascade_batch.py.
 Half the bytes of whole candidate rows, but not less time yet: benchmarks/NOTES.md.
 """
 
@@ -28,9 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import INTERPRET, two_tiles, use_pdl
-from kernels.cascade_batch import InputLevels, cascade_rows_kernel, levels_kernel
 from kernels.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
-from kernels.gather_gemv import LiveRows
 from kernels.launch import check_input, check_tensor, next_power_of_two, prefetch_l2, require, wait_for_predecessor
 from kernels.packed_rows import PackedRows
 from kernels.select import Selection
@@ -38,7 +34,8 @@ from kernels.select import Selection
 
 @dataclass(frozen=True)
 class CascadeWeights:
-    """upper (n, d / 8) int32, rest (n, 3 d / 8) int32; step, scale, bias, bar (n,) fp32."""
+    """upper (n, d / 8) int32, rest (n, 3 d / 8) int32 (no rows where only the second stage reads this); step, scale,
+    bias, bar (n,) fp32."""
 
     upper: Tensor
     rest: Tensor
@@ -64,18 +61,25 @@ def input_levels(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (127 / largest)).round(), largest / 127
 
 
+def second_stage(x: Tensor, weights: CascadeWeights, candidates: Tensor, row_state: Tensor | None = None) -> Tensor:
+    """passed (B, n) bool in plain torch, from candidates (B, n) bool."""
+    words = weights.upper
+    codes = torch.cat([words >> 4 * k & 15 for k in range(8)], dim=1) - 8
+    levels, unit = input_levels(x)
+    sums = levels @ codes.float().T  # integers below 2^24: exact
+    passed = sums * weights.step * unit + weights.bias > weights.bar
+    if row_state is not None:
+        passed = passed | (row_state[:, None] == 2)
+    return passed & candidates
+
+
 def cascade_reference(
     x: Tensor, weights: CascadeWeights, candidates: Tensor, row_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """h (B, n) and passed (B, n) bool in plain torch, from candidates (B, n) bool; h in fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     upper, lower = weights.parts()
-    levels, unit = input_levels(x)
-    sums = levels @ (upper / weights.step[:, None]).round().T  # integers below 2^24: exact
-    passed = sums * weights.step * unit + weights.bias > weights.bar
-    if row_state is not None:
-        passed = passed | (row_state[:, None] == 2)
-    passed = passed & candidates
+    passed = second_stage(x, weights, candidates, row_state)
     h = x.to(wide) @ upper.to(wide).add_(lower.to(wide)).T + weights.bias.to(wide)
     return torch.where(passed, h.relu(), 0.0), passed
 
@@ -184,46 +188,32 @@ def _listed_kernel(
         tl.store(values + entries, tl.where(y <= 0, 0.0, y), mask=valid)  # keeps a NaN
 
 
-def cascade_settings(d: int, batch: int) -> tuple[int, int]:
-    """(programs of a packed list, or candidates of a program at most for a batch, and warps), by width and batch."""
-    if batch > 1:
-        return 8, 4
+def cascade_settings(d: int) -> tuple[int, int]:
+    """(programs, warps) by width."""
     if d <= 2048:
         return 528, 1
     return 528 if d <= 5120 else 396, 4
-
-
-def cascade_rows(
-    n: int, d: int, batch: int, block: int, device: torch.device | str, share: int | None = None
-) -> LiveRows:
-    """The list of live rows that `cascade` fills from a selection of n rows in blocks of `block`."""
-    share = share or -(-block // cascade_settings(d, 2)[0])
-    blocks, slots = triton.cdiv(n, block), triton.cdiv(block, share)
-    ids = torch.zeros(blocks * share * slots, dtype=torch.int32, device=device)
-    values = torch.zeros(blocks * share * slots, batch, device=device)
-    return LiveRows(n, slots, ids, values, torch.zeros(blocks * share, dtype=torch.int32, device=device))
 
 
 def cascade(
     x: Tensor,
     weights: CascadeWeights,
     selection: Selection,
-    out: LiveRows | PackedRows,
+    out: PackedRows,
     row_state: Tensor | None = None,
     pdl: bool = False,
-    scratch: InputLevels | None = None,
     warps: int | None = None,
     programs: int | None = None,
 ) -> None:
-    """Test the candidates in `selection` and compute what passes.
+    """Test the candidates in `selection` and compute what passes, for one batch row.
 
-    x: (B, d) fp32/fp16/bf16, B <= 32. selection.row_bits becomes what passed; its list stays that of the candidates.
-    out: for B = 1 the packed list of the candidates (`pack`), whose values become h, zero where a candidate fails; or
-    `LiveRows` from `cascade_rows`. row_state: (B,) int32, 2 = a dense row, which is not tested. scratch: for the
-    rounded input of several rows; without it the call makes one. warps, programs: launch settings of a packed list.
+    x: (1, d) fp32/fp16/bf16. selection.row_bits becomes what passed; its list stays that of the candidates. out: the
+    packed list of the candidates (`pack`), whose values become h, zero where a candidate fails. row_state: (1,) int32,
+    2 = a dense row, which is not tested. warps, programs: launch settings. Errors: shapes, dtypes, a CPU tensor.
     """
     batch, d = check_input("x", x)
     n = selection.n
+    require(batch == 1 and len(out.ids) == n, f"a packed list is for one batch row of {n} rows, got {batch}")
     require(d % 8 == 0, f"planes hold 8 columns a word; a width of {d} is no multiple of that")
     check_tensor("weights.upper", weights.upper, (n, d // 8), (torch.int32,), x)
     check_tensor("weights.rest", weights.rest, (n, 3 * d // 8), (torch.int32,), x)
@@ -234,40 +224,11 @@ def cascade(
     words = d // 8
     first, second = two_tiles(words)
     # Threads beyond the columns would write a sum twice to one place.
-    warps = min(warps or cascade_settings(d, batch)[1], max(1, first // 32))
+    warps = min(warps or cascade_settings(d)[1], max(1, first // 32))
     pdl = use_pdl(pdl, x.device)
-    constants = {"W": words, "W0": first, "W1": second, "ASM": not INTERPRET, "PDL": pdl}
     planes = (weights.upper, weights.rest, weights.step, weights.scale, weights.bias, weights.bar)
-    if isinstance(out, PackedRows):
-        require(batch == 1 and len(out.ids) == n, f"a packed list is for one batch row of {n} rows, got {batch}")
-        _listed_kernel[(min(n, programs or cascade_settings(d, batch)[0]),)](
-            x, *planes, row_state, out.ids, out.count, selection.row_bits, out.values, CAP=2 if INTERPRET else 16,
-            LINES=next_power_of_two(-(-3 * words // 32)),
-            **constants, num_warps=warps, launch_pdl=pdl,
-        )  # fmt: skip
-        return
-    blocks = selection.counts.numel()
-    share = out.counts.numel() // blocks
-    require(
-        out.n == n and share * blocks == out.counts.numel() and out.slots * share >= selection.block,
-        f"the live rows ({out.n} in {out.counts.numel()} ranges of {out.slots}) do not fit a selection of {n} in"
-        f" {blocks} blocks of {selection.block}",
-    )
-    require(out.values.shape[1] == batch, f"the live rows are made for batch {out.values.shape[1]}, got {batch}")
-    scratch = scratch or InputLevels.empty(batch, d, x.device)
-    check_tensor("scratch.words", scratch.words, (batch, 2, words), (torch.int32,), x)
-    levels_kernel[(batch,)](
-        x,
-        scratch.words,
-        scratch.units,
-        W=words,
-        TILE=next_power_of_two(words),
-        PDL=pdl,
-        num_warps=min(8, max(1, first // 32)),
-        launch_pdl=pdl,
-    )
-    cascade_rows_kernel[(blocks * share,)](
-        x, scratch.words, scratch.units, *planes, row_state, selection.ids, selection.counts, selection.row_bits,
-        out.ids, out.values, out.counts, batch, selection.block, share, BATCH=next_power_of_two(batch), SLOTS=out.slots,
-        **constants, num_warps=warps, launch_pdl=pdl,
+    _listed_kernel[(min(n, programs or cascade_settings(d)[0]),)](
+        x, *planes, row_state, out.ids, out.count, selection.row_bits, out.values, W=words, W0=first, W1=second,
+        CAP=2 if INTERPRET else 16, LINES=next_power_of_two(-(-3 * words // 32)), ASM=not INTERPRET, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,5 +1,14 @@
 # mypy: disable-error-code="assignment"
-"""Kernels of a cascade for several batch rows, and for lists of live rows: see cascade.py, whose wrapper calls them."""
+"""The second stage of a cascade for several batch rows: candidates are tested, and the list keeps those that pass.
+
+    s[b, i] = step[i] unit[b] sum_j u[i, j] r[b, j] + bias[i]
+    passed[b, i] = candidate[b, i] and (s[b, i] > bar[i] or row b is dense)
+
+r, unit, u, step and bar as in cascade.py. u and r are whole numbers of at most 7 and 127, exact in fp16, and a tensor
+core's sums of their products are exact in fp32 up to widths of 18,000, so every backend finds the same set. One kernel
+rounds x; in the other a program owns a block of the selection, multiplies the upper planes of its candidates with all
+rows at once, and rewrites the block's list. What passed is then computed by `listed_batch` from whole rows of fc1.
+"""
 
 from dataclasses import dataclass
 
@@ -8,152 +17,158 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.cascade_parts import largest, level_products, levels, row_products, x_parts
-from kernels.launch import wait_for_predecessor
+from kernels.cascade import CascadeWeights, second_stage
+from kernels.cascade_parts import ROUND
+from kernels.launch import (
+    INTERPRET,
+    check_input,
+    check_tensor,
+    next_power_of_two,
+    padded_batch,
+    programmatic,
+    require,
+    wait_for_predecessor,
+)
+from kernels.select import Selection
 
 
 @dataclass(frozen=True)
 class InputLevels:
-    """x rounded, as the test's kernel reads it: words (B, 2, W) int32, bytes of the columns that meet the even and the
-    odd nibbles of a word; units (B, 2) fp32, unit and eight times the sum of all levels."""
+    """x rounded: r (B, d) fp16, whole numbers in -127..127, and unit (B,) fp32, so that x is about unit r."""
 
-    words: Tensor
+    levels: Tensor
     units: Tensor
 
     @classmethod
     def empty(cls, batch: int, d: int, device: torch.device | str) -> "InputLevels":
-        words = torch.zeros(batch, 2, d // 8, dtype=torch.int32, device=device)
-        return cls(words, torch.zeros(batch, 2, device=device))
+        levels = torch.zeros(batch, d, dtype=torch.float16, device=device)
+        return cls(levels, torch.zeros(batch, device=device))
 
 
 @triton.jit
-def levels_kernel(x, words, units, W: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _levels_kernel(x, levels, units, D: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """A program a batch row."""
-    row = tl.program_id(0).to(tl.int64)
-    w = tl.arange(0, TILE)
+    row = tl.program_id(0)
+    c = tl.arange(0, TILE)
     wait_for_predecessor(PDL)
-    xs = x_parts(x + row * (8 * W), w, W)
-    top = largest(xs)
+    values = tl.load(x + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(values), 0)
     top = tl.where(top > 0, top, 1.0)
-    even, odd, total = levels(xs, 127 / top)
-    at = words + row * (2 * W) + w
-    tl.store(at, even, mask=w < W)
-    tl.store(at + W, odd, mask=w < W)
-    tl.store(units + 2 * row, top / 127)
-    tl.store(units + 2 * row + 1, 8 * total)
+    level = (values * (127 / top) + ROUND) - ROUND
+    tl.store(levels + row * D + c, level.to(tl.float16), mask=c < D)
+    tl.store(units + row, top / 127)
 
 
-@triton.jit(do_not_specialize=["batch", "block_rows", "share"])
-def cascade_rows_kernel(
-    x,
+@triton.jit(do_not_specialize=["batch"])
+def _test_kernel(
     levels,
     units,
     upper,
-    rest,
     step,
-    scale,
     bias,
     bar,
     row_state,
     ids,
     counts,
     row_bits,
-    live_ids,
-    live_values,
-    live_counts,
     batch,
-    block_rows,
-    share,
     W: tl.constexpr,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
     BATCH: tl.constexpr,
     SLOTS: tl.constexpr,
-    ASM: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    block = pid // share
-    part = pid % share
-    w0 = tl.arange(0, W0)
-    w1 = w0
-    if W1 > 0:
-        w1 = W0 + tl.arange(0, W1)
+    """The candidates (SLOTS,) of one block of the selection against all rows, WORDS words of their planes a step."""
+    block = tl.program_id(0)
+    slot = tl.arange(0, SLOTS)
     b = tl.arange(0, BATCH)
+    w = tl.arange(0, WORDS)
+    there = b < batch
     wait_for_predecessor(PDL)
-    # The id may be one beyond the count: then it is an old one, in range, and its row is not read.
-    count = tl.load(counts + block, cache_modifier=".cg")
-    row = tl.load(ids + block * block_rows + tl.minimum(part, block_rows - 1), cache_modifier=".cg")
-    width = tl.where(part < count, W, 0)
-    words0 = tl.load(upper + row.to(tl.int64) * W + w0, mask=w0 < width, other=0)
-    words1 = words0
-    if W1 > 0:
-        words1 = tl.load(upper + row.to(tl.int64) * W + w1, mask=w1 < width, other=0)
-    unit = tl.load(units + 2 * b, mask=b < batch, other=0.0)
-    zero = tl.load(units + 2 * b + 1, mask=b < batch, other=0.0)
-    dense = b < 0
-    if row_state is not None:
-        dense = tl.load(row_state + b, mask=b < batch, other=0) == 2
-    if BATCH == 1:  # held for all candidates
-        even0 = tl.load(levels + w0)
-        odd0 = tl.load(levels + W + w0)
-        even1 = even0
-        odd1 = odd0
-        if W1 > 0:
-            even1 = tl.load(levels + w1, mask=w1 < W, other=0)
-            odd1 = tl.load(levels + W + w1, mask=w1 < W, other=0)
-    written = 0
-    for item in range(part, count, share):
-        ahead = item + share
-        next_row = tl.load(ids + block * block_rows + tl.minimum(ahead, block_rows - 1), cache_modifier=".cg")
-        width = tl.where(ahead < count, W, 0)
-        next0 = tl.load(upper + next_row.to(tl.int64) * W + w0, mask=w0 < width, other=0)
-        next1 = next0
-        if W1 > 0:
-            next1 = tl.load(upper + next_row.to(tl.int64) * W + w1, mask=w1 < width, other=0)
-        row_step = tl.load(step + row)
-        row_scale = tl.load(scale + row)
-        row_bias = tl.load(bias + row)
-        row_bar = tl.load(bar + row)
-        bits = tl.load(row_bits + row)
-        sums = tl.zeros((BATCH,), tl.float32)
-        if BATCH == 1:
-            found = tl.sum(level_products(words0, even0, odd0, ASM))
-            if W1 > 0:
-                found += tl.sum(level_products(words1, even1, odd1, ASM))
-            sums += found.to(tl.float32)
-        else:
-            for one in range(batch):
-                if ((bits >> one) & 1) != 0:
-                    own = levels + one * (2 * W)
-                    found = tl.sum(level_products(words0, tl.load(own + w0), tl.load(own + W + w0), ASM))
-                    if W1 > 0:
-                        even = tl.load(own + w1, mask=w1 < W, other=0)
-                        odd = tl.load(own + W + w1, mask=w1 < W, other=0)
-                        found += tl.sum(level_products(words1, even, odd, ASM))
-                    sums = tl.where(b == one, found.to(tl.float32), sums)
-        scores = (sums - zero) * row_step * unit + row_bias
-        passed = (((bits >> b) & 1) != 0) & (b < batch) & ((scores > row_bar) | dense)
-        bits = tl.sum(passed.to(tl.int32) << b)
-        tl.store(row_bits + row, bits)
-        if bits != 0:
-            values = tl.zeros((BATCH,), tl.float32)
-            start = rest + row.to(tl.int64) * (3 * W)
-            for one in range(batch):
-                if ((bits >> one) & 1) != 0:
-                    own = x + one * (8 * W)
-                    high, low = row_products(words0, start, own, w0, W)
-                    if W1 > 0:
-                        more_high, more_low = row_products(words1, start, own, w1, W)
-                        high += more_high
-                        low += more_low
-                    values = tl.where(b == one, high * row_step + low * row_scale + row_bias, values)
-            values = tl.where(passed & ~(values <= 0), values, 0.0)  # keeps a NaN
-            slot = pid * SLOTS + written
-            tl.store(live_ids + slot, row)
-            tl.store(live_values + slot * batch + b, values, mask=b < batch)
-            written += (tl.sum((values != 0).to(tl.int32)) > 0).to(tl.int32)
-        row = next_row
-        words0 = next0
-        words1 = next1
-    tl.store(live_counts + pid, written)
+    count = tl.load(counts + block)
+    valid = slot < count
+    rows = tl.load(ids + block * SLOTS + slot, mask=valid, other=0)
+    bits = tl.load(row_bits + rows, mask=valid, other=0)
+    sums = tl.zeros((SLOTS, BATCH), tl.float32)
+    for first in range(0, tl.where(count > 0, W, 0), WORDS):
+        inside = first + w < W
+        at = upper + rows.to(tl.int64)[:, None] * W + (first + w)[None, :]
+        words = tl.load(at, mask=valid[:, None] & inside[None, :], other=0)
+        for k in tl.static_range(8):
+            codes = ((words >> (4 * k)) & 15) - 8
+            place = b[None, :] * (8 * W) + k * W + (first + w)[:, None]
+            r = tl.load(levels + place, mask=there[None, :] & inside[:, None], other=0.0)
+            sums = tl.dot(codes.to(tl.float16), r, sums)
+    steps = tl.load(step + rows, mask=valid, other=0.0)[:, None]
+    unit = tl.load(units + b, mask=there, other=0.0)[None, :]
+    scores = sums * steps * unit + tl.load(bias + rows, mask=valid, other=0.0)[:, None]
+    dense = tl.load(row_state + b, mask=there, other=0) == 2
+    passed = (scores > tl.load(bar + rows, mask=valid, other=0.0)[:, None]) | dense[None, :]
+    passed = passed & (((bits[:, None] >> b[None, :]) & 1) != 0) & there[None, :]
+    bits = tl.sum(passed.to(tl.int32) << b[None, :], 1)
+    tl.store(row_bits + rows, bits, mask=valid)
+    kept = (valid & (bits != 0)).to(tl.int32)
+    tl.debug_barrier()  # every id of the block is read before the first is overwritten
+    tl.store(ids + block * SLOTS + tl.cumsum(kept, 0) - 1, rows, mask=kept != 0)
+    tl.store(counts + block, tl.sum(kept, 0))
+
+
+def cascade_test(
+    x: Tensor,
+    weights: CascadeWeights,
+    selection: Selection,
+    row_state: Tensor,
+    scratch: InputLevels,
+    pdl: bool = False,
+) -> None:
+    """Take out of `selection`, its list included, what does not pass the second stage in any row.
+
+    x (B, d), B > 1, fp32 or 16 bits, as fc1 reads it; weights.rest is not read. row_state (B,) int32: 2 = a dense row,
+    which is not tested. Errors: shapes, dtypes, a CPU tensor.
+    """
+    batch, d = check_input("x", x)
+    require(batch > 1, "one batch row has a kernel of its own: cascade")
+    n, blocks = selection.n, selection.counts.numel()
+    check_tensor("weights.upper", weights.upper, (n, d // 8), (torch.int32,), x)
+    for name in ("step", "bias", "bar"):
+        check_tensor(f"weights.{name}", getattr(weights, name), (n,), (torch.float32,), x)
+    check_tensor("row_state", row_state, (batch,), (torch.int32,), x)
+    check_tensor("scratch.levels", scratch.levels, (batch, d), (torch.float16,), x)
+    slots = selection.block
+    require(slots >= 16 and slots & (slots - 1) == 0, f"a block of {slots} candidates is no power of two from 16 on")
+    has_pdl, use_pdl = programmatic(x, pdl)
+    _levels_kernel[(batch,)](
+        x, scratch.levels, scratch.units, D=d, TILE=next_power_of_two(d), PDL=has_pdl, num_warps=8, launch_pdl=use_pdl
+    )
+    _test_kernel[(blocks,)](
+        scratch.levels,
+        scratch.units,
+        weights.upper,
+        weights.step,
+        weights.bias,
+        weights.bar,
+        row_state,
+        selection.ids,
+        selection.counts,
+        selection.row_bits,
+        batch,
+        W=d // 8,
+        BATCH=padded_batch(batch),
+        SLOTS=slots,
+        WORDS=16 if INTERPRET or d < 512 else 64,
+        PDL=has_pdl,
+        num_warps=4,
+        launch_pdl=use_pdl,
+    )
+
+
+def cascade_test_reference(
+    x: Tensor,
+    weights: CascadeWeights,
+    selection: Selection,
+    row_state: Tensor,
+    scratch: InputLevels | None = None,
+    pdl: bool = False,
+) -> None:
+    """Plain torch, in place."""
+    selection.set_mask(second_stage(x, weights, selection.to_mask(len(x)), row_state))

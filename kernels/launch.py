@@ -5,18 +5,17 @@ PDL lets a kernel start while its predecessor still runs. The rules that keep it
 that is launched so waits (`gdc_wait`) before its first load of data that a kernel which may still run writes, before
 any store and before any early return. The wait returns when the predecessor has ended and its writes are visible, so
 buffers may be reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a
-dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits (which
-takes for granted that a grid starts with a clean L1; benchmarks/fidelity.py would show stale reads). Attention,
-norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has weights to load. Each
-such kernel in a row before a dependent takes one more kernel out of what it may read early: after one, what the kernel
-before the predecessor wrote; after two, what the one before that wrote as well. Embed must not trigger early: layer 0's
-selection reads row_state.
+dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits. A
+buffer that every layer rewrites may still lie in the L1 as an earlier layer left it: such early reads go past the L1
+(`.cg`). Attention, norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has
+weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read early: after
+one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed must not
+trigger early: layer 0's selection reads row_state.
 """
 
 import ctypes
 import functools
 import sys
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -180,87 +179,19 @@ def list_slots_wide(items, running, block_slots, N: tl.constexpr):
 
 
 @triton.jit
-def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr):
-    """x (D,) as a tuple of tiles (BLOCK,), zero beyond D."""
+def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = ""):
+    """x (D,) as a tuple of tiles (BLOCK,), zero beyond D.
+
+    CACHE: ".cg" reads past the L1, for a buffer that every layer rewrites and that is read before the wait.
+    """
     xs = ()
     for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+        at = x_ptr + j * BLOCK + columns
         if (j + 1) * BLOCK > D:
-            xs = xs + (tl.load(x_ptr + j * BLOCK + columns, mask=j * BLOCK + columns < D, other=0.0),)
+            xs = xs + (tl.load(at, mask=j * BLOCK + columns < D, other=0.0, cache_modifier=CACHE),)
         else:
-            xs = xs + (tl.load(x_ptr + j * BLOCK + columns),)
+            xs = xs + (tl.load(at, cache_modifier=CACHE),)
     return xs
-
-
-@triton.jit
-def load_rows(w_ptr, rows, first, count, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows first .. first + ROWS - 1 of the list `rows` as tiles (BLOCK,); those from `count` on are not read.
-
-    One-dimensional tiles spread a row, and the vector it meets, over all threads of the program; a (ROWS, BLOCK) tile
-    would give threads the same part of the vector several times, and cost the registers that keep loads in flight.
-    """
-    pick = tl.arange(0, rows.shape[0])
-    tiles = ()
-    for k in tl.static_range(ROWS):
-        row = tl.sum(tl.where(pick == first + k, rows, 0), 0).to(tl.int64)
-        width = tl.where(first + k < count, D, 0)
-        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
-            at = j * BLOCK + columns
-            tiles = tiles + (tl.load(w_ptr + row * D + at, mask=at < width, other=0.0),)
-    return tiles
-
-
-@triton.jit
-def list_products(
-    w_ptr, rows, count, x_ptr, xs, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr
-):
-    """Products of the first `count` of the listed rows (CAP,) with x: (CAP,) fp32, zero from `count` on.
-
-    The next ROWS rows are on their way before the present ones are summed. x is held in registers (`xs`; needed where
-    it was normalised here), or read again for each row from the L1, which leaves registers for more programs.
-    """
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    pick = tl.arange(0, rows.shape[0])
-    y = tl.zeros((rows.shape[0],), tl.float32)
-    tiles = load_rows(w_ptr, rows, 0, count, columns, D, BLOCK, ROWS)
-    for first in range(0, count, ROWS):
-        coming = load_rows(w_ptr, rows, first + ROWS, count, columns, D, BLOCK, ROWS)
-        vector = xs
-        if not HELD:
-            zero = tl.minimum(first, 0) * BLOCK  # looks as if it varied, so that the loads stay in the loop
-            vector = load_vector(x_ptr + zero, columns, D, BLOCK)
-        for k in tl.static_range(ROWS):
-            acc = tiles[k * STEPS].to(tl.float32) * vector[0].to(tl.float32)
-            for j in tl.static_range(1, STEPS):
-                acc += tiles[k * STEPS + j].to(tl.float32) * vector[j].to(tl.float32)
-            y = tl.where(pick == first + k, tl.sum(acc, 0), y)
-        tiles = coming
-    return y
-
-
-@dataclass(frozen=True)
-class GatherSettings:
-    """programs: grid size; rows: summed at a time, while as many come; block: columns a step; stages: of the batched
-    kernel's cp.async pipeline."""
-
-    programs: int
-    rows: int
-    block: int
-    warps: int
-    stages: int = 1
-    held: bool = True  # x in registers; always so where it is normalised on the way in
-
-
-@dataclass(frozen=True)
-class ScatterSettings:
-    """stripe: columns of a program; splits: programs a stripe; rows: rows in flight without a list, with stages > 1
-    as a cp.async pipeline; slots: slots of each of its blocks that a program reads at once."""
-
-    stripe: int
-    splits: int
-    rows: int
-    warps: int
-    slots: int = 8
-    stages: int = 1
 
 
 def column_block(d: int, warps: int = 4) -> int:
@@ -268,48 +199,16 @@ def column_block(d: int, warps: int = 4) -> int:
     return min(256 * warps, max(16, next_power_of_two(d)))
 
 
-def gather_settings(d: int, batch: int, dense: bool, n: int) -> GatherSettings:
-    if batch > 1:
-        return GatherSettings(programs=264, rows=64, block=min(128, max(16, next_power_of_two(d))), warps=4, stages=4)
-    if INTERPRET:
-        rows, held = (2, True) if d % 2 else (1, d % 3 == 0)  # every branch is interpreted by some width
-        return GatherSettings(min(8, n), rows, min(128, column_block(d)), warps=4, held=held)
-    block = column_block(d, 8 if dense or d >= 12288 else 4)
-    return GatherSettings(
-        min(264 if dense else 528, n), rows=1, block=block, warps=max(1, block // 256), held=4096 < d < 12288
-    )
-
-
-def scatter_settings(d: int, batch: int, blocks: int, rows_per_id: int, capacity: int) -> ScatterSettings:
-    """blocks: of the list, 0 without one; capacity: slots of a block."""
-    if INTERPRET:
-        return ScatterSettings(stripe=64, splits=3, rows=4 if d % 2 else 16, warps=4, slots=4)
-    if batch > 1:
-        return ScatterSettings(stripe=128, splits=16 if d <= 5120 else 8, rows=64, warps=4, stages=3)
-    if blocks == 0:
-        return ScatterSettings(stripe=128, splits=32, rows=32, warps=4, stages=3)
-    if rows_per_id > 1:  # a head a split: its rows are one contiguous range
-        return ScatterSettings(stripe=128, splits=min(blocks, 64), rows=32, warps=4, slots=1)
-    slots = 8 if capacity >= 32 else min(8, max(2, next_power_of_two(capacity // 8)))
-    return ScatterSettings(128, min(16 if d <= 2048 else 64, blocks), rows=32, warps=4, slots=slots)
-
-
-# Density from which the engine's dense MLP is faster than the sparse one with its predictor (rank d / 16), all selected
-# rows live, in a chain of steps at batch 1: benchmarks/results/sparse_mlp.csv. Between measured densities a line; at
-# 2048, 5120 and 7168 all-live times are those of 60 % live with fc2's rows counted up. Below 2048: not measured.
-DENSE_FROM = ((0, 0.14), (2048, 0.75), (4096, 0.89), (5120, 0.88), (7168, 0.84), (9216, 0.94), (12288, 1.0))
-
-
-# The same for 2 to 32 rows, by the density of what they select together. Measured at 4096 and 9216 up to unions of
-# 75 %, where 8 rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step);
-# what a step adds, and more rows, leave less.
+# Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its
+# predictor (rank d / 16): benchmarks/results/sparse_mlp.csv. Measured at 4096 and 9216 up to unions of 75 %, where 8
+# rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step); what a step
+# adds, and more rows, leave less. Below 4096: not measured.
 DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
 
 
 def sparse_pays(d: int, density: float, batch: int = 1) -> bool:
-    """Whether a sparse MLP of width d beats the dense one; between two widths, the narrower decides.
+    """Whether an MLP of width d is faster when it reads the selected rows only; one row's always does.
 
-    density: of what the rows of the batch select together.
+    density: of what the rows of the batch select together. Between two widths, the narrower decides.
     """
-    table = DENSE_FROM if batch == 1 else DENSE_FROM_BATCHES
-    return density < [limit for width, limit in table if width <= d][-1]
+    return batch == 1 or density < [limit for width, limit in DENSE_FROM_BATCHES if width <= d][-1]

@@ -66,7 +66,7 @@ def _listed_kernel(
     columns = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     if EARLY:
-        n = load_vector(x, columns, D, BLOCK)
+        n = load_vector(x, columns, D, BLOCK, ".cg")
     wait_for_predecessor(PDL)
     # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
     number = tl.load(count)

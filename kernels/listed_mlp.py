@@ -64,7 +64,7 @@ def _ids(ids, first, step, last, ROWS: tl.constexpr):
     """Entries first, first + step, ... of the list; beyond the list's end old ones, in range."""
     rows = ()
     for r in tl.static_range(ROWS):
-        rows = rows + (tl.load(ids + tl.minimum(first + r * step, last)),)
+        rows = rows + (tl.load(ids + tl.minimum(first + r * step, last), cache_modifier=".cg"),)
     return rows
 
 
@@ -132,14 +132,14 @@ def _listed_mlp_kernel(
     columns = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     if EARLY_X:
-        n = load_vector(x, columns, D, BLOCK)
+        n = load_vector(x, columns, D, BLOCK, ".cg")
     if NORM:
         gain = load_vector(norm_weight, columns, D, BLOCK)
         shift = load_vector(norm_bias, columns, D, BLOCK)
     if not EARLY_LIST:
         wait_for_predecessor(PDL)
     # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
-    number = tl.load(count)
+    number = tl.load(count, cache_modifier=".cg")
     rows = _ids(ids, pid, step, last, ROWS)
     next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
     w = listed_tiles(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)

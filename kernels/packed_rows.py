@@ -219,7 +219,8 @@ def _add_kernel(
     inside = columns < D
     s = tl.arange(0, CHUNK)
     offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    base = tl.load(residual + columns, mask=inside, other=0.0)  # older than the launch before
+    # Older than the launch before, and rewritten by every step: not out of the L1.
+    base = tl.load(residual + columns, mask=inside, other=0.0, cache_modifier=".cg")
     # What comes next reads weights before its own wait.
     start_dependents_and_wait(PDL)
     y = tl.zeros((CHUNK, STRIPE), tl.float32)

@@ -5,8 +5,9 @@ The tiles of `qkv`, and after them programs that own `block` neurons each and li
     up[i] . hidden + bias[i] > threshold
 Independent work in a grid costs no launch edge and no event, and it fills the last wave of the tiles. So that no
 program needs more registers than a tile of q/k/v does, this product runs on the tensor cores as well: a tile of `up`
-times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding.
-One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank), hidden (1, rank) fp32, finite in up's dtype.
+times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding. In fp16
+two parts hold up to 131008: a larger hidden value counts as that.
+One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank), hidden (1, rank) fp32.
 """
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_common import check_shape, use_pdl
-from kernels.batch_kernels import store_selection
+from kernels.batch_kernels import saturated, store_selection
 from kernels.launch import dot_type, wait_for_predecessor
 from kernels.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.select import PredictorWeights, Selection, predict_select_reference
@@ -79,11 +80,11 @@ def _select_tile(
         else:
             w = tl.load(w_ptrs + column, mask=inside[:, None] & (column + k < RANK)[None, :], other=0.0)
             z = tl.load(hidden + column + k, mask=column + k < RANK, other=0.0)
-        high = z.to(TYPE)
+        high = saturated(z, TYPE)
         columns = tl.where((part == 0)[None, :], high.to(tl.float32)[:, None], 0.0)
         if PARTS > 1:
             rest = z - high.to(tl.float32)
-            middle = rest.to(TYPE)
+            middle = saturated(rest, TYPE)
             columns = tl.where((part == 1)[None, :], middle.to(tl.float32)[:, None], columns)
         if PARTS > 2:
             columns = tl.where((part == 2)[None, :], (rest - middle.to(tl.float32))[:, None], columns)

@@ -4,12 +4,16 @@
     greedy:      the largest logit, ties to the lowest id
     temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
     top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
+    top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p
+    before position `least` the tokens of `stops` are not chosen
     tokens[b, t+1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
 
 B rows, V tokens, d model dimension, T capacity. x, logits fp32; tokens (B, T) int32; every piece of state is a device
 tensor, so that one captured graph serves prompts, generation, scoring, any length and any seed:
-position, known (tokens given), limit (tokens at most), done, sparse_from, row_state (B) int32; stops (K), -1 = none;
-temperature, top_p (B) fp32; seed (B) int32; nll (B, T) fp32 receives -log p of known tokens when scoring.
+position, known (tokens given), least (tokens at least), limit (tokens at most), done, sparse_from, row_state (B) int32;
+stops (K), -1 = none; temperature, top_p (B) fp32; top_k, seed (B) int32; nll (B, T) fp32 receives -log p of known
+tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0 = none), and the
+row ends there. The logits of position 0 are never looked at: nothing stands before it.
 """
 
 from dataclasses import dataclass
@@ -33,6 +37,7 @@ class TokenState:
     nll: torch.Tensor
     position: torch.Tensor
     known: torch.Tensor
+    least: torch.Tensor
     limit: torch.Tensor
     done: torch.Tensor
     sparse_from: torch.Tensor
@@ -40,7 +45,9 @@ class TokenState:
     stops: torch.Tensor
     temperature: torch.Tensor
     top_p: torch.Tensor
+    top_k: torch.Tensor
     seed: torch.Tensor
+    fault: torch.Tensor
 
     @classmethod
     def empty(cls, batch: int, capacity: int, device: torch.device | str, n_stops: int = 8) -> "TokenState":
@@ -54,6 +61,7 @@ class TokenState:
             nll=torch.zeros(batch, capacity, device=device),
             position=ints(batch),
             known=ints(batch),
+            least=ints(batch),
             limit=ints(batch, value=capacity),
             done=ints(batch, value=1),
             sparse_from=ints(batch),
@@ -61,7 +69,9 @@ class TokenState:
             stops=ints(n_stops, value=-1),
             temperature=torch.ones(batch, device=device),
             top_p=torch.ones(batch, device=device),
+            top_k=ints(batch, value=1),
             seed=ints(batch),
+            fault=ints(batch),
         )
 
 
@@ -121,26 +131,37 @@ def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl
             state.row_state[b] = 0
             continue
         at = int(state.position[b]) + 1
-        row = logits[b].float()
-        if mode == "greedy":
+        given = row = logits[b].float()
+        bad = at > 0 and bool(row.isnan().any())
+        if at < int(state.least[b]):
+            row = row.clone()
+            row[state.stops[state.stops >= 0].long()] = float("-inf")
+        if at == 0 or bad:
+            choice = 0
+        elif mode == "greedy":
             choice = int((row == row.max()).nonzero()[0])
         else:
-            row_t = row / state.temperature[b]
-            if mode == "top_p":
-                order = torch.sort(row_t, descending=True, stable=True)
+            row = row / state.temperature[b]
+            if mode == "top_k":
+                last = min(int(state.top_k[b]), len(row)) - 1
+                row = row.masked_fill(row < row.sort(descending=True).values[last], float("-inf"))
+            if mode in ("top_p", "top_k"):
+                order = torch.sort(row, descending=True, stable=True)
                 mass = order.values.softmax(-1).cumsum(-1)
                 last = int((mass < state.top_p[b]).sum().clamp(max=len(row) - 1))
-                row_t = row_t.masked_fill(row_t < order.values[last], float("-inf"))
+                row = row.masked_fill(row < order.values[last], float("-inf"))
             generator = torch.Generator(row.device).manual_seed(int(state.seed[b]) * capacity + at)
             noise = -torch.log(-torch.log(torch.rand(len(row), generator=generator, device=row.device)))
-            choice = int((row_t + noise).argmax())
+            choice = int((row + noise).argmax())
         known = at < int(state.known[b])
         token = int(state.tokens[b, at]) if known else choice
         if known and score:
-            state.nll[b, at] = row.logsumexp(-1) - row[token]
+            state.nll[b, at] = given.logsumexp(-1) - given[token]
         state.tokens[b, at] = token
         stop = not known and bool((state.stops == token).any())
-        done = stop or at + 1 >= int(state.limit[b])
+        if bad:
+            state.fault[b] = at
+        done = stop or bad or at + 1 >= int(state.limit[b])
         state.position[b] = at
         state.done[b] = int(done)
         state.row_state[b] = 0 if done else (2 if at < int(state.sparse_from[b]) else 1)
@@ -153,6 +174,7 @@ def _advance_kernel(
     nll,
     position,
     known,
+    least,
     limit,
     done,
     sparse_from,
@@ -160,7 +182,9 @@ def _advance_kernel(
     stops,
     temperature,
     top_p,
+    top_k,
     seed,
+    fault,
     capacity,
     n_vocab,
     V_TILE: tl.constexpr,
@@ -180,12 +204,26 @@ def _advance_kernel(
         ids = tl.arange(0, V_TILE)
         inside = ids < n_vocab
         row = tl.load(logits + b.to(tl.int64) * n_vocab + ids, mask=inside, other=float("-inf"))
-        best = tl.max(row, 0)
+        bad = (tl.max((row != row).to(tl.int32), 0) > 0) & (at > 0)
         scaled = row
+        if at < tl.load(least + b):
+            for i in tl.static_range(N_STOPS):
+                scaled = tl.where(ids == tl.load(stops + i), float("-inf"), scaled)
         if MODE > 0:
-            scaled = (row - best) / tl.load(temperature + b)
-            if MODE == 2:
-                # The largest cut-off whose kept probability still reaches top_p, by bisection on the logit.
+            scaled = (scaled - tl.max(scaled, 0)) / tl.load(temperature + b)
+            if MODE == 3:
+                # The largest cut-off above which top_k tokens still stand, by bisection on the logit.
+                number = tl.load(top_k + b)
+                low = -88.0
+                high = 1e-6
+                for _ in range(STEPS):
+                    middle = (low + high) * 0.5
+                    enough = tl.sum((scaled >= middle).to(tl.int32), 0) >= number
+                    low = tl.where(enough, middle, low)
+                    high = tl.where(enough, high, middle)
+                scaled = tl.where(scaled >= low, scaled, float("-inf"))
+            if MODE >= 2:
+                # The same for the kept probability, which must reach top_p.
                 weight = tl.where(inside, tl.exp(scaled), 0.0)
                 wanted = tl.load(top_p + b) * tl.sum(weight)
                 low = -88.0
@@ -207,6 +245,7 @@ def _advance_kernel(
         token = tl.where(given, token, choice)
         if SCORE:
             if given:
+                best = tl.max(row, 0)
                 target = tl.sum(tl.where(ids == token, row, 0.0))
                 tl.store(nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
         tl.store(tokens + b * capacity + at, token)
@@ -214,7 +253,9 @@ def _advance_kernel(
         for i in tl.static_range(N_STOPS):
             stop |= (tl.load(stops + i) == token).to(tl.int32)
         stop = tl.where(given, 0, stop)
-        finished = (stop != 0) | (at + 1 >= tl.load(limit + b))
+        if bad:
+            tl.store(fault + b, at)
+        finished = (stop != 0) | bad | (at + 1 >= tl.load(limit + b))
         tl.store(position + b, at)
         tl.store(done + b, finished.to(tl.int32))
         dense = at < tl.load(sparse_from + b)
@@ -224,11 +265,11 @@ def _advance_kernel(
 def advance(
     logits: torch.Tensor, state: TokenState, mode: str = "greedy", score: bool = False, pdl: bool = False
 ) -> None:
-    """Choose the next token of every row that is not done and move it on. mode: greedy, temperature or top_p."""
+    """Choose the next token of every row that is not done and move it on. mode: greedy, temperature, top_p or top_k."""
     check_device("logits", logits)
     batch, n_vocab = logits.shape
     check_shape("logits", logits, batch, n_vocab)
-    modes = {"greedy": 0, "temperature": 1, "top_p": 2}
+    modes = {"greedy": 0, "temperature": 1, "top_p": 2, "top_k": 3}
     if mode not in modes:
         raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
     pdl = use_pdl(pdl, logits.device)
@@ -239,6 +280,7 @@ def advance(
         state.nll,
         state.position,
         state.known,
+        state.least,
         state.limit,
         state.done,
         state.sparse_from,
@@ -246,7 +288,9 @@ def advance(
         state.stops,
         state.temperature,
         state.top_p,
+        state.top_k,
         state.seed,
+        state.fault,
         state.tokens.shape[1],
         n_vocab,
         V_TILE=tile,

@@ -1,5 +1,6 @@
 """The decode engine in plain torch on the CPU: its state, back-fill, look-ahead, rows of own lengths, errors."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,6 +11,7 @@ from dejavu_train.decode_crossover import choose_forms, describe_forms, expected
 from dejavu_train.decode_weights import DecodeWeights, load_predictors
 from dejavu_train.errors import UserError
 from dejavu_train.timing import time_engine
+from kernels.launch import sparse_pays
 from tests.decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 
 
@@ -40,6 +42,7 @@ def test_dense_engine_generates_what_hugging_face_does(model):
     "options",
     [
         {},
+        {"lookahead": 1, "targets": ("mlp",), "relu": True},
         {"relu": True},
         {"int8": True},
         {"cascade": True},
@@ -56,10 +59,11 @@ def test_dense_engine_generates_what_hugging_face_does(model):
     ],
     ids=str,
 )
-def test_scores_equal_the_masked_forward_pass(model, options):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_scores_equal_the_masked_forward_pass(model, options, batch):
     bundle = random_bundle(model, **options)
     rows = rows_of(20, 7, 13)
-    sparse = engine(model, bundle, batch=2)
+    sparse = engine(model, bundle, batch=batch)
     for sparse_from in (0, 6):
         for row, nll in zip(rows, sparse.score(rows, sparse_from), strict=True):
             torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
@@ -98,24 +102,127 @@ def test_a_row_does_not_depend_on_its_mates(model):
     assert together == alone == shuffled[::-1]
 
 
-def test_weights_come_back_from_planes(model):
-    """One set of weights for a cascade, then for a dense engine: fc1 as its planes hold it, in the same dtype."""
+def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
+    """Each arranges layers for itself; a second one must not take from the first what its graph has captured."""
     weights = DecodeWeights.from_model(model, torch.float32, "cpu")
-    exact = weights.layers[0].fc1
-    engine(weights, random_bundle(model, cascade=True))
-    assert weights.layers[0].cascade is not None and weights.layers[0].fc1.numel() == 0
-    limit = weights.layers[0].cascade.scale[:, None] * 0.51
-    assert ((weights.layers[0].whole_fc1() - exact).abs() <= limit).all()
-    rows = rows_of(9)
-    dense = engine(weights).score(rows)[0]
-    assert weights.layers[0].cascade is None
-    torch.testing.assert_close(dense, masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)
+    bundle, rows = random_bundle(model), rows_of(9)
+    before = {name: tensor.data_ptr() for name, tensor in vars(weights.layers[0]).items() if torch.is_tensor(tensor)}
+    sparse = engine(weights, bundle)
+    held = [body.weights.fc2 for body in (half.body for half in sparse.core.halves[1::2])]
+    copies = [tensor.clone() for tensor in held]
+    tested, dense = engine(weights, random_bundle(model, cascade=True)), engine(weights)
+    for name, pointer in before.items():
+        assert getattr(weights.layers[0], name).data_ptr() == pointer, f"{name} of the given weights was replaced"
+    assert [half.body.weights.fc2.data_ptr() for half in sparse.core.halves[1::2]] == [t.data_ptr() for t in held]
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert sparse.weights.layers[0].fc1.data_ptr() == dense.weights.layers[0].fc1.data_ptr(), (
+        "the same layout is shared"
+    )
+    torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(sparse.score(rows)[0], masked_nll(model, bundle, rows[0]), atol=2e-5, rtol=1e-5)
+    assert tested.weights.layers[0].fc1.numel() == 0, "one row reads planes only"
+
+
+def test_weights_that_are_released_exist_once(model):
+    weights = DecodeWeights.from_model(model, torch.float32, "cpu")
+    first = engine(weights, random_bundle(model))
+    row, expected = rows_of(9), first.score(rows_of(9))[0]
+    second = engine(weights, None, release=True)
+    assert not weights.layers
+    torch.testing.assert_close(second.score(row)[0], masked_nll(model, None, row[0]), atol=2e-5, rtol=1e-5)
+    assert torch.equal(first.score(row)[0], expected)
+    assert second.weights.layers[0].fc1.data_ptr() == first.weights.layers[0].fc1.data_ptr()
+
+
+def test_weights_come_back_from_planes(model):
+    """Weights arranged for a cascade, given to a dense engine: fc1 as its planes hold it, in the same dtype."""
+    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1
+    for batch in (1, 2):
+        arranged = engine(model, random_bundle(model, cascade=True), batch=batch).weights
+        limit = arranged.layers[0].cascade.scale[:, None] * 0.51
+        assert ((arranged.layers[0].whole_fc1() - exact).abs() <= limit).all()
+        rows, dense = rows_of(9), engine(arranged)
+        assert dense.weights.layers[0].cascade is None
+        torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["generate", "score", "logits"])
+def test_nan_logits_are_an_error_that_names_them(model, mode):
+    broken = engine(copy.deepcopy(model), batch=2)
+    broken.weights.embedding[7] = float("nan")  # also the LM head's row: every logit of token 7 is NaN
+    rows = rows_of(6, 9)
+    with pytest.raises(UserError, match=r"row 0 for the token at position \d+ hold NaN.*bfloat16 or float32"):
+        {"generate": lambda: broken.generate(rows, 5), "score": lambda: broken.score(rows),
+         "logits": lambda: broken.logits(rows)}[mode]()  # fmt: skip
+
+
+def test_seeds_that_overflow_are_refused(model):
+    last = Sampling(temperature=1.0, seed=2**26 - 1)
+    assert len(engine(model, batch=32).generate(rows_of(3) * 32, 2, sampling=last)) == 32
+    for seed in (2**26, -1):
+        with pytest.raises(UserError, match="seed must lie in 0 to 67108863"):
+            Sampling(temperature=1.0, seed=seed)
+
+
+def test_a_step_that_fails_while_it_is_captured_changes_nothing(model):
+    """`undone` holds what a capture runs before it records."""
+    used = engine(model, random_bundle(model))
+    used.begin(rows_of(9), [20], [9], [9], Sampling())
+    used.core.tail("greedy", False)
+    state = {name: tensor.clone() for name, tensor in vars(used.state).items()}
+    watermark = used.core.watermark.clone()
+
+    def fail():
+        used.core.eager("greedy", False)
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError), used.core.undone():
+        fail()
+    assert all(torch.equal(tensor, getattr(used.state, name)) for name, tensor in state.items())
+    assert torch.equal(used.core.watermark, watermark)
+
+
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"lookahead": 1, "means": True, "relu": True}], ids=str)
+def test_a_layer_that_computes_all_selects_the_same(model, options, monkeypatch):
+    """Whatever the crossover says, the bundle's selection counts: scores at 1, 8 and 32 rows equal the mask."""
+    bundle, rows = random_bundle(model, **options), rows_of(*range(3, 35))
+    expected = [masked_nll(model, bundle, row) for row in rows]
+    monkeypatch.setattr(
+        "dejavu_train.decode.choose_forms",
+        lambda predictors, d, batch, measured, kv_policy: {
+            key: dataclasses.replace(form, sparse=batch == 1)
+            for key, form in choose_forms(predictors, d, batch, True, kv_policy).items()
+        },
+    )
+    for batch in (1, 8, 32):
+        made = engine(model, bundle, batch=batch)
+        assert ("computed whole and masked" in made.describe()) == (batch > 1)
+        for nll, want in zip(made.score(rows[: max(batch, 4)]), expected, strict=False):
+            torch.testing.assert_close(nll, want, atol=2e-5, rtol=1e-5)
+
+
+def test_logits_of_every_position(model):
+    bundle, rows = random_bundle(model), rows_of(128, 5)
+    made = engine(model, bundle, batch=2).logits(rows, [0, 3])
+    for b, row in enumerate(rows):
+        expected, _ = masked_logits(model, bundle, row, (0, 3)[b])
+        torch.testing.assert_close(made[b, : len(row)], expected, atol=2e-4, rtol=1e-4)
+
+
+def test_no_stop_token_before_the_least_length(model):
+    dense, prompts = engine(model, batch=2), rows_of(5, 8)
+    full = dense.generate(prompts, 10, stop_tokens=())
+    stop = full[0][3]
+    assert len(dense.generate(prompts, 10, stop_tokens=(stop,))[0]) == full[0].index(stop) + 1
+    late = dense.generate(prompts, 10, stop_tokens=(stop,), min_new_tokens=7)
+    assert all(stop not in row[:7] and len(row) >= 7 for row in late)
+    assert late[0][: full[0].index(stop)] == full[0][: full[0].index(stop)]
 
 
 def test_reset_and_reuse(model):
     bundle = random_bundle(model)
     used = engine(model, bundle, batch=2)
-    for tensor in [*used.core.k, *used.core.v, *used.core.attn_in]:
+    for tensor in [t for cache in used.core.caches for t in (cache.k, cache.v, cache.attn_in)]:
         tensor.fill_(float("nan"))
     first = used.generate(rows_of(9, 5), 7, stop_tokens=())
     used.score(rows_of(30))
@@ -138,14 +245,22 @@ def test_sampling_follows_the_distribution(model):
     prompt = rows_of(6)[0]
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]
-    for sampler in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=0.3)):
+    for sampler in (
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.0, top_p=0.3),
+        Sampling(temperature=1.5, top_k=4),
+        Sampling(temperature=1.5, top_k=9, top_p=0.5),
+    ):
         draws = [
             dense.generate([prompt], 1, sampling=dataclasses.replace(sampler, seed=seed), stop_tokens=())[0][0]
             for seed in range(300)
         ]
         p = (logits / sampler.temperature).softmax(0)
         order = p.argsort(descending=True)
-        n_kept = int((p[order].cumsum(0) < sampler.top_p).sum()) + 1 if sampler.top_p < 1 else len(p)
+        among = p[order][: sampler.top_k or len(p)]
+        n_kept = len(among)
+        if sampler.top_p < 1:
+            n_kept = int(((among / among.sum()).cumsum(0) < sampler.top_p).sum()) + 1
         kept = set(order[:n_kept].tolist())
         assert set(draws) <= kept
         top = int(order[0])
@@ -157,7 +272,7 @@ def test_sampling_follows_the_distribution(model):
     ("action", "part"),
     [
         (lambda m: DecodeEngine(m), "needs a CUDA device"),
-        (lambda m: time_engine(m, None, "engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
+        (lambda m: time_engine(m, None, "dense-engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
         (lambda m: engine(m, context=129), "129 tokens does not fit"),
         (lambda m: engine(m, batch=33), "1 to 32 rows"),
         (lambda m: engine(m, kv_policy="never"), "backfill, always, stale"),
@@ -204,13 +319,12 @@ def test_what_independent_rows_select_together():
     assert expected_union(0.3, 4, torch.tensor([1.0, *[0.0] * 9])) == pytest.approx(1 - 0.7**4)
 
 
-def test_heads_pay_below_the_measured_share_at_one_row():
-    assert heads_pay(9216, 0.85, 1) and not heads_pay(9216, 0.95, 1)
-    assert heads_pay(5120, 0.5, 1) and not heads_pay(64, 0.5, 1)
-    assert not heads_pay(9216, 0.1, 2)
+def test_several_rows_mask_their_heads(model):
+    assert heads_pay(1) and not heads_pay(2) and heads_pay(2, "stale")
+    assert not heads_pay(8, "always")
 
 
-def test_layers_that_do_not_pay_run_densely(model, monkeypatch):
+def test_the_form_of_a_layer_follows_the_table(model, monkeypatch):
     """The table decides by width, batch and expected union, before capture; the report says so."""
     asked = []
     monkeypatch.setattr("kernels.launch.sparse_pays", lambda d, union, batch: asked.append((d, batch)) or union < 0.9)
@@ -222,22 +336,11 @@ def test_layers_that_do_not_pay_run_densely(model, monkeypatch):
     assert forms[0, "mlp"].sparse and not forms[1, "mlp"].sparse
     assert all(form.sparse for form in choose_forms(predictors, 64, 2, measured=False).values())
     text = describe_forms(forms, 2)
-    assert "mlp: 1 of 2 layers sparse, density 0.500 a row" in text and "does not pay in layers 1 (0.9" in text
+    assert "mlp: 2 of 2 layers sparse, density 0.725 a row" in text
+    assert "computed whole and masked, which is faster: layers 1 (0.9" in text
+    assert all(form.sparse for form in engine(model, bundle, batch=2).forms.values()), "measured on a GPU only"
 
 
-def test_a_dense_form_selects_everything_in_its_layer(model, monkeypatch):
-    """On a machine without the measured GPU nothing is moved; where something is, the engine equals that bundle."""
-    bundle = random_bundle(model)
-    assert all(form.sparse for form in engine(model, bundle, crossover=True).forms.values())
-    monkeypatch.setattr(
-        "dejavu_train.decode.choose_forms",
-        lambda predictors, d, batch, measured: {
-            key: dataclasses.replace(form, sparse=key[0] > 0)
-            for key, form in choose_forms(predictors, d, batch).items()
-        },
-    )
-    row = rows_of(20)[0]
-    moved = engine(model, bundle)
-    assert "sparse does not pay in layers 0" in moved.describe()
-    expected = masked_nll(model, random_bundle(model, dense_layers=(0,)), row)
-    torch.testing.assert_close(moved.score([row])[0], expected, atol=2e-5, rtol=1e-5)
+def test_sparse_pays_below_the_measured_union():
+    assert sparse_pays(64, 0.99) and sparse_pays(4096, 1.0)
+    assert sparse_pays(9216, 0.263, 16) and not sparse_pays(9216, 0.9, 16) and not sparse_pays(2048, 0.1, 2)

@@ -3,10 +3,17 @@
 python -m pytest -m gpu tests/test_decode_gpu.py        (or run this file)
 """
 
+import threading
+
 import pytest
 import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
+from dejavu_train.decode_weights import DecodeWeights
+from dejavu_train.opt_model import load_opt
+from dejavu_train.sparse_model import SparseOPTForCausalLM
+from tests.bundles import make_bundle
+from tests.conftest import save_tiny_opt
 from tests.decode_helpers import masked_nll, random_bundle, random_opt
 
 pytestmark = [
@@ -35,9 +42,10 @@ def mlp_ahead(bundle):
 def poison(engine):
     """Caches, scratch and partial sums full of NaN: nothing may be read that was not written."""
     core = engine.core
-    for tensor in [*core.k, *core.v, *core.attn_in, core.q, core.heads_out, core.x, core.logits]:
+    kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    for tensor in [*kept, core.work.q, core.work.heads_out, core.x, core.logits]:
         tensor.fill_(float("nan"))
-    for tensor in (engine.core.attention.partial, engine.core.attention.largest, engine.core.attention.total):
+    for tensor in (core.work.attention.partial, core.work.attention.largest, core.work.attention.total):
         tensor.fill_(float("nan"))
 
 
@@ -68,6 +76,99 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
             assert far.float().mean() <= 0.02, where
             if far.any():
                 print(f"near-ties at head dim {head_dim}, batch {batch}, {where}")
+
+
+@pytest.mark.parametrize("batch", [2, 8, 32])
+@pytest.mark.parametrize("options", [{}, {"means": True, "relu": True}, {"cascade": True}], ids=str)
+def test_layers_that_compute_all_select_the_same(batch, options):
+    """At this width several rows compute all units and mask them; what is selected stays the bundle's."""
+    model = random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)
+    bundle, rows = random_bundle(model, rank=16, **options), rows_of(*range(20, 20 + batch))
+    engine = DecodeEngine(model, bundle, batch=batch, device="cuda")
+    poison(engine)
+    assert "computed whole and masked" in engine.describe()
+    for row, nll in zip(rows, engine.score(rows), strict=True):
+        margins: list[torch.Tensor] = []
+        expected = masked_nll(model, bundle, row, margins=margins)
+        far = (nll - expected).abs() > 2e-3 + 1e-3 * expected.abs()
+        assert not (far & ((torch.stack(margins).amin(0)[:-1] < NEAR).cumsum(0) == 0)).any(), row
+
+
+def test_a_captured_engine_survives_others_on_the_same_weights():
+    """The first one's graph reads tensors that the second one must neither free nor rewrite."""
+    weights = DecodeWeights.from_model(random_opt(d_model=256, n_heads=4, positions=256), torch.float16, "cuda")
+    bundle, rows = random_bundle(random_opt(d_model=256, n_heads=4, positions=256), rank=16), rows_of(100)
+    first = DecodeEngine(weights, bundle, crossover=False)
+    expected = first.score(rows)[0]
+    for other in (None, random_bundle(random_opt(d_model=256, n_heads=4, positions=256), cascade=True)):
+        DecodeEngine(weights, other).score(rows)
+        torch.empty(2**28, dtype=torch.uint8, device="cuda").fill_(255)  # what was freed is now full of NaN
+        assert torch.equal(first.score(rows)[0], expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [None, {}], ids=["dense", "sparse"])
+def test_another_device_than_the_current_one(options):
+    model = random_opt(d_model=256, n_heads=4, positions=256)
+    bundle = None if options is None else random_bundle(model, rank=16)
+    made = []
+    for device in ("cuda:0", "cuda:1"):
+        assert torch.cuda.current_device() == 0
+        engine = DecodeEngine(model, bundle, batch=2, device=device)
+        made.append(engine.generate(rows_of(9, 30), 40, stop_tokens=()))
+    assert made[0] == made[1]
+
+
+def test_capture_is_not_broken_by_another_thread():
+    """Another thread asks CUDA for memory while steps are captured."""
+    model = random_opt(d_model=256, n_heads=4, n_layers=8, positions=256)
+    ended, failed = threading.Event(), []
+
+    def work():
+        try:
+            while not ended.is_set():
+                torch.empty(2**22 + 2**20 * (torch.randint(64, ()).item()), dtype=torch.uint8, device="cuda")
+                torch.cuda.empty_cache()
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for mode in (Sampling(), Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, 5)):
+            engine = DecodeEngine(model, random_bundle(model, rank=16), device="cuda")
+            made = engine.generate(rows_of(9), 20, sampling=mode, stop_tokens=())
+            assert len(made[0]) == 20
+    finally:
+        ended.set()
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"lookahead": True, "means": True}], ids=str)
+def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4, "ffn_dim": 128}
+    folder = str(save_tiny_opt(tmp_path, **sizes))
+    bundle = make_bundle(folder, **options).at(0.4, 0.5)
+    prompts = rows_of(9, 5, 12)
+    ids = torch.tensor([[1] * (12 - len(row)) + row for row in prompts], device="cuda")
+    mask, made = (ids != 1).long(), {}
+    for backend in ("gather", "auto"):
+        model = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), bundle, backend, "prompt")
+        made[backend] = model.generate(
+            ids, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        )  # fmt: skip
+    assert model.backend == "triton" and model._decoder is None
+    assert torch.equal(made["gather"], made["auto"])
+    model.sparse_from = 0
+    whole = made["auto"][2:].repeat(8, 1)
+    with torch.no_grad():
+        expected = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), bundle, "mask")(whole, labels=whole)
+        for rows in (1, 8):
+            got = model(whole[:rows], labels=whole[:rows])
+            torch.testing.assert_close(got.logits, expected.logits[:rows], atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(got.loss, expected.loss, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
@@ -121,7 +222,7 @@ def test_dense_engine_follows_hugging_face():
 def test_sampling_modes_run_and_repeat():
     model = random_opt(d_model=128, n_heads=4, positions=256)
     engine = DecodeEngine(model, batch=2, device="cuda")
-    for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4)):
+    for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4), Sampling(0.8, 0.5, 7)):
         first = engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
         assert first == engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
 

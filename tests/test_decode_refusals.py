@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels.dense_gemv import dense_rows
-from kernels.gather_gemv import gather_gemv
 from kernels.out_projection import project_heads
 from kernels.select import PredictorWeights, Selection, predict_select
 
@@ -18,7 +17,6 @@ def run_select(x, w):
 @pytest.mark.parametrize(
     ("run", "part"),
     [
-        (lambda x, w: gather_gemv(x, w, None, None, "none", torch.empty(1, 4)), "x is on cpu: the Triton kernels need"),
         (run_select, "x is on cpu: the Triton kernels need a CUDA device"),
         (lambda x, w: dense_rows(x, None, w, None, "none", torch.empty(1, 4)), "x: expected a CUDA tensor, got one on"),
         (lambda x, w: project_heads(x, w, x, x, None, x), "mixed: expected a CUDA tensor, got one on cpu"),

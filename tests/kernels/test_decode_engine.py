@@ -1,11 +1,13 @@
 """The whole decoding step through the kernels (interpreter on the CPU) against the masked forward pass."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 from dejavu_train.decode import DecodeEngine, Sampling
+from dejavu_train.decode_crossover import choose_forms
 from dejavu_train.timing import time_engine
 from tests.decode_helpers import masked_nll, random_bundle, random_opt
 
@@ -43,18 +45,26 @@ def rows_of(*lengths, seed=3):
 def test_scores_equal_the_masked_forward_pass(model, device, options, engine_options):
     bundle = None if options is None else random_bundle(model, rank=5, **options)
     engine = DecodeEngine(model, bundle, device=device, context=16, crossover=False, **engine_options)
-    for tensor in [
-        *engine.core.k,
-        *engine.core.v,
-        *engine.core.attn_in,
-        engine.core.q,
-        engine.core.heads_out,
-        engine.core.x,
-    ]:
+    kept = [tensor for cache in engine.core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    for tensor in [*kept, engine.core.work.q, engine.core.work.heads_out, engine.core.x]:
         tensor.fill_(float("nan"))
     rows = rows_of(4, 3)[: engine.batch]
     for row, nll in zip(rows, engine.score(rows, 2), strict=True):
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, 2), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"means": True}, {"cascade": True, "relu": True}], ids=str)
+def test_layers_that_compute_all_select_the_same(model, device, options, monkeypatch):
+    """The forms of several rows that a GPU takes where the union leaves little out."""
+    monkeypatch.setattr(
+        "dejavu_train.decode.choose_forms",
+        lambda *args: {key: dataclasses.replace(form, sparse=False) for key, form in choose_forms(*args).items()},
+    )
+    bundle = random_bundle(model, rank=5, **options)
+    engine = DecodeEngine(model, bundle, device=device, context=16, batch=2)
+    rows = rows_of(4, 3)
+    for row, nll in zip(rows, engine.score(rows, 1), strict=True):
+        torch.testing.assert_close(nll, masked_nll(model, bundle, row, 1), atol=1e-3, rtol=1e-3)
 
 
 def test_sampling_kernels(model, device):

@@ -9,7 +9,7 @@ from kernels.head_select import head_selection
 from kernels.layer_norm import LayerNormWeights
 from kernels.packed_rows import PackedRows
 from kernels.qkv_select import qkv_select, qkv_select_reference
-from kernels.select import PredictorWeights, Selection, quantize_rows
+from kernels.select import PredictorWeights, Selection, quantize_rows, select_rows
 from kernels.site_predict import SiteRows, site_predict, site_predict_reference
 
 NAN = float("nan")
@@ -75,3 +75,29 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         made.append((attn_in, hidden, heads.row_bits, watermark, out, listed, neurons.row_bits))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_hidden_values_beyond_fp16(device, batch):
+    """A hidden value above 65504 is no infinity: its neurons are selected as by the reference."""
+    n, rank, h, hd, d = 70, 16, 2, 16, 32
+    up = (torch.rand(n, rank, device=device) - 0.5).half()
+    hidden = torch.randn(batch, rank, device=device)
+    hidden[0, 3], hidden[-1, 5] = 1.2e5, -7e4
+    predictor = PredictorWeights(torch.eye(rank, device=device), up)
+    neurons, wanted = Selection.empty(n, device), Selection.empty(n, device)
+    zero, row_state = torch.zeros(1, device=device), torch.ones(batch, dtype=torch.int32, device=device)
+    wanted.set_mask(hidden @ up.float().T > 0)
+    if batch > 1:
+        select_rows(hidden, predictor, zero, neurons, row_state)
+    else:
+        heads = head_selection(h, device)
+        position = torch.tensor([1], dtype=torch.int32, device=device)
+        caches = [torch.zeros(1, h, 4, hd, device=device) for _ in range(2)]
+        qkv_select(
+            torch.randn(1, 4, d, device=device), torch.randn(h, 3, hd, d, device=device),
+            torch.zeros(h, 3, hd, device=device), heads, position,
+            torch.zeros(1, h, dtype=torch.int32, device=device), None, torch.zeros(1, h, hd, device=device), *caches,
+            predictor, hidden, zero, row_state, neurons,
+        )  # fmt: skip
+    assert torch.equal(neurons.to_mask(batch), wanted.to_mask(batch)) and 0 < len(wanted.indices())

@@ -1,0 +1,180 @@
+"""Times what a user calls, SparseOPTForCausalLM(backend="triton").generate(), beside the engine itself and a dense OPT.
+
+Random weights of a true shape in fp16, greedy, one H200 in about two minutes at 6.7B. The same tokens are generated
+three ways: by `generate()` (two lengths; their difference is the time of a token, prefill and set-up excluded), by the
+engine's own steps, and by the dense model through transformers' loop. Peak memory is that of building the engine and
+generating, beside the weights, the caches and the predictors. Appends one JSON row to --out and prints it.
+
+    python -m benchmarks.generate
+    python -m benchmarks.generate --shape 2.7b --mlp-density 0.2 --head-density 0.85
+"""
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+from transformers import OPTForCausalLM
+
+from benchmarks.decode_hf import Clock, random_opt
+from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
+from benchmarks.harness import commit, step_times
+from dejavu_train.bundle import Bundle
+from dejavu_train.decode import DecodeEngine, Sampling
+from dejavu_train.entry import Entry, tensor_name
+from dejavu_train.opt_model import OPTShape
+from dejavu_train.sparse_model import SparseOPTForCausalLM
+
+STD = 0.02
+HEAD_RANK = 16
+EXTRA = 20  # steps while thresholds are set
+
+
+def random_bundle(shape: OPTShape, rank: int, mlp_density: float, head_density: float, device: str) -> Bundle:
+    """Random predictors; thresholds of zero, to be moved by `set_thresholds`."""
+    generator = torch.Generator(device).manual_seed(1)
+    entries, tensors = {}, {}
+    for layer in range(shape.n_layers):
+        for target, site, density in (("mlp", "mlp_in", mlp_density), ("heads", "attn_in", head_density)):
+            n, r = shape.units(target), rank if target == "mlp" else HEAD_RANK
+            for name, size in (("down", (r, shape.d_model)), ("up", (n, r)), ("bias", (n,))):
+                made = torch.zeros(size, dtype=torch.float16, device=device)
+                if name != "bias":
+                    made.normal_(0, STD, generator=generator)
+                tensors[tensor_name(layer, target, name)] = made.cpu()
+            tensors[tensor_name(layer, target, "frequency")] = torch.ones(n)
+            entries[layer, target] = Entry(
+                layer, target, site, layer, r, shape.d_model, n, threshold=0.0, density=density
+            )
+    return Bundle("random", "random", shape, entries, tensors)
+
+
+def set_live_share(model: OPTForCausalLM, share: float) -> None:
+    """Shift fc1's bias so that this share of the neurons is above zero, whatever is selected."""
+    for block in model.model.decoder.layers:
+        deviation = float(block.fc1.weight.detach().float().std()) * math.sqrt(block.fc1.in_features)
+        block.fc1.bias.data.fill_(deviation * statistics.NormalDist().inv_cdf(share))
+
+
+def seconds(model: OPTForCausalLM, ids: torch.Tensor, new_tokens: int) -> tuple[float, torch.Tensor]:
+    """Wall-clock seconds of one greedy call of generate(), and what it made."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy(new_tokens))
+    torch.cuda.synchronize()
+    return time.perf_counter() - began, out
+
+
+def greedy(new_tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+
+
+def cache_bytes(engine: DecodeEngine) -> int:
+    """K, V and kept inputs."""
+    return sum(tensor.nbytes for cache in engine.core.caches for tensor in (cache.k, cache.v, cache.attn_in))
+
+
+def predictor_bytes(engine: DecodeEngine) -> int:
+    """Of all predictors as they lie on the device."""
+    matrices = [(p.weights.down, p.weights.up, p.weights.bias, p.folded, p.bias) for p in engine.predictors.values()]
+    return sum(tensor.nbytes for each in matrices for tensor in each if tensor is not None)
+
+
+def own_rate(engine: DecodeEngine, prompt: list[int], new_tokens: int) -> float:
+    """Median milliseconds of a step of the engine, generating as generate() does."""
+    engine.begin([prompt], [len(prompt) + new_tokens], [len(prompt)], [len(prompt)], Sampling())
+    engine.core.tail("greedy", False)
+    return statistics.median(step_times(engine.step, new_tokens - 6))
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All measurements of one shape."""
+    shape = SHAPES[args.shape]
+    torch.manual_seed(0)
+    dense = random_opt(shape)
+    set_live_share(dense, args.live_share)
+    ids = torch.randint(3, shape.vocab_size, (1, args.prompt), device="cuda")
+    clock = Clock()
+    seconds(dense, ids, 4)
+    dense.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **greedy(args.new_tokens))
+    weights = sum(parameter.nbytes for parameter in dense.parameters())
+    bundle = random_bundle(
+        shape, args.rank or RANKS[args.shape], args.mlp_density, args.head_density, "cuda"
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = SparseOPTForCausalLM.from_model(dense, bundle, "triton", sparse_from="prompt")
+    first_call, _ = seconds(model, ids, args.new_tokens)
+    peak = torch.cuda.max_memory_allocated()
+    engine: DecodeEngine = model._engines.engine(1, args.prompt + args.new_tokens)
+    start(engine, args.prompt, EXTRA)
+    set_thresholds(engine, args.mlp_density, args.head_density)
+    torch.cuda.reset_peak_memory_stats()
+    short, _ = min((seconds(model, ids, 1) for _ in range(args.repeats)), key=lambda pair: pair[0])
+    whole = [seconds(model, ids, args.new_tokens) for _ in range(args.repeats)]
+    long = statistics.median(pair[0] for pair in whole)
+    peak = max(peak, torch.cuda.max_memory_allocated())
+    own = own_rate(engine, ids[0].tolist(), args.new_tokens)
+    again = engine.generate(ids.tolist(), args.new_tokens, stop_tokens=())[0]
+    assert whole[0][1][0, args.prompt :].tolist() == again, "generate() and the engine chose other tokens"
+    caches, predictors = cache_bytes(engine), predictor_bytes(engine)
+    mine = 1e3 * (long - short) / (args.new_tokens - 1)
+    return {
+        "first_call_s": first_call,
+        "generate_ms": mine,
+        "generate_with_prefill_ms": 1e3 * long / args.new_tokens,
+        "engine_ms": own,
+        "share_of_engine_rate": own / mine,
+        "transformers_dense_ms": statistics.median(clock.between()[10:]),
+        "peak_gb": peak / 1e9,
+        "weights_gb": weights / 1e9,
+        "caches_gb": caches / 1e9,
+        "predictors_gb": predictors / 1e9,
+        "peak_without_caches_and_predictors_over_weights": (peak - caches - predictors) / weights,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="6.7b", choices=list(SHAPES))
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--mlp-density", type=float, default=0.1)
+    parser.add_argument("--head-density", type=float, default=0.5)
+    parser.add_argument("--live-share", type=float, default=0.6)
+    parser.add_argument("--rank", type=int, default=0, help="of the MLP predictors; 0: 4 %% of the dense MLP's bytes")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/generate.jsonl"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    asked = {name: value for name, value in vars(args).items() if name != "out"}
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+        "dtype": "float16",
+        "batch": 1,
+        **asked,
+        **{name: round(value, 4) for name, value in run(args).items()},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

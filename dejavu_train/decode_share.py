@@ -1,0 +1,42 @@
+"""Lets a Hugging Face OPT and the decode engine use one copy of the weights."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class GroupedProjection(nn.Module):
+    """A q, k or v projection with its rows grouped by head in the engine's tensor; used as the `nn.Linear` it replaces.
+
+    The engine reads one contiguous range a head, (h, 3, head_dim, d); this module holds a view of one third. `weight`
+    is gathered anew at each use, a transient copy of (d, d), so a forward pass through it is right but not fast. A
+    state dict holds `weight` and `bias`, as that of `nn.Linear`.
+
+    Args:
+        rows: (h, head_dim, d), usually a view.
+        bias: (h * head_dim,), or None.
+    """
+
+    def __init__(self, rows: Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(rows, requires_grad=False)
+        self.bias = bias
+        self.out_features, self.in_features = rows.shape[0] * rows.shape[1], rows.shape[2]
+
+    @property
+    def weight(self) -> Tensor:
+        """(h * head_dim, d), a copy."""
+        return self.rows.flatten(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., d) -> (..., h * head_dim)."""
+        return F.linear(x, self.weight, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None:
+                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, grouped by head"

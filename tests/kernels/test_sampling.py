@@ -1,0 +1,65 @@
+"""The choice of the next token by the kernel: against the reference where nothing is drawn, by its sets where it is."""
+
+import pytest
+import torch
+
+from kernels.sampling import TokenState, advance, advance_reference
+
+ROWS, VOCABULARY = 4, 50
+
+
+def state_of(device, **values) -> TokenState:
+    state = TokenState.empty(ROWS, 12, device)
+    state.done.zero_()
+    for name, value in {"position": 4, "known": 3, "limit": 12, **values}.items():
+        getattr(state, name).copy_(torch.as_tensor(value))
+    return state
+
+
+def logits_of(device, seed=0):
+    return (3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(seed))).to(device)
+
+
+def test_stop_tokens_wait_for_the_least_length(device):
+    logits = logits_of(device)
+    best = logits.topk(2, dim=1).indices
+    stops = [int(best[0, 0]), int(best[1, 0]), *[-1] * 6]
+    made = []
+    for step in (advance, advance_reference):
+        state = state_of(device, stops=stops, least=[6, 5, 0, 99])
+        step(logits, state)
+        made.append(state)
+    for name, tensor in vars(made[0]).items():
+        torch.testing.assert_close(tensor, getattr(made[1], name), msg=name)
+    assert made[0].tokens[:2, 5].tolist() == [int(best[0, 1]), int(best[1, 0])]
+    assert made[0].done.tolist()[:2] == [0, 1]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "temperature", "top_p", "top_k"])
+def test_a_nan_logit_ends_its_row_and_is_flagged(device, mode):
+    for step in (advance, advance_reference):
+        logits = logits_of(device)
+        logits[1, 7], logits[2] = float("nan"), float("nan")
+        logits[3] = float("nan")
+        state = state_of(device, position=[4, 4, 4, -1], top_k=[5] * ROWS)
+        step(logits, state, mode)
+        assert state.fault.tolist() == [0, 5, 5, 0], "nothing stands before position 0: its logits are not looked at"
+        assert state.done.tolist() == [0, 1, 1, 0] and int(state.tokens.max()) < VOCABULARY
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (10, 0.6), (VOCABULARY + 5, 1.0)])
+def test_top_k_then_top_p(device, top_k, top_p):
+    logits = logits_of(device)
+    order = logits.sort(dim=1, descending=True)
+    among = order.values[:, :top_k].softmax(1)
+    seen = [set() for _ in range(ROWS)]
+    for seed in range(12):
+        state = state_of(device, top_k=[top_k] * ROWS, top_p=[top_p] * ROWS, seed=[4 * seed + b for b in range(ROWS)])
+        advance(logits, state, "top_k")
+        for b in range(ROWS):
+            seen[b].add(int(state.tokens[b, 5]))
+    for b in range(ROWS):
+        number = int((among[b].cumsum(0) < top_p).sum()) + 1 if top_p < 1 else min(top_k, VOCABULARY)
+        assert seen[b] <= set(order.indices[b, :number].tolist())
+        assert int(order.indices[b, 0]) in seen[b]
+    assert any(len(each) > 1 for each in seen)
