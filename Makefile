@@ -1,5 +1,5 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model (about 8 minutes on 2 cores)
-# make test    lint, format check, types, tests
+# make test    lint, format check, types, import contracts, tests
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
 
@@ -25,6 +25,7 @@ lint: .venv/dev
 	.venv/bin/ruff check $(CODE)
 	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/mypy
+	.venv/bin/lint-imports
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -40,4 +41,4 @@ lint: .venv/dev
 	@touch $@ .venv/train
 
 clean:
-	rm -rf checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage

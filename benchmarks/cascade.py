@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
-from kernels.cascade import CascadeWeights, cascade
-from kernels.cascade_batch import InputLevels, cascade_test
-from kernels.listed_batch import BatchRows, listed_batch
-from kernels.listed_gemv import listed_gemv
-from kernels.packed_rows import PackedRows, listed_block, pack
-from kernels.select import Selection
+from kernels.mlp.cascade import CascadeWeights, cascade
+from kernels.mlp.cascade_batch import InputLevels, cascade_test
+from kernels.mlp.listed_batch import BatchRows, listed_batch
+from kernels.mlp.listed_gemv import listed_gemv
+from kernels.mlp.packed_rows import PackedRows, listed_block, pack
+from kernels.mlp.select import Selection
 
 SHAPES = {768: 3072, 2048: 8192, 4096: 16384, 7168: 28672, 9216: 36864, 12288: 49152}
 CASES = ((0.05, 0.6), (0.1, 0.4), (0.2, 0.2), (0.3, 0.15))
@@ -44,9 +44,11 @@ class Problem:
             words = torch.randint(
                 -(2**31), 2**31 - 1, (self.n, d // 2), dtype=torch.int32, device="cuda", generator=generator
             )
-            bar = torch.where(torch.rand(self.n, device="cuda", generator=generator) < passing, -1e30, 1e30)
+            stage2_threshold = torch.where(
+                torch.rand(self.n, device="cuda", generator=generator) < passing, -1e30, 1e30
+            )
             upper, rest = words[:, : d // 8].contiguous(), words[:, d // 8 :].contiguous()
-            self.planes.append(CascadeWeights(upper, rest, ones * 1e-2, ones * 1e-5, ones * 0.0, bar))
+            self.planes.append(CascadeWeights(upper, rest, ones * 1e-2, ones * 1e-5, ones * 0.0, stage2_threshold))
             mask = torch.rand(batch, self.n, device="cuda", generator=generator) < density
             self.masks.append(mask)
             self.selections.append(Selection.from_mask(mask, self.block))
@@ -57,7 +59,7 @@ class Problem:
         candidates = self.masks[i].any(0)
         if provider != "cascade":
             return int(candidates.sum()) * 2 * self.d
-        passed = candidates & (self.planes[i].bar < 0)
+        passed = candidates & (self.planes[i].stage2_threshold < 0)
         # One row reads the other plane of what passed, several rows whole rows of fc1.
         rest = 3 * self.d // 2 + 4 if self.batch == 1 else 2 * self.d
         return int(candidates.sum()) * (self.d // 2 + 12) + int(passed.sum()) * rest

@@ -37,11 +37,11 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import commit, measure, step_times
-from dejavu_train.decode import DecodeEngine
-from dejavu_train.decode_weights import DecodeWeights
-from dejavu_train.opt_model import OPTShape
-from kernels.dense_gemv import RowSettings, dense_rows
-from kernels.layer_norm import LayerNormWeights
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.models.opt import OPTShape
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense.dense_gemv import RowSettings, dense_rows
 
 EXTRA = 20  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
@@ -117,7 +117,7 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         row = measured(engine)
         row |= summary(step_times(engine.step, steps), cell.batch)
         notes = []
-        masked = sorted({form.target for form in engine.forms.values() if not form.sparse})
+        masked = sorted({mode.target for mode in engine.modes.values() if not mode.sparse})
         if masked:  # all layers of these shapes are alike
             notes.append(f"{' and '.join(masked)} computed whole and masked")
         if cell.breakdown:
@@ -168,7 +168,7 @@ def main() -> int:
         parser.error("this benchmark needs a CUDA device")
     began = time.monotonic()
     best = best_bandwidth()
-    facts = conditions() | {"best_tb_s": best}
+    metadata = conditions() | {"best_tb_s": best}
     for name in args.models:
         weights = None
         for cell in asked or required_cells(name):
@@ -181,7 +181,7 @@ def main() -> int:
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):
                 weights = random_weights(SHAPES[name], args.live_share)
-            row = facts | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
+            row = metadata | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
             row |= {"mlp_density": "", "head_density": "", "rank": ""}  # asked; what a row holds is measured
             append(args.out, row | run_cell(cell, name, weights, args.steps, best))
     return 0

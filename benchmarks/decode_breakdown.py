@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import step_times
-from dejavu_train.decode import DecodeEngine
+from dejavu_train.engine.decode import DecodeEngine
 
 LABELS = {
     "cascade_test": "second_stage",

@@ -7,7 +7,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from dejavu_train.opt_model import OPTShape
+from dejavu_train.models.opt import OPTShape
 
 
 class Clock(BaseStreamer):

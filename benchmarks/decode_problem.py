@@ -10,11 +10,11 @@ import statistics
 
 import torch
 
-from dejavu_train.decode import DecodeEngine, Sampling
-from dejavu_train.decode_weights import DecodeWeights, TargetPredictor
-from dejavu_train.opt_model import OPTShape
-from kernels.layer_norm import layer_norm_reference
-from kernels.select import PredictorWeights, predict_reference
+from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
+from dejavu_train.models.opt import OPTShape
+from kernels.common.layer_norm import layer_norm_reference
+from kernels.mlp.select import PredictorWeights, predict_reference
 
 SHAPES = {
     "1.3b": OPTShape(2048, 8192, 24, 32, 50272, 2048),

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import commit
-from dejavu_train.bundle import Bundle
-from dejavu_train.decode import DecodeEngine
-from dejavu_train.mask import masking
-from dejavu_train.opt_model import load_opt, load_tokenizer
-from dejavu_train.planes import input_levels
-from dejavu_train.selections import Given, Predicted
-from dejavu_train.sparse_model import SparseOPTForCausalLM
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.evaluation.baselines import Given
+from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.predictors.bit_planes import input_levels
+from dejavu_train.sparse.masked import masking
+from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 NEAR = 1e-3  # distance of a logit to its threshold below which rounding in another order may decide
 NOISE = 4  # times what `mask` in fp32 is off its fp64 at the same token: the same, where the model amplifies rounding
@@ -51,7 +52,7 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
 class Watching(Predicted):
     """Selections of the bundle; keeps by (layer, target), as (B, T, n): `chosen`; `margin`, how far each logit lies
     from its threshold; `values`, the logits. Of a cascade the margin is that of the nearer decision, less one level of
-    the second test's rounded input times the largest weight: a level at a rounding boundary may fall on either side.
+    the second stage's rounded input times the largest weight: a level at a rounding boundary may fall on either side.
     """
 
     def __init__(self, bundle: Bundle, model: Any) -> None:
@@ -61,15 +62,17 @@ class Watching(Predicted):
         self.values: dict[tuple[int, str], Tensor] = {}
 
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
-        keep, entry = super().__call__(layer, target, sites), self.bundle.entries.get((layer, target))
-        if keep is not None and entry is not None:
-            logits = self.predictors[layer, target](sites[entry.site, entry.site_layer].float())
-            margin = (logits - (entry.threshold or 0.0)).abs()
-            if target == "mlp" and layer in self._tests:
-                test = self._tests[layer]
+        keep, spec = super().__call__(layer, target, sites), self.bundle.specs.get((layer, target))
+        if keep is not None and spec is not None:
+            logits = self.predictors[layer, target](sites[spec.site, spec.site_layer].float())
+            margin = (logits - (spec.threshold or 0.0)).abs()
+            if target == "mlp" and layer in self._second_stages:
+                second_stage = self._second_stages[layer]
                 x = sites["mlp_in", layer]
-                level = input_levels(x)[1] * test.planes.step * 7
-                margin = torch.minimum(margin, ((test.scores(x) - test.bar).abs() - level).clamp_min(0.0))
+                level = input_levels(x)[1] * second_stage.planes.step * 7
+                margin = torch.minimum(
+                    margin, ((second_stage.scores(x) - second_stage.stage2_threshold).abs() - level).clamp_min(0.0)
+                )
             self.chosen[layer, target], self.margin[layer, target] = keep, margin
             self.values[layer, target] = logits
         return keep
@@ -86,9 +89,9 @@ class Exact(Given):
         self.off: dict[tuple[int, str], Tensor] = {}
 
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
-        keep, entry = super().__call__(layer, target, sites), self.watched.bundle.entries.get((layer, target))
-        if keep is not None and entry is not None:
-            logits = self.predictors[layer, target](sites[entry.site, entry.site_layer])
+        keep, spec = super().__call__(layer, target, sites), self.watched.bundle.specs.get((layer, target))
+        if keep is not None and spec is not None:
+            logits = self.predictors[layer, target](sites[spec.site, spec.site_layer])
             self.off[layer, target] = (logits - self.watched.values[layer, target]).abs().amax(-1, keepdim=True)
         return keep
 
@@ -188,7 +191,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
     whole = [watch for watch in parts if watch.full]
     unions = {target: sum(float(w.union[target]) / w.steps for w in whole) / len(whole) for target in parts[0].groups}
     expected = {
-        target: sum(engine.forms[key].union for key in keys) / len(keys) for target, keys in parts[0].groups.items()
+        target: sum(engine.modes[key].union for key in keys) / len(keys) for target, keys in parts[0].groups.items()
     }
     return {
         "tokens": n,
@@ -213,7 +216,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
 
 
 def _greedy() -> Any:
-    from dejavu_train.decode import Sampling
+    from dejavu_train.engine.decode import Sampling
 
     return Sampling()
 

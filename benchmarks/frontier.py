@@ -5,9 +5,9 @@
     python benchmarks/frontier.py --plot docs/frontier/opt-mini.csv            the plot alone
 
 Bytes are what kernels must read per token: predictors, fc1 rows of selected neurons, fc2 rows of those that are also
-active, attention rows of selected heads. Predictors learn on ``train``, thresholds and shares come from ``calibrate``,
-variants are compared on ``choose``, and ``report`` is only scored. Rows are written as they come, so that a study cut
-short by ``--seconds`` leaves a table.
+active, attention rows of selected heads. Predictors learn on ``train``, thresholds and shares come from
+``calibration``, variants are compared on ``val``, and ``test`` is only scored. Rows are written as they come, so that a
+study cut short by ``--seconds`` leaves a table.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.frontier_methods import cascade_sections, head_sections, section
 from benchmarks.frontier_methods.plot import draw
 from benchmarks.frontier_methods.study import GPU_SIZES, Sizes, Study, open_study
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.opt_model import resolve_device
+from dejavu_train.models.opt import resolve_device
 
 
 def plan_of_work(study: Study, full: bool) -> dict[str, Callable[[], object]]:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--full", action="store_true", help="the whole table (for a GPU)")
     parser.add_argument("--sections", nargs="*", help="only these sections")
     parser.add_argument("--seconds", type=float, help="start no further section after this time")
-    parser.add_argument("--tokens", type=int, help="report tokens (full: 110,000)")
+    parser.add_argument("--tokens", type=int, help="test tokens (full: 110,000)")
     parser.add_argument("--label", help="name of the model in the table")
     parser.add_argument("--plot", help="draw this CSV and stop")
     args = parser.parse_args(argv)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = resolve_device(args.device)
     sizes = GPU_SIZES if args.full else Sizes()
     if args.tokens:
-        sizes = dataclasses.replace(sizes, report_tokens=args.tokens)
+        sizes = dataclasses.replace(sizes, test_tokens=args.tokens)
     started = time.perf_counter()
     output = Path(args.output)
     label = args.label or Path(args.model).name

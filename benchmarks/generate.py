@@ -26,11 +26,11 @@ from transformers import OPTForCausalLM
 from benchmarks.decode_hf import Clock, random_opt
 from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
 from benchmarks.harness import commit, step_times
-from dejavu_train.bundle import Bundle
-from dejavu_train.decode import DecodeEngine, Sampling
-from dejavu_train.entry import Entry, tensor_name
-from dejavu_train.opt_model import OPTShape
-from dejavu_train.sparse_model import SparseOPTForCausalLM
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import PredictorSpec, tensor_name
+from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.models.opt import OPTShape
+from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 STD = 0.02
 HEAD_RANK = 16
@@ -50,7 +50,7 @@ def random_bundle(shape: OPTShape, rank: int, mlp_density: float, head_density: 
                     made.normal_(0, STD, generator=generator)
                 tensors[tensor_name(layer, target, name)] = made.cpu()
             tensors[tensor_name(layer, target, "frequency")] = torch.ones(n)
-            entries[layer, target] = Entry(
+            entries[layer, target] = PredictorSpec(
                 layer, target, site, layer, r, shape.d_model, n, threshold=0.0, density=density
             )
     return Bundle("random", "random", shape, entries, tensors)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.harness import BenchRow, Rows, measure, read_rows
 from benchmarks.sparse_attention_problem import ALL_SHAPES, Problem
-from dejavu_train.opt_model import OPTShape
+from dejavu_train.models.opt import OPTShape
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 # The original's kernels on the same GPU model, microseconds: q/k/v and out-projection at 50 % of the heads.

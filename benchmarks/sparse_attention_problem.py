@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.decode_problem import SHAPES
-from dejavu_train.opt_model import OPTShape
-from kernels import dense_gemv, flash_decode, head_select, out_projection, qkv, qkv_dense
-from kernels.layer_norm import LayerNormWeights
+from dejavu_train.models.opt import OPTShape
+from kernels.attention import flash_decode, head_select, out_projection, qkv
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense import dense_gemv, qkv_dense
 
 SETS = 24  # past the L2, and enough that what a graph takes to start is shared out
 ALL_SHAPES = SHAPES | {"175b": OPTShape(12288, 49152, 96, 96, 50272, 2048)}

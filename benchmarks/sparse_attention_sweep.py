@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.harness import measure
 from benchmarks.sparse_attention_problem import ALL_SHAPES, Problem
-from kernels import dense_gemv, dense_wide
-from kernels.dense_gemv import RowSettings
-from kernels.layer_norm import LayerNormWeights
-from kernels.out_projection import HeadTileSettings, ProjectSettings
-from kernels.qkv import TileSettings
+from kernels.attention.out_projection import HeadTileSettings, ProjectSettings
+from kernels.attention.qkv import TileSettings
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense import dense_gemv, dense_wide
+from kernels.dense.dense_gemv import RowSettings
 
 KERNELS = ("select", "qkv", "attention", "out", "qkv-dense", "attention-dense", "out-dense", "fc1", "fc2", "lm-head")
 STEPS = 12  # of a graph, at least: its start, some microseconds, is shared out over them

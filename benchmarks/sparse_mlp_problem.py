@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.batched import dense_add, dense_hidden
-from kernels.dense_gemv import dense_rows
-from kernels.dense_wide import dense_wide
-from kernels.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.listed_batch import (
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.batched import dense_add, dense_hidden
+from kernels.dense.dense_gemv import dense_rows
+from kernels.dense.dense_wide import dense_wide
+from kernels.mlp.listed_batch import (
     BatchRows,
     listed_batch,
     listed_batch_reference,
     packed_batch,
     packed_batch_reference,
 )
-from kernels.listed_gemv import listed_gemv
-from kernels.listed_mlp import listed_mlp
-from kernels.packed_rows import PackedRows, listed_block, pack, packed_rows, partial_sums
-from kernels.select import PredictorWeights, Selection, predict_reference, predict_select
+from kernels.mlp.listed_gemv import listed_gemv
+from kernels.mlp.listed_mlp import listed_mlp
+from kernels.mlp.packed_rows import PackedRows, listed_block, pack, packed_rows, partial_sums
+from kernels.mlp.select import PredictorWeights, Selection, predict_reference, predict_select
 
 LIVE_BIAS = {0.6: 0.2533, 1.0: 12.0}  # P(N(0, 1) + bias > 0)
 

@@ -25,16 +25,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import commit
-from dejavu_train.bundle import Bundle
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.cli import parse_config
-from dejavu_train.costs import mlp_share
-from dejavu_train.eval_texts import load_text
-from dejavu_train.evaluate import Row, evaluate, hold_out, increase
-from dejavu_train.metrics import SelectionSums
-from dejavu_train.opt_model import load_opt, load_tokenizer, resolve_device
+from dejavu_train.data.samples import SampleManifest, decode_rows
+from dejavu_train.data.text import INSTALLED_DOCS, Document, TextSource, load_documents, load_sets
+from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out, increase
+from dejavu_train.evaluation.texts import load_text
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.pipeline import run as train
-from dejavu_train.samples import SampleManifest, decode_rows
-from dejavu_train.text import INSTALLED_DOCS, Document, TextSource, load_documents, load_sets
+from dejavu_train.predictors.metrics import SelectionSums
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ RECIPES: dict[str, list[str]] = {
     "default": [],
     # fc1's SVD weighed with the inputs' second moment, nothing trained: what whitened low-rank methods do
     "whitened-svd": ["--mlp.steps=0", *PLAIN],
-    "svd": ["--mlp.start=svd", "--mlp.steps=0", *PLAIN],
+    "svd": ["--mlp.init=svd", "--mlp.steps=0", *PLAIN],
     # Deja Vu's: random start, its loss, Adam at 1e-3, fp16; rank 1000 of 12288, so 32 of 384
     "original": [
-        "--mlp.start=random", "--mlp.loss=paper", "--mlp.learning_rate=0.001", "--mlp.weight_decay=0.01",
+        "--mlp.init=random", "--mlp.loss=paper", "--mlp.learning_rate=0.001", "--mlp.weight_decay=0.01",
         "--mlp.rank=32", "--calibrate.dtype=float16", *PLAIN,
     ],
 }  # fmt: skip
@@ -101,7 +101,7 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
     tokenizer = load_tokenizer(model)
     for name, place in TEXTS.items():
         source = TextSource(source=place if place.startswith("installed") else str(data / place), cache=cache)
-        text = load_text(name, source, "report", model, {}, tokenizer, WINDOW, tokens)
+        text = load_text(name, source, "test", model, {}, tokenizer, WINDOW, tokens)
         held = text.held
         rows: dict[int, list[int]] = {}
         for window, document in zip(held.windows, held.document, strict=True):
@@ -142,12 +142,17 @@ def at_bytes(bundle: Bundle, share: float) -> float:
     return low
 
 
-def rows_of(bundle: Bundle, recipe: str, yardsticks: bool) -> list[Row]:
+def rows_of(bundle: Bundle, recipe: str, yardsticks: bool) -> list[EvalSetting]:
     """What is scored: the default recipe at its densities, the others where they read as many bytes."""
     if recipe != "default":
-        return [Row("dense"), *(Row("predicted", at_bytes(bundle, share)) for share in BYTES)]
-    rows = [Row("dense"), Row("predicted", 0.1), Row("predicted", 0.2), Row("predicted", 0.2, 0.85)]
-    return rows + [Row(name, density) for name in ("oracle", "static") for density in (0.1, 0.2) if yardsticks]
+        return [EvalSetting("dense"), *(EvalSetting("predicted", at_bytes(bundle, share)) for share in BYTES)]
+    rows = [
+        EvalSetting("dense"),
+        EvalSetting("predicted", 0.1),
+        EvalSetting("predicted", 0.2),
+        EvalSetting("predicted", 0.2, 0.85),
+    ]
+    return rows + [EvalSetting(name, density) for name in ("oracle", "static") for density in (0.1, 0.2) if yardsticks]
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:

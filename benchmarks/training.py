@@ -24,12 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dejavu_train.config import PredictorConfig, RunConfig
-from dejavu_train.datamodule import DataConfig
+from dejavu_train.data.datamodule import DataConfig
+from dejavu_train.data.shard_reader import write_statistics
+from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.jobs import run_job, summary_rows
-from dejavu_train.opt_model import OPTShape
+from dejavu_train.models.opt import OPTShape
 from dejavu_train.pipeline import table
-from dejavu_train.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits, write_statistics
+from dejavu_train.training.job import run_job, summary_rows
 
 # d_model, d_ffn, layers, heads, rank of the MLP's predictors
 SHAPES = {
@@ -107,18 +108,18 @@ def run(argv: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     if not (activations / "statistics.json").is_file():
         held_out = max(1024, asked.tokens // 20)
-        make_shards(activations, shape, {"train": asked.tokens, "choose": held_out}, 32_768, device)
+        make_shards(activations, shape, {"train": asked.tokens, "val": held_out}, 32_768, device)
     size = sum(path.stat().st_size for path in activations.rglob("*.h5"))
     print(f"{size / 1e9:.1f} GB of shards in {time.perf_counter() - began:.0f} s (not timed)", file=sys.stderr)
 
     shutil.rmtree(asked.folder / "predictors", ignore_errors=True)
-    mlp = PredictorConfig(rank=rank, start="svd_data", steps=asked.mlp_steps, learning_rate=4e-3, patience=0)
+    mlp = PredictorConfig(rank=rank, init="whitened_svd", steps=asked.mlp_steps, learning_rate=4e-3, patience=0)
     heads = PredictorConfig(
         rank=n_heads,
-        start="small",
+        init="small",
         loss="log_contribution",
         density=0.85,
-        share_density=False,
+        density_allocation=False,
         steps=asked.head_steps,
         patience=0,
     )
@@ -137,7 +138,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     whole = total * all_layers / asked.layers
     print(f"{len(jobs)} predictors in {total:.1f} s; extrapolated to {all_layers} layers: {whole:.0f} s")
     where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
-    facts = {
+    metadata = {
         "shape": asked.shape,
         "layers": asked.layers,
         "tokens": asked.tokens,
@@ -154,7 +155,7 @@ def run(argv: Sequence[str] | None = None) -> None:
             "data": dataclasses.asdict(data),
         },
     }
-    print(json.dumps(facts))
+    print(json.dumps(metadata))
     if not asked.keep:
         shutil.rmtree(asked.folder)
 

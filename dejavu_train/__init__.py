@@ -3,19 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dejavu_train.bundle import Bundle
-    from dejavu_train.sparse_model import SparseOPTForCausalLM
+    from dejavu_train.bundle.artifact import Bundle
+    from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 __all__ = ["Bundle", "SparseOPTForCausalLM"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Bundle":
-        from dejavu_train.bundle import Bundle
+        from dejavu_train.bundle.artifact import Bundle
 
         return Bundle
     if name == "SparseOPTForCausalLM":
-        from dejavu_train.sparse_model import SparseOPTForCausalLM
+        from dejavu_train.sparse.model import SparseOPTForCausalLM
 
         return SparseOPTForCausalLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

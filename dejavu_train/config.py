@@ -4,19 +4,16 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from dejavu_train.allocate import parse_budget
-from dejavu_train.calibrate import CalibrateConfig
-from dejavu_train.costs import entry_bytes, predictor_bytes
-from dejavu_train.datamodule import DataConfig
-from dejavu_train.entry import Entry
+from dejavu_train.bundle.allocation import parse_budget
+from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
+from dejavu_train.bundle.spec import TARGETS, PredictorSpec
+from dejavu_train.calibration.calibrate import CalibrateConfig
+from dejavu_train.data.datamodule import DataConfig
+from dejavu_train.data.text import SELF, TextSource
+from dejavu_train.data.windows import CollectConfig
 from dejavu_train.errors import UserError
-from dejavu_train.losses import get_loss
-from dejavu_train.opt_model import OPTShape
-from dejavu_train.plan import CollectConfig
-from dejavu_train.text import SELF, TextSource
-from dejavu_train.tune import TuneConfig
-
-TARGETS = ("mlp", "heads")
+from dejavu_train.models.opt import OPTShape
+from dejavu_train.predictors.losses import get_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +30,22 @@ class PredictorConfig:
     """Between the two matrices."""
     bias: bool = True
     """One offset per unit."""
-    start: Literal["random", "small", "svd", "svd_data"] = "svd_data"
+    init: Literal["random", "small", "svd", "whitened_svd"] = "whitened_svd"
     """First values: random, small, the SVD of fc1, or that SVD weighed with the inputs' second moment (mlp only)."""
     lookahead: int = 0
     """How many half-blocks before its target the predictor reads (design.md)."""
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     loss: str = "contribution"
-    """paper, pos_weight, contribution, share, regression or log_contribution."""
+    """paper, pos_weight, contribution, listwise, regression or log_contribution."""
     density: float | None = None
     """Mean density at which the predictors will be deployed; figures and early stopping are taken there. null: that of
     calibrate when they are first trained."""
-    share_density: bool = True
+    density_allocation: bool = True
     """Share that density over the layers in proportion to their true density (mlp only)."""
     steps: int = 1000
-    """Optimiser steps at most; 0: the first values are not trained (with an SVD start a baseline without training)."""
+    """Optimiser steps at most; 0: the first values are not trained (with an SVD initialisation a baseline without
+    training)."""
     learning_rate: float = 4e-3
     """Highest rate of AdamW, after the warm-up."""
     weight_decay: float = 0.0
@@ -55,7 +53,7 @@ class PredictorConfig:
     warmup: float = 0.05
     """Share of the steps in which the rate rises."""
     validations: int = 10
-    """How often the choose set is scored during those steps."""
+    """How often the val set is scored during those steps."""
     monitor: Literal["retained_mass", "recall"] = "retained_mass"
     """What decides the best checkpoint, at the deployed density."""
     patience: int = 4
@@ -78,10 +76,8 @@ class PredictorConfig:
             raise UserError(f"{section}.density must lie above 0 and at most at 1, got {self.density}")
         if not 0.0 <= self.warmup < 1.0:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
-        if section == "heads" and self.start.startswith("svd"):
-            raise UserError(
-                f"heads.start cannot be {self.start}: heads have no weight to decompose; use small or random"
-            )
+        if section == "heads" and self.init in ("svd", "whitened_svd"):
+            raise UserError(f"heads.init cannot be {self.init}: heads have no weight to decompose; use small or random")
         get_loss(self.loss)
 
     def rank_of(self, layer: int) -> int:
@@ -101,6 +97,37 @@ class PredictorConfig:
             )
         half_blocks = max(0, half_blocks)
         return ("mlp_in" if half_blocks % 2 else "attn_in"), half_blocks // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    """How the trained neuron predictors are tuned in the model, before the final calibration."""
+
+    steps: int = 0
+    """Optimiser steps; 0: not at all. 300 halve the loss at a budget, on a GPU."""
+    density: float | None = None
+    """Mean density of the neurons at which they are tuned; null: calibrate's (or its budget) when first tuned."""
+    learning_rate: float = 2e-3
+    """Highest rate of Adam; a twentieth of the steps rise to it."""
+    tokens: int = 16_000
+    """Tokens of a step."""
+    batch_tokens: int = 4096
+    """Tokens in one pass through the model; a step adds up as many passes as it needs."""
+    width: float = 1.0
+    """Width of the sigmoid in the backward pass, in units of a logit."""
+    price: float | None = None
+    """The first price: nats per token that the bytes of all dense MLPs are worth; null: the slope that was measured."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        if self.steps < 0 or min(self.tokens, self.batch_tokens) < 1:
+            raise UserError("tune.steps must not be negative, tune.tokens and tune.batch_tokens be at least 1")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise UserError(f"tune.density must lie above 0 and at most at 1, got {self.density:g}")
+        for name in ("learning_rate", "width", "price"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"tune.{name} must be above 0, got {value:g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +160,7 @@ class RunConfig:
     """Predictors of the neurons."""
     heads: PredictorConfig = dataclasses.field(
         default_factory=lambda: PredictorConfig(
-            rank=12, start="small", loss="log_contribution", density=0.85, share_density=False, learning_rate=3e-3
+            rank=12, init="small", loss="log_contribution", density=0.85, density_allocation=False, learning_rate=3e-3
         )
     )
     """Predictors of the attention heads."""
@@ -179,8 +206,8 @@ class RunConfig:
         for layer, target in self.all_jobs(shape.n_layers):
             section, n_out = self.predictor(target), shape.units(target)
             site, rank, dtype = section.site(target, layer), section.rank_of(layer), self.calibrate.dtype_of(target)
-            entry = Entry(layer, target, *site, rank, shape.d_model, n_out, bias=section.bias, dtype=dtype)
-            least += min(predictor_bytes(entry), entry_bytes(entry, shape))
+            spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, bias=section.bias, dtype=dtype)
+            least += min(predictor_bytes(spec), spec_bytes(spec, shape))
         if budget is not None and budget < least:
             raise UserError(
                 f"calibrate.budget {self.calibrate.budget} cannot be met: the predictors alone read {least:.4g} bytes;"

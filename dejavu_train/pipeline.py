@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dejavu_train.bundle import Bundle
-from dejavu_train.calibrate import CalibrateConfig, calibrate
-from dejavu_train.collect import LoadSets, collect
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.calibration.calibrate import CalibrateConfig, calibrate
 from dejavu_train.config import TARGETS, RunConfig
+from dejavu_train.data.collect import LoadSets, collect
+from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
+from dejavu_train.data.shard_reader import ShardReader
+from dejavu_train.data.shards import SETS
+from dejavu_train.data.text import SELF, Document, TextManifest
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
-from dejavu_train.jobs import (
+from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.run_folder import claimed_folder
+from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
+from dejavu_train.training.finetune import finetune
+from dejavu_train.training.job import (
     Job,
     has_predictor,
     is_finished,
@@ -32,14 +40,7 @@ from dejavu_train.jobs import (
     stored_stage,
     summary_rows,
 )
-from dejavu_train.opt_model import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
-from dejavu_train.run_folder import claimed_folder
-from dejavu_train.samples import Rows, Write, load_samples, transformers_writer
-from dejavu_train.shards import SETS, ShardReader
-from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
-from dejavu_train.text import SELF, Document, TextManifest
-from dejavu_train.trainer import build_trainer, start_device
-from dejavu_train.tune import tune
+from dejavu_train.training.trainer import build_trainer, start_device
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +116,8 @@ def bundle_stage(folder: Path) -> Any:
     if not (folder / "bundle.json").is_file():
         return None
     stored = read_json(folder / "bundle.json", "the bundle")
-    facts = stored.get("facts") if isinstance(stored, dict) else None
-    return (facts.get("stage") if isinstance(facts, dict) else None) or {}
+    metadata = stored.get("facts") if isinstance(stored, dict) else None
+    return (metadata.get("stage") if isinstance(metadata, dict) else None) or {}
 
 
 def sampled(config: RunConfig) -> LoadSets | None:
@@ -152,8 +153,8 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
     if device.type != "cuda" or run.device_map is not None:
         return transformers_writer(model, settings), "transformers"
-    from dejavu_train.decode import DecodeEngine, Sampling  # imports triton
-    from kernels.attention_common import HEAD_DIMS
+    from dejavu_train.engine.decode import DecodeEngine, Sampling  # imports triton
+    from kernels.common.checks import HEAD_DIMS
 
     if OPTShape.from_config(model.config).head_dim not in HEAD_DIMS:
         return transformers_writer(model, settings), "transformers"
@@ -170,7 +171,7 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
 def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -> None:
     """Calibrate, write the bundle, and show one table of all predictors."""
     activations = output / "activations"
-    windows = ShardReader(activations, 0, "calibrate").windows() if config.calibrate.sensitivity_tokens else None
+    windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
 
     def load_model() -> Any:
         run = config.collect
@@ -186,10 +187,10 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
             settings = config.calibrate
             if config.tune.density is not None:
                 settings = dataclasses.replace(settings, mlp_density=config.tune.density, budget=None)
-            tune_all(config, output, jobs, calibrated(folder, settings), tuning)
+            finetune_all(config, output, jobs, calibrated(folder, settings), tuning)
         folder = output / "tuned"
     bundle = calibrated(folder, config.calibrate)
-    bundle = dataclasses.replace(bundle, facts=bundle.facts | {"stage": stage.to_json()})
+    bundle = dataclasses.replace(bundle, metadata=bundle.metadata | {"stage": stage.to_json()})
     bundle.save_pretrained(output / config.bundle)
     columns, rows = summary_rows(output, jobs)
     with replacing(output / "predictors" / "summary.csv") as path:
@@ -198,14 +199,14 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
     log_summary(config, jobs)
 
 
-def tune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle, stage: Stage) -> None:
+def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle, stage: Stage) -> None:
     """Tune the neuron predictors of ``bundle`` in the model; ``tuned`` holds those, and the others as trained."""
     run = config.collect
     dtype = "bfloat16" if run.dtype == "float16" else run.dtype  # gradients of a divergence vanish in float16
     device = start_device(config.trainer)
     model = load_opt(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
-    made, figures = tune(model, bundle, windows, config.tune, config.seed)
+    made, metrics = finetune(model, bundle, windows, config.tune, config.seed)
     folder = output / ".tmp-tuned"
     shutil.rmtree(folder, ignore_errors=True)
     for layer, target in jobs:
@@ -217,9 +218,9 @@ def tune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundl
         if target == "mlp" and layer in made:
             tensors = {name: tensor.contiguous() for name, tensor in made[layer].state_dict().items()}
             save_file(tensors, own / "predictor.safetensors")
-            facts = read_json(own / "predictor.json", "a finished predictor")
-            facts |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": figures[-1]}
-            write_json(own / "predictor.json", facts)
+            metadata = read_json(own / "predictor.json", "a finished predictor")
+            metadata |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": metrics[-1]}
+            write_json(own / "predictor.json", metadata)
     write_json(folder / "stage.json", stage.to_json())
     shutil.rmtree(output / "tuned", ignore_errors=True)
     folder.rename(output / "tuned")
@@ -229,7 +230,7 @@ def check_trainer(config: RunConfig, job: Job) -> None:
     """Refuse trainer arguments that cannot work before anything is collected.
 
     Raises:
-        UserError: as :func:`dejavu_train.trainer.build_trainer`.
+        UserError: as :func:`dejavu_train.training.trainer.build_trainer`.
     """
     trainer = {**config.trainer, "logger": False}
     build_trainer(dataclasses.replace(config, trainer=trainer), job, Path(config.output), [])

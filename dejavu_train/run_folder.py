@@ -41,6 +41,11 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
             stored = _stored(output)
             collect, whole = collect_stage(config), calibrate_stage(config)
             made = (output / "activations" / "manifest.json").exists() or (output / "predictors").exists()
+            if stored and made and stored.get("schema") != SCHEMA:
+                raise UserError(
+                    f"the folder {output} holds a run of schema {stored.get('schema')}, this version goes on with"
+                    f" {SCHEMA}: choose another --output or delete the folder; infer.py still reads its bundle"
+                )
             if stored and made and not collect.made(stored.get("collect")):
                 reason = collect.difference(stored.get("collect"))
                 raise UserError(
@@ -55,7 +60,7 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
                     for target in TARGETS
                     if config.predictor(target).enabled
                 },
-                "calibrate": whole.to_json(),
+                "calibration": whole.to_json(),
             }
             if stored != described:
                 _refuse_if_active(active.fileno(), output, whole, stored)
@@ -90,7 +95,7 @@ def _refuse_if_active(active: int, output: Path, whole: Stage, stored: dict[str,
     try:
         fcntl.flock(active, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        reason = whole.difference(stored.get("calibrate"))
+        reason = whole.difference(stored.get("calibration"))
         raise UserError(
             f"another process works in {output} with other settings ({reason}); wait for it or choose another --output"
         ) from None

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from dejavu_train.bundle import Bundle
-from dejavu_train.entry import Entry, tensor_name
-from dejavu_train.opt_model import load_opt, read_shape, weight_hash
-from dejavu_train.planes import choose_grid
-from dejavu_train.predictor import LowRankPredictor
-from dejavu_train.stored_predictor import as_stored, stored_tensors
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import PredictorSpec, tensor_name
+from dejavu_train.models.opt import load_opt, read_shape, weight_hash
+from dejavu_train.predictors.bit_planes import choose_grid
+from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
+from dejavu_train.predictors.low_rank import LowRankPredictor
 
 GRID = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
 
@@ -21,12 +21,12 @@ def make_bundle(
     """Random predictors with honest curves.
 
     With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means;
-    with ``cascade`` neurons are tested once more, at bars around the pre-activations of random inputs.
+    with ``cascade`` neurons are tested once more, at thresholds around the pre-activations of random inputs.
     """
     shape = read_shape(str(model))
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(500, shape.d_model, generator=generator)
-    entries, tensors = {}, {}
+    specs, tensors = {}, {}
     for layer in range(shape.n_layers):
         for target in ("mlp", "heads"):
             n_out = shape.units(target)
@@ -45,18 +45,22 @@ def make_bundle(
             site = ("mlp_in", layer) if target == "mlp" else ("attn_in", layer)
             if lookahead:
                 site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
-            facts = {"active_density": 0.1 + 0.1 * layer, "curve": curve, "dtype": dtype}
+            metadata = {"active_density": 0.1 + 0.1 * layer, "curve": curve, "dtype": dtype}
             if cascade and target == "mlp":
                 fc1 = load_opt(str(model)).model.decoder.layers[layer].fc1
                 scale, steps = choose_grid(fc1.weight.detach())
-                bar = torch.linspace(-0.5, 1.0, n_out)
-                parts = {"fc1_scale": scale, "fc1_steps": steps, "bar": bar[torch.randperm(n_out, generator=generator)]}
+                stage2_threshold = torch.linspace(-0.5, 1.0, n_out)
+                parts = {
+                    "fc1_scale": scale,
+                    "fc1_steps": steps,
+                    "stage2_threshold": stage2_threshold[torch.randperm(n_out, generator=generator)],
+                }
                 tensors |= {tensor_name(layer, target, name): tensor for name, tensor in parts.items()}
-                facts |= {"kind": "cascade", "passes": 0.9}
+                metadata |= {"kind": "cascade", "stage2_retained_mass": 0.9}
                 curve["selected"] = [0.5 * density for density in GRID]
             if means and target == "heads":
                 other = torch.Generator().manual_seed(layer)  # the predictors stay those of a bundle without means
                 tensors[tensor_name(layer, target, "mean")] = torch.randn(n_out, shape.head_dim, generator=other).half()
-                facts["replacement"] = "mean"
-            entries[layer, target] = Entry(layer, target, *site, rank, shape.d_model, n_out, **facts)
-    return Bundle(str(model), weight_hash(str(model)), shape, entries, tensors, {"text": "made up"})
+                metadata["replacement"] = "mean"
+            specs[layer, target] = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, **metadata)
+    return Bundle(str(model), weight_hash(str(model)), shape, specs, tensors, {"text": "made up"})

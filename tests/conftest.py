@@ -14,6 +14,7 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+KERNEL_TESTS = Path(__file__).resolve().parent / "kernels"
 WORDS = (
     "the model reads a token and the layer keeps only those rows that matter for it so that memory traffic falls "
     "while quality holds because most neurons of a rectified network stay silent on any one word of the text"
@@ -37,7 +38,7 @@ def make_text(n_words: int, seed: int = 0) -> str:
 
 def save_tiny_tokenizer(folder: Path) -> int:
     """A byte-level BPE with OPT's special ids, trained on the fixture's text; returns its vocabulary size."""
-    from dejavu_train.pretrain import train_tokenizer
+    from dejavu_train.training.pretrain import train_tokenizer
 
     tokenizer = train_tokenizer([make_text(2000)], vocab_size=320)
     tokenizer.save_pretrained(folder)
@@ -87,7 +88,7 @@ def text_file(tmp_path_factory) -> Path:
 
 def pytest_collect_file(file_path, parent):
     """Kernel tests run natively on a GPU, else in Triton's interpreter, asked for before triton is imported."""
-    if file_path.parent.name == "kernels" and not torch.cuda.is_available() and "triton" not in sys.modules:
+    if file_path.is_relative_to(KERNEL_TESTS) and not torch.cuda.is_available() and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -97,8 +98,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        elif item.path.parent.name == "kernels":
-            from kernels.launch import INTERPRET
+        elif item.path.is_relative_to(KERNEL_TESTS):
+            from kernels.common.launch import INTERPRET
 
             if not INTERPRET:
                 reason = "triton was imported before: run with TRITON_INTERPRET=1"

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
-from dejavu_train.opt_model import OPTShape
-from dejavu_train.planes import choose_grid, second_test
-from dejavu_train.predictor import LowRankPredictor
-from kernels.select import quantize_rows
+from dejavu_train.models.opt import OPTShape
+from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
+from dejavu_train.predictors.low_rank import LowRankPredictor
+from kernels.mlp.select import quantize_rows
 
 
 def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:
@@ -43,7 +43,7 @@ class RandomBundle:
     """What the engine reads of a bundle, with random predictors; thresholds near the logits' quantiles."""
 
     shape: OPTShape
-    entries: dict = field(default_factory=dict)
+    specs: dict = field(default_factory=dict)
     predictors: dict = field(default_factory=dict)
     means: dict = field(default_factory=dict)
     grids: dict = field(default_factory=dict)  # of cascades, by layer
@@ -89,7 +89,7 @@ def random_bundle(
             bundle.predictors[layer, target] = made.requires_grad_(False)
             dense = layer in dense_layers
             k = None if top_k is None else max(1, int(top_k * n_out))
-            bundle.entries[layer, target] = SimpleNamespace(
+            bundle.specs[layer, target] = SimpleNamespace(
                 threshold=None if dense or k else threshold,
                 top_k=None if dense else k,
                 keep_dense=dense,
@@ -122,16 +122,16 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
     masks = {}
 
     def select(site, layer, n):
-        for key, entry in bundle.entries.items() if bundle is not None else ():
-            if (entry.site, entry.site_layer) != (site, layer) or (entry.threshold is None and entry.top_k is None):
+        for key, spec in bundle.specs.items() if bundle is not None else ():
+            if (spec.site, spec.site_layer) != (site, layer) or (spec.threshold is None and spec.top_k is None):
                 continue
             logits = bundle.predictor(*key)(n)
-            if entry.top_k is not None:
-                mask = torch.zeros_like(logits).scatter_(1, logits.topk(entry.top_k, dim=1).indices, 1.0) > 0
+            if spec.top_k is not None:
+                mask = torch.zeros_like(logits).scatter_(1, logits.topk(spec.top_k, dim=1).indices, 1.0) > 0
             else:
-                mask = logits > entry.threshold
+                mask = logits > spec.threshold
                 if margins is not None:
-                    margins.append((logits - entry.threshold).abs().amin(1))
+                    margins.append((logits - spec.threshold).abs().amin(1))
             masks[key] = mask | (torch.arange(steps) < sparse_from)[:, None]
 
     for i, layer in enumerate(decoder.layers):
@@ -155,12 +155,12 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
         select("mlp_in", i, n)
         fc1 = layer.fc1
         if bundle is not None and i in bundle.grids and (i, "mlp") in masks:
-            test = second_test(fc1.weight, fc1.bias, *bundle.grids[i])
-            passed = test.passed(n)
+            second_stage = build_second_stage(fc1.weight, fc1.bias, *bundle.grids[i])
+            passed = second_stage.passed(n)
             if margins is not None:
-                margins.append((test.scores(n) - test.bar).abs().amin(1))
+                margins.append((second_stage.scores(n) - second_stage.stage2_threshold).abs().amin(1))
             masks[i, "mlp"] = masks[i, "mlp"] & (passed | (torch.arange(steps) < sparse_from)[:, None])
-            fc1 = partial(F.linear, weight=test.planes.weight(), bias=test.bias)
+            fc1 = partial(F.linear, weight=second_stage.planes.weight(), bias=second_stage.bias)
         hidden = F.relu(fc1(n))
         hidden = hidden * masks.get((i, "mlp"), torch.ones_like(hidden))
         x = x + layer.fc2(hidden)

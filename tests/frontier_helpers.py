@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.frontier_methods import fit, score, sets
 from benchmarks.frontier_methods.plain_opt import PlainOPT
-from dejavu_train.opt_model import load_opt
+from dejavu_train.models.opt import load_opt
 
 
 @pytest.fixture(scope="module", name="hf")
@@ -33,12 +33,12 @@ def make_parts(seed, count=12):
 
 @pytest.fixture(scope="module", name="parts")
 def fixture_parts():
-    return {name: make_parts(i) for i, name in enumerate(("train", "calibrate", "report"))}
+    return {name: make_parts(i) for i, name in enumerate(("train", "calibration", "test"))}
 
 
 @pytest.fixture(scope="module", name="reference")
 def fixture_reference(model, parts):
-    return score.Reference(model, parts["report"])
+    return score.Reference(model, parts["test"])
 
 
 @pytest.fixture(scope="module", name="rows")

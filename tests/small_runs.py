@@ -5,15 +5,15 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from dejavu_train.collect import collect
-from dejavu_train.plan import CollectConfig
-from dejavu_train.text import TextSource
+from dejavu_train.data.collect import collect
+from dejavu_train.data.text import TextSource
+from dejavu_train.data.windows import CollectConfig
 
 COLLECT = {
     "window": 64,
     "train_tokens": 12000,
-    "choose_tokens": 2000,
-    "calibrate_tokens": 2000,
+    "val_tokens": 2000,
+    "calibration_tokens": 2000,
     "shard_tokens": 4096,
     "device": "cpu",
 }

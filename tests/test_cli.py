@@ -150,8 +150,8 @@ def test_shard_with_a_nan(run, capsys, collected):
 
 def test_shard_of_an_older_schema(run, capsys, collected):
     manifest = collected / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 0'))
-    fails(capsys, run(), "schema 0")
+    manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 1'))
+    fails(capsys, run(), "schema 1", "delete the folder and run train.py again")
 
 
 def test_shards_of_another_model(run, capsys, collected, tmp_path):
@@ -163,6 +163,14 @@ def test_an_output_of_another_run(run, capsys, collected):
     with claimed_folder(parse_config(run())):
         pass
     fails(capsys, run("--collect.window=32"), "another run", "collect.window", "64", "32")
+
+
+def test_a_run_of_an_earlier_version(run, capsys, collected):
+    with claimed_folder(parse_config(run())):
+        pass
+    path = collected.parent / "run.json"
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
+    fails(capsys, run(), "schema 1", "choose another --output or delete the folder")
 
 
 def test_a_run_that_made_nothing_gives_way(run, capsys, tmp_path):

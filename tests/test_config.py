@@ -2,11 +2,10 @@ import dataclasses
 
 import pytest
 
-from dejavu_train.calibrate import CalibrateConfig
-from dejavu_train.config import PredictorConfig, RunConfig, parse_layers, parse_targets
+from dejavu_train.calibration.calibrate import CalibrateConfig
+from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.errors import UserError
-from dejavu_train.opt_model import OPTShape
-from dejavu_train.tune import TuneConfig
+from dejavu_train.models.opt import OPTShape
 
 SHAPE = OPTShape(48, 96, 6, 4, 320, 512)
 
@@ -58,7 +57,7 @@ def test_jobs():
         ({"mlp": PredictorConfig(rank=8, lookahead=-1)}, "mlp.lookahead"),
         ({"mlp": PredictorConfig(rank=8, lookahead=2)}, "before the first layer"),
         ({"mlp": PredictorConfig(rank=8, warmup=1.5)}, "mlp.warmup"),
-        ({"heads": PredictorConfig(rank=8, start="svd")}, "heads.start"),
+        ({"heads": PredictorConfig(rank=8, init="svd")}, "heads.init"),
         ({"heads": PredictorConfig(enabled=False), "targets": "heads"}, "heads.enabled"),
         ({"calibrate": CalibrateConfig(budget="1kB")}, "the predictors alone read"),
         ({"calibrate": CalibrateConfig(dtype="int3")}, "calibrate.dtype must be one of .*int8, int4, got int3"),
@@ -68,7 +67,7 @@ def test_jobs():
     ],
 )
 def test_mistakes_are_named(changes, words):
-    good = RunConfig(mlp=PredictorConfig(rank=8), heads=PredictorConfig(rank=8, start="small"))
+    good = RunConfig(mlp=PredictorConfig(rank=8), heads=PredictorConfig(rank=8, init="small"))
     good.check(SHAPE)
     with pytest.raises(UserError, match=words):
         dataclasses.replace(good, **changes).check(SHAPE)

@@ -27,7 +27,7 @@ def python(code: str, blocked: tuple[str, ...] = (), cwd=REPOSITORY) -> str:
 def test_inference_needs_no_training_package():
     code = """
 from dejavu_train import Bundle, SparseOPTForCausalLM
-import dejavu_train.inference, dejavu_train.allocate, dejavu_train.decode_backend
+import dejavu_train.evaluation.run, dejavu_train.bundle.allocation, dejavu_train.engine.backend
 import runpy
 runpy.run_path("infer.py", run_name="infer")
 """
@@ -35,7 +35,7 @@ runpy.run_path("infer.py", run_name="infer")
 
 
 def test_inference_loads_no_training_package_even_if_there():
-    code = "import dejavu_train.inference, dejavu_train.decode_backend, sys"
+    code = "import dejavu_train.evaluation.run, dejavu_train.engine.backend, sys"
     code += f"; print(sorted(set({TRAINING_ONLY!r}) & set(sys.modules)))"
     assert python(code).strip() == "[]"
 

@@ -10,10 +10,10 @@ import pytest
 from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags, start_main
 
-from dejavu_train.bundle import Bundle
+from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.inference import main as infer_main
+from dejavu_train.evaluation.run import main as infer_main
 from dejavu_train.pipeline import table
 
 
@@ -32,8 +32,8 @@ def masses(output):
         values[path.parent.parent.name, path.parent.name] = json.loads(path.read_text())["metrics"]["retained_mass"]
     bundle = Bundle.from_pretrained(output / "bundle")
     for target in ("mlp", "heads"):
-        entries = [entry for (_, name), entry in bundle.entries.items() if name == target]
-        values["bundle", target] = sum(entry.retained_mass for entry in entries) / len(entries)
+        specs = [spec for (_, name), spec in bundle.specs.items() if name == target]
+        values["bundle", target] = sum(spec.retained_mass for spec in specs) / len(specs)
     return values
 
 
@@ -45,7 +45,7 @@ def same_quality(output, reference):
 
 def test_from_text_to_bundle(finished, tiny_opt):
     bundle = Bundle.from_pretrained(finished / "bundle")
-    assert set(bundle.entries) == {(layer, target) for layer in (0, 1) for target in ("mlp", "heads")}
+    assert set(bundle.specs) == {(layer, target) for layer in (0, 1) for target in ("mlp", "heads")}
     bundle.check_model(str(tiny_opt))
     assert bundle.mean_density("mlp") == pytest.approx(0.4, rel=0.05)
     lines = (finished / "predictors" / "summary.csv").read_text().splitlines()
@@ -67,9 +67,9 @@ def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished,
     )
     assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *more, *tested)) == 0
     bundle = Bundle.from_pretrained(output / "bundle")
-    assert {entry.kind for key, entry in bundle.entries.items() if key[1] == "mlp"} == {"cascade"}
-    facts = json.loads((output / "tuned" / "layer_01" / "mlp" / "predictor.json").read_text())
-    assert facts["tuned"]["step"] == 2 and facts["rank"] == 16
+    assert {spec.kind for key, spec in bundle.specs.items() if key[1] == "mlp"} == {"cascade"}
+    metadata = json.loads((output / "tuned" / "layer_01" / "mlp" / "predictor.json").read_text())
+    assert metadata["tuned"]["step"] == 2 and metadata["rank"] == 16
     for target, same in (("mlp", False), ("heads", True)):
         name = f"layer_01/{target}/predictor.safetensors"
         assert ((output / "tuned" / name).read_bytes() == (output / "predictors" / name).read_bytes()) == same

@@ -15,8 +15,8 @@ from benchmarks.frontier_methods.plan import Plan
 from benchmarks.frontier_methods.predictors import Predictors
 from benchmarks.frontier_methods.select import WEIGHT_BYTES, mlp_parts
 from benchmarks.frontier_methods.sets import Batch
-from dejavu_train.allocate import Point, read_curve, spend
-from dejavu_train.curves import union_densities
+from dejavu_train.bundle.allocation import OperatingPoint, read_curve, spend
+from dejavu_train.calibration.curves import union_densities
 
 
 def ranks_and_densities(plans: Mapping[int, Plan], share: float) -> tuple[list[int], list[float]]:
@@ -29,7 +29,7 @@ def ranks_and_densities(plans: Mapping[int, Plan], share: float) -> tuple[list[i
         UserError: a share below what the smallest predictors read.
     """
     model = next(iter(plans.values())).model
-    choices: dict[int, list[Point]] = {}
+    choices: dict[int, list[OperatingPoint]] = {}
     rank_of: dict[tuple[int, float, float], int] = {}
     for layer in range(model.n_layers):
         points = []
@@ -37,7 +37,7 @@ def ranks_and_densities(plans: Mapping[int, Plan], share: float) -> tuple[list[i
             curve = plan.curves[layer]
             for density, loss in zip(curve["density"], curve["loss_increase"], strict=True):
                 # whole: there is nothing between two ranks
-                point = Point(plan.cost(layer, density), loss, density, whole=True)
+                point = OperatingPoint(plan.cost(layer, density), loss, density, whole=True)
                 rank_of[layer, point.cost, point.density] = rank
                 points.append(point)
         choices[layer] = points

@@ -65,7 +65,7 @@ class Random(_NoBytes):
 
 
 class Static(_NoBytes):
-    """The neurons that are most often active on calibrate documents, whatever the token. ``frequency`` (L, n)."""
+    """The neurons that are most often active on calibration documents, whatever the token. ``frequency`` (L, n)."""
 
     def __init__(self, frequency: Tensor) -> None:
         # frequencies tie; a tiny rising term makes the order, and so the density, definite
@@ -200,7 +200,7 @@ class Cascade:
     Args:
         filter_: the first scorer.
         first_thresholds: its thresholds, one per layer.
-        kind: how the second test stores fc1's rows. With ``planes`` those bits are not an extra copy but the upper
+        kind: how the second stage stores fc1's rows. With ``planes`` those bits are not an extra copy but the upper
             bits of the weights themselves, so that a selected row needs its lower bits only.
         second_thresholds: contributions below are not selected; with them the filter's scores decide, without them
             (the default) the sharper test's do.
@@ -261,7 +261,7 @@ class TwoTests(Cascade):
 
 
 class SharpTest(_NoBytes):
-    """The second test of a cascade by itself: what each neuron would add, by fc1's rows in few bits."""
+    """The second stage of a cascade by itself: what each neuron would add, by fc1's rows in few bits."""
 
     def __init__(self, model: PlainOPT, kind: str = "int4") -> None:
         self.model = model

@@ -7,12 +7,12 @@ from benchmarks.frontier_methods import baselines, sections
 from benchmarks.frontier_methods.sections import as_trained, fitted, scaled
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tune import TuneConfig, fold_thresholds, tune
-from dejavu_train.allocate import density_for_mass, read_curve
+from dejavu_train.bundle.allocation import density_for_mass, read_curve
 from dejavu_train.errors import UserError
 
 
 def second_thresholds(study: Study, mass: float) -> list[float]:
-    """For each layer the score of the second test above which ``mass`` of the contribution lies.
+    """For each layer the score of the second stage above which ``mass`` of the contribution lies.
 
     Set on that test's own scores, so that the error of its few bits is allowed for; they are negative as a rule.
     """
@@ -38,7 +38,7 @@ def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
         plan = study.plan(tests)
         name = f"cascade r{rank} {kind}, {mass:.2%} of the mass, {len(tables)} tables"
         study.frontier("cascade", name, tests, shares, plan=plan, train_seconds=seconds)
-        study.frontier("cascade", name, tests, sections.CHOOSE_SHARES, plan=plan, on="choose", train_seconds=seconds)
+        study.frontier("cascade", name, tests, sections.VAL_SHARES, plan=plan, on="val", train_seconds=seconds)
         for share in targets if full else ():
             made = copy.deepcopy(predictors)
             try:
@@ -52,10 +52,10 @@ def cascades(study: Study, shares: Sequence[float], full: bool = True) -> None:
             )
             more = {"train_seconds": seconds + history["seconds"], "detail": history["history"][-1]}
             label = f"{name}, tuned at {share:.1%}"
-            for on in ("choose", "report", *study.extra):
+            for on in ("val", "test", *study.extra):
                 as_trained(study, "cascade", label, own, on=on, **more)
             own_plan = study.plan(own)
             fine = (share - 0.001, share, share + 0.001)  # budgets asked are met to a hundredth, and goals are sharp
             near = sorted({*fine, *(s for s in shares if 0.6 * share <= s <= 2.0 * share)})
             study.frontier("cascade", label, own, near, plan=own_plan)
-            study.frontier("cascade", label, own, near, plan=own_plan, on="choose")
+            study.frontier("cascade", label, own, near, plan=own_plan, on="val")

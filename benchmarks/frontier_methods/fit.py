@@ -1,7 +1,7 @@
 """Trains the predictors of all layers at once on activations in memory.
 
-The losses are the library's own (``dejavu_train.losses``), mapped over layers, so that what wins here can be set in a
-config as it stands. Letters: L layers, N rows, S rows of a step, d model width, n units.
+The losses are the library's own (``dejavu_train.predictors.losses``), mapped over layers, so that what wins here can be
+set in a config as it stands. Letters: L layers, N rows, S rows of a step, d model width, n units.
 """
 
 import time
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.predictors import Predictors
 from benchmarks.frontier_methods.sets import Batch
-from dejavu_train import losses as library
+from dejavu_train.predictors import losses as library
 
 Loss = Callable[[Tensor, library.Batch], Tensor]
 
@@ -115,7 +115,7 @@ class FitConfig:
     learning_rate: float = 6e-3
     weight_decay: float = 0.0
     patience: int | None = None
-    """Stop early as the original does: after this many epochs without a better recall on ``choose`` (or at 0.99)."""
+    """Stop early as the original does: after this many epochs without a better recall on ``val`` (or at 0.99)."""
     rescale: bool = True
     """Begin by multiplying each layer's logits with the power of two that the loss likes best."""
     distil: float = 0.0
@@ -128,7 +128,7 @@ def fit(
     rows: Rows,
     predictors: Predictors,
     config: FitConfig,
-    choose: Rows | None = None,
+    val: Rows | None = None,
     norms: Tensor | None = None,
 ) -> dict[str, float]:
     """Train ``predictors`` (MLP) in place; returns seconds and steps taken.
@@ -177,8 +177,8 @@ def fit(
         optimiser.step()
         schedule.step()
         done = step + 1
-        if config.patience is not None and choose is not None and done % epoch == 0:
-            recall = recall_at_half(model, predictors, choose)
+        if config.patience is not None and val is not None and done % epoch == 0:
+            recall = recall_at_half(model, predictors, val)
             if recall > best:
                 best, worse = recall, 0
                 best_state = {name: value.clone() for name, value in predictors.state_dict().items()}

@@ -30,25 +30,25 @@ JOINTLY: dict[float, tuple[str, ...]] = {0.75: ("measured", "joint"), 0.85: ("me
 
 
 def head_row(study: Study, method: str, sharing: str, gates: Gates, asked: float, **more: Any) -> None:
-    """The same row on ``choose`` and on ``report``."""
-    for name, reference in (("choose", study.choose), ("report", study.report)):
+    """The same row on ``val`` and on ``test``."""
+    for name, reference in (("val", study.val), ("test", study.test)):
         gates.reset()
         scored = reference.score(gates)
         study.write("heads", method, scored, gates.report(), set=name, sharing=sharing, asked=asked, **more)
 
 
 def plan_of(study: Study, scorer: Any, replacement: torch.Tensor | None) -> HeadPlan:
-    return make_head_plan(study.model, scorer, study.sets["calibrate"], study.probe_parts(), replacement)
+    return make_head_plan(study.model, scorer, study.sets["calibration"], study.probe_parts(), replacement)
 
 
 def meeting(study: Study, plan: HeadPlan, mean: float, densities: Sequence[float], rest: torch.Tensor | None) -> Gates:
-    """Gates that select ``mean`` of all heads on ``choose``: layers that follow sparse ones select more or less than on
+    """Gates that select ``mean`` of all heads on ``val``: layers that follow sparse ones select more or less than on
     the dense model, and methods are compared at equal density."""
     shift = 0.0
     for _ in range(4):
         moved = [d if d >= 1.0 else max(0.01, d + shift) for d in densities]
         gates = Gates(study.model, heads=plan.scorer, head_thresholds=plan.thresholds(moved), replacement=rest)
-        study.choose.score(gates)
+        study.val.score(gates)
         gap = mean - gates.report()["head_density"]
         if abs(gap) < 5e-4:
             break
@@ -193,7 +193,7 @@ def whole_block(study: Study) -> None:
             mlp_start = mlp_plan.thresholds(mlp_plan.densities(share, "measured"))
             head_start = head_plan.thresholds(head_plan.densities(mean, "measured"))
             gates = Gates(model, tests or mlp, heads, mlp_start, head_start, replacement=statistics.mean)
-            for on, reference in (("choose", study.choose), ("report", study.report)):
+            for on, reference in (("val", study.val), ("test", study.test)):
                 gates.reset()
                 scored = reference.score(gates)
                 study.write("block", f"{name}, each by itself", scored, gates.report(), set=on, asked=mean)
@@ -212,7 +212,7 @@ def whole_block(study: Study) -> None:
             zeros = [0.0] * model.n_layers
             gates = Gates(model, own_tests or own_mlp, own_heads, zeros, zeros, replacement=rest)
             more = {"train_seconds": history["seconds"], "detail": history["history"][-1], "asked": mean}
-            for on, reference in (("choose", study.choose), ("report", study.report)):
+            for on, reference in (("val", study.val), ("test", study.test)):
                 gates.reset()
                 scored = reference.score(gates)
                 label = f"{name}, tuned together"

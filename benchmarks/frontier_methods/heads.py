@@ -19,9 +19,9 @@ from benchmarks.frontier_methods.predictors import Predictors, quantised
 from benchmarks.frontier_methods.score import Reference, layer_losses
 from benchmarks.frontier_methods.select import Gates
 from benchmarks.frontier_methods.sets import Batch
-from dejavu_train.allocate import density_choices, read_curve, spend
-from dejavu_train.curves import HEAD_GRID, head_curve, spread_loss
-from dejavu_train.sites import head_contribution, output_gram
+from dejavu_train.bundle.allocation import density_choices, read_curve, spend
+from dejavu_train.calibration.curves import HEAD_GRID, head_curve, spread_loss
+from dejavu_train.models.hooks import head_contribution, output_gram
 
 CRITERIA = ("fisher", "from_mean", "norm_after", "norm_before", "entropy")
 PROBES = (0.25, 0.42, 0.58, 0.75, 0.88, 0.96)
@@ -204,7 +204,7 @@ class _Collect:
 def make_head_plan(
     model: PlainOPT, scorer: Any, parts: Sequence[Batch], probe_parts: Sequence[Batch], replacement: Tensor | None
 ) -> HeadPlan:
-    """Curves on ``parts``, losses on ``probe_parts`` (both of the calibrate set), skipped heads replaced."""
+    """Curves on ``parts``, losses on ``probe_parts`` (both of the calibration set), skipped heads replaced."""
     collect = _Collect(model, scorer)
     for part in parts:
         part = part.to(model.device)

@@ -1,4 +1,4 @@
-"""From a scorer to thresholds for a budget of bytes, on ``calibrate`` documents only."""
+"""From a scorer to thresholds for a budget of bytes, on ``calibration`` documents only."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.score import layer_losses
 from benchmarks.frontier_methods.select import WEIGHT_BYTES, Gates, mlp_parts
 from benchmarks.frontier_methods.sets import Batch
-from dejavu_train.allocate import Point, in_proportion, read_curve, spend
-from dejavu_train.curves import MLP_GRID, Tally, spread_loss
+from dejavu_train.bundle.allocation import OperatingPoint, in_proportion, read_curve, spend
+from dejavu_train.calibration.curves import MLP_GRID, LogitHistogram, spread_loss
 from dejavu_train.errors import UserError
 
 PROBES = (0.004, 0.012, 0.03, 0.08, 0.2, 0.5)
@@ -23,8 +23,8 @@ class _Counting:
 
     def __init__(self, model: PlainOPT, scorer: Any) -> None:
         self.model, self.scorer = model, scorer
-        self.tallies = [Tally() for _ in range(model.n_layers)]
-        self.filters = [Tally() for _ in range(model.n_layers)]
+        self.tallies = [LogitHistogram() for _ in range(model.n_layers)]
+        self.filters = [LogitHistogram() for _ in range(model.n_layers)]
         self.frequency = torch.zeros(model.n_layers, model.f, dtype=torch.float64, device=model.device)
         self.rows = 0
         self.scored = torch.empty(0)
@@ -85,11 +85,11 @@ class Plan:
         budget = share * 2 * WEIGHT_BYTES * self.model.d * self.model.f * self.model.n_layers
         n = self.model.n_layers
         if how == "measured":
-            choices: dict[int, list[Point]] = {
+            choices: dict[int, list[OperatingPoint]] = {
                 layer: [
-                    Point(self.cost(layer, d), loss, d)
+                    OperatingPoint(self.cost(layer, d), loss, d)
                     for d, loss in zip(curve["density"], curve["loss_increase"], strict=True)
-                    # what the filter of a cascade lets through bounds what the second test can select
+                    # what the filter of a cascade lets through bounds what the second stage can select
                     if not self.survivors[layer] or d * self.model.f <= self.survivors[layer]
                 ]
                 for layer, curve in enumerate(self.curves)
@@ -140,7 +140,7 @@ class Plan:
         return max((here - there) / (0.15 * share), 1e-3)
 
     def thresholds(self, densities: Sequence[float]) -> list[float | None]:
-        # at density 1 everything is selected, for a cascade everything that passes its second test; fc2 rows of
+        # at density 1 everything is selected, for a cascade everything that passes its second stage; fc2 rows of
         # inactive neurons are still not read
         everything = -1e3 if hasattr(self.scorer, "counted") else -1e9
         return [
@@ -167,7 +167,7 @@ def make_plan(
     losses: bool = True,
     gates: Gates | None = None,
 ) -> Plan:
-    """Count scores on ``parts``, measure every layer's loss on ``probe_parts`` (both of the calibrate set)."""
+    """Count scores on ``parts``, measure every layer's loss on ``probe_parts`` (both of the calibration set)."""
     counting = count(model, scorer, parts)
     curves = [tally.curve(MLP_GRID) for tally in counting.tallies]
     active = (counting.frequency.mean(1) / counting.rows).tolist()

@@ -34,11 +34,11 @@ def envelope(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def picked(rows: list[dict[str, str]], chosen_on: list[dict[str, str]]) -> list[tuple[float, float]]:
-    """One point per budget of a family of variants: the variant with the least divergence on ``choose`` there.
+    """One point per budget of a family of variants: the variant with the least divergence on ``val`` there.
 
     Args:
-        rows: report rows of the family.
-        chosen_on: its rows on ``choose``. Without any, as for training-free baselines, the best on report is drawn,
+        rows: test rows of the family.
+        chosen_on: its rows on ``val``. Without any, as for training-free baselines, the best on test is drawn,
             which flatters them.
     Returns: (share of bytes, increase), rising in bytes.
     """
@@ -96,7 +96,7 @@ def draw(path: Path) -> Path:
         row
         for row in read_rows(path)
         if row["section"] in ("reference", "svd", "sketch", "trained", "cascade")
-        and row["set"] in ("report", "choose")
+        and row["set"] in ("test", "val")
         and (row["sharing"] == "measured" or (row["sharing"] == "as trained" and row["section"] == "cascade"))
     ]
     try:
@@ -109,7 +109,7 @@ def draw(path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(7.5, 5))
     for label, colour, belongs in FAMILIES:
         own = [row for row in rows if belongs(row["method"])]
-        points = picked([row for row in own if row["set"] == "report"], [row for row in own if row["set"] == "choose"])
+        points = picked([row for row in own if row["set"] == "test"], [row for row in own if row["set"] == "val"])
         points = [(100 * x, 100 * y) for x, y in points if y > 1e-4 and x <= 0.3]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=label)

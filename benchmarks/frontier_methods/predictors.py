@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.sets import Batch
 from dejavu_train.errors import UserError
-from dejavu_train.predictor import LowRankPredictor, svd_start
+from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
 BITS = {"fp32": 32, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
@@ -161,7 +161,7 @@ class Predictors(nn.Module):
         """
         for layer, weights in enumerate(model.layers):
             one = LowRankPredictor(self.d, self.down.shape[1], self.n)
-            svd_start(one, weights.fc1_weight, weights.fc1_bias, None if covariances is None else covariances[layer])
+            svd_init(one, weights.fc1_weight, weights.fc1_bias, None if covariances is None else covariances[layer])
             scale = weights.fc2_norm / weights.fc2_norm.mean() if weighted else torch.ones_like(weights.fc2_norm)
             self.down[layer].copy_(one.down)
             self.up[layer].copy_(one.up.to(scale.device) * scale[:, None])

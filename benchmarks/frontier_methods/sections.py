@@ -1,6 +1,6 @@
 """The table, section by section; each function writes its rows and returns nothing that a later one must have.
 
-Variants are compared on ``choose``; ``report`` rows are of methods fixed beforehand or picked on ``choose``.
+Variants are compared on ``val``; ``test`` rows are of methods fixed beforehand or picked on ``val``.
 """
 
 import copy
@@ -25,7 +25,7 @@ from dejavu_train.errors import UserError
 SHARES = (0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.10, 0.11, 0.13, 0.15, 0.20, 0.25)
 BRIEF_SHARES = (0.06, 0.07, 0.08, 0.10, 0.11, 0.13, 0.15, 0.20, 0.25)
 QUICK_SHARES = (0.08, 0.11, 0.15, 0.25)
-CHOOSE_SHARES = (0.08, 0.11, 0.15)
+VAL_SHARES = (0.08, 0.11, 0.15)
 
 
 def references(study: Study, shares: Sequence[float], full: bool = True) -> None:
@@ -41,7 +41,7 @@ def references(study: Study, shares: Sequence[float], full: bool = True) -> None
     if full:
         study.frontier("reference", "oracle", oracle, oracle_shares, "uniform", plan=plan)
     study.frontier("reference", "random", baselines.Random(), shares[::3])
-    counted = count(model, None, study.sets["calibrate"])
+    counted = count(model, None, study.sets["calibration"])
     frequency = (counted.frequency / counted.rows).float()
     study.frontier("reference", "static", baselines.Static(frequency), shares[::3])
     study.frontier("reference", "non-contextual", baselines.NonContextual(), shares[::3])
@@ -63,22 +63,22 @@ def hnsw(study: Study) -> None:
     for mean in (0.1, 0.2):
         scorer = baselines.HNSW(study.model, [max(1, round(mean * study.model.f))] * study.model.n_layers)
         gates = Gates(study.model, mlp=scorer, mlp_thresholds=[0.5] * study.model.n_layers)
-        scored = study.report.score(gates)
+        scored = study.test.score(gates)
         study.write("reference", "HNSW", scored, gates.report(), sharing="uniform", asked=mean)
     del plan
 
 
 def teal(study: Study) -> None:
-    """Thresholds on the inputs, by quantile on calibrate documents; fc2 rows of tiny activations are skipped too."""
+    """Thresholds on the inputs, by quantile on calibration documents; fc2 rows of tiny activations are skipped too."""
     model = study.model
-    rows = study.rows("calibrate").mlp_in.float().abs()
+    rows = study.rows("calibration").mlp_in.float().abs()
     for density in (0.3, 0.5, 0.7):
         thresholds = [
             float(rows[i].flatten()[:: max(1, rows[i].numel() // 10**6)].quantile(1 - density))
             for i in range(model.n_layers)
         ]
         edit = baselines.Teal(model, thresholds, [0.0] * model.n_layers)
-        scored = study.report.score(edit)  # type: ignore[arg-type]
+        scored = study.test.score(edit)  # type: ignore[arg-type]
         study.write("reference", "TEAL", scored, {"mlp_share": edit.mlp_share()}, sharing="uniform", asked=density)
 
 
@@ -88,7 +88,7 @@ def griffin(study: Study) -> None:
     for density in (0.1, 0.2, 0.5):
         k = [round(density * study.model.f)] * study.model.n_layers
         gates = Gates(study.model, mlp=baselines.Griffin(prompt), top_k=k, from_position=prompt)
-        scored = study.report.score(gates, from_position=prompt)
+        scored = study.test.score(gates, from_position=prompt)
         study.write("reference", "GRIFFIN", scored, gates.report(), sharing="uniform", asked=density)
 
 
@@ -131,7 +131,7 @@ def original(study: Study, shares: Sequence[float]) -> None:
     predictors = study.predictors(math.ceil(1000 * study.model.d / 12288), start="random")
     steps = 20 * max(1, study.rows().mlp_in.shape[1] // 1024)
     config = FitConfig("paper", min(steps, 4 * study.sizes.fit_steps), 1024, 1e-3, 0.01, patience=5)
-    taken = fit(study.model, study.rows(), predictors, config, study.rows("choose"))
+    taken = fit(study.model, study.rows(), predictors, config, study.rows("val"))
     plan = study.plan(predictors)
     for sharing in ("uniform", "measured"):
         study.frontier(
@@ -142,7 +142,7 @@ def original(study: Study, shares: Sequence[float]) -> None:
         densities = plan.densities(share, "uniform")
         k = [max(1, round(x * study.model.f)) for x in densities]
         gates = Gates(study.model, mlp=predictors, top_k=k)
-        scored = study.report.score(gates)
+        scored = study.test.score(gates)
         study.write("trained", "original recipe, top-k", scored, gates.report(), sharing="uniform", asked=share)
 
 
@@ -200,11 +200,11 @@ def tuned(
 
 
 def as_trained(
-    study: Study, section: str, method: str, scorer: Any, on: str = "report", gates: Any = None, **more: Any
+    study: Study, section: str, method: str, scorer: Any, on: str = "test", gates: Any = None, **more: Any
 ) -> Scored:
     """The row of a tuned scorer at the thresholds it was tuned with: zero everywhere."""
     edit = Gates(study.model, mlp=scorer, mlp_thresholds=[0.0] * study.model.n_layers, **(gates or {}))
-    reference = {"report": study.report, "choose": study.choose, **study.extra}[on]
+    reference = {"test": study.test, "val": study.val, **study.extra}[on]
     scored = reference.score(edit)
     study.write(section, method, scored, edit.report(), set=on, sharing="as trained", **more)
     return scored
@@ -221,7 +221,7 @@ CANDIDATES = (
 
 
 def winners(study: Study, shares: Sequence[float], full: bool) -> None:
-    """Layer-by-layer and tuned predictors over ranks and dtypes; the best of each budget is picked on ``choose``.
+    """Layer-by-layer and tuned predictors over ranks and dtypes; the best of each budget is picked on ``val``.
 
     Tuning takes a GPU: the steps that a CPU has time for gain a tenth.
     """
@@ -230,7 +230,7 @@ def winners(study: Study, shares: Sequence[float], full: bool) -> None:
         predictors, seconds = fitted(study, rank, kind)
         plan = study.plan(predictors)
         name = f"layer by layer r{rank} {kind}"
-        study.frontier("trained", name, predictors, CHOOSE_SHARES, plan=plan, on="choose", train_seconds=seconds)
+        study.frontier("trained", name, predictors, VAL_SHARES, plan=plan, on="val", train_seconds=seconds)
         study.frontier("trained", name, predictors, shares, plan=plan, train_seconds=seconds, layers=True)
         for share in targets:
             try:
@@ -239,12 +239,12 @@ def winners(study: Study, shares: Sequence[float], full: bool) -> None:
                 continue
             label, seconds_in_all = f"tuned at {share:.1%} r{rank} {kind}", seconds + history["seconds"]
             more = {"train_seconds": seconds_in_all, "detail": history["history"][-1]}
-            as_trained(study, "trained", label, made, on="choose", **more)
+            as_trained(study, "trained", label, made, on="val", **more)
             as_trained(study, "trained", label, made, **more)
             near = [s for s in shares if 0.55 * share <= s <= 2.0 * share]
             own = study.plan(made)
             study.frontier("trained", label, made, near, plan=own, train_seconds=seconds_in_all, layers=True)
-            study.frontier("trained", label, made, near, plan=own, on="choose", train_seconds=seconds_in_all)
+            study.frontier("trained", label, made, near, plan=own, on="val", train_seconds=seconds_in_all)
             if not study.brief:
                 study.frontier("trained", label, made, near, "global", plan=own, train_seconds=seconds_in_all)
             for name_of_text in study.extra:

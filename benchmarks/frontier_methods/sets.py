@@ -1,6 +1,6 @@
 """Reads text, returns the four disjoint sets as padded batches of windows.
 
-``train`` is learned from, ``calibrate`` sets thresholds and shares, ``choose`` picks between variants, ``report`` is
+``train`` is learned from, ``calibration`` sets thresholds and shares, ``val`` picks between variants, ``test`` is
 only ever scored.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.text import (
+from dejavu_train.data.text import (
     INSTALLED_DOCS,
     TextSource,
     load_documents,

@@ -18,9 +18,9 @@ from benchmarks.frontier_methods.predictors import Predictors
 from benchmarks.frontier_methods.score import Reference, Scored
 from benchmarks.frontier_methods.select import WEIGHT_BYTES, Gates
 from benchmarks.frontier_methods.sets import Batch, batches, endless, read_texts, take
+from dejavu_train.data.text import START_TOKEN
 from dejavu_train.errors import UserError
-from dejavu_train.opt_model import load_opt, load_tokenizer
-from dejavu_train.text import START_TOKEN
+from dejavu_train.models.opt import load_opt, load_tokenizer
 
 COLUMNS = (
     "model", "text", "set", "section", "method", "sharing", "asked", "mlp_share", "predictor_share", "fc1_share",
@@ -33,9 +33,9 @@ COLUMNS = (
 class Sizes:
     """How much text and training a study takes. Two presets: a CPU in minutes, and a GPU."""
 
-    report_tokens: int = 12_000
-    choose_tokens: int = 8_000
-    calibrate_tokens: int = 8_000
+    test_tokens: int = 12_000
+    val_tokens: int = 8_000
+    calibration_tokens: int = 8_000
     probe_tokens: int = 2_000
     rows: int = 60_000
     tune_tokens: int = 60_000
@@ -63,8 +63,8 @@ class Study:
     output: Path
     sets: dict[str, list[Batch]]
     tune_parts: list[Batch]
-    report: Reference
-    choose: Reference
+    test: Reference
+    val: Reference
     extra: dict[str, Reference] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
 
@@ -96,9 +96,9 @@ class Study:
         return endless(self.tune_parts, seed)
 
     def probe_parts(self) -> list[Batch]:
-        """A few batches of the calibrate set, spread over its lengths."""
+        """A few batches of the calibration set, spread over its lengths."""
         wanted = max(1, self.sizes.probe_tokens // self._per_batch())
-        parts = self.sets["calibrate"]
+        parts = self.sets["calibration"]
         if self.sizes.probe_tokens < self._per_batch():
             rows = max(1, self.sizes.probe_tokens // self.sizes.window)
             first = parts[0]
@@ -107,12 +107,12 @@ class Study:
 
     def plan(self, scorer: Any, losses: bool = True, survivors: Sequence[float] | None = None, **gates: Any) -> Plan:
         made = Gates(self.model, mlp=scorer, **gates)
-        return make_plan(self.model, scorer, self.sets["calibrate"], self.probe_parts(), survivors, losses, made)
+        return make_plan(self.model, scorer, self.sets["calibration"], self.probe_parts(), survivors, losses, made)
 
     def write(self, section: str, method: str, scored: Scored | None, report: dict[str, Any], **more: Any) -> None:
         """One row, on disk at once: a study that is cut short leaves what it had."""
         values: dict[str, Any] = {
-            "model": self.name, "text": self.text, "set": "report", "section": section, "method": method,
+            "model": self.name, "text": self.text, "set": "test", "section": section, "method": method,
             **{k: v for k, v in report.items() if k != "layers"},
         }  # fmt: skip
         if scored is not None:
@@ -143,7 +143,7 @@ class Study:
         scorer: Any,
         shares: Sequence[float],
         sharing: str = "measured",
-        on: str = "report",
+        on: str = "test",
         plan: Plan | None = None,
         layers: bool = False,
         **more: Any,
@@ -151,7 +151,7 @@ class Study:
         """Rows of one method over budgets, shares of the dense MLP's bytes; those that cannot be met are left out."""
         gate_options = more.pop("gates", {})
         plan = plan or self.plan(scorer, losses=sharing == "measured", **gate_options)
-        reference = {"report": self.report, "choose": self.choose, **self.extra}[on]
+        reference = {"test": self.test, "val": self.val, **self.extra}[on]
         found = []
         for share in shares:
             try:
@@ -207,9 +207,9 @@ def read_parts(model_name: str, text: str, sizes: Sizes) -> Parts:
     tokenizer, texts = load_tokenizer(model_name), read_texts(text, model_name)
     wanted = {
         "train": sizes.rows,
-        "calibrate": sizes.calibrate_tokens,
-        "choose": sizes.choose_tokens,
-        "report": sizes.report_tokens,
+        "calibration": sizes.calibration_tokens,
+        "val": sizes.val_tokens,
+        "test": sizes.test_tokens,
     }
     sets = {
         name: batches(take(tokenizer, texts[name], sizes.window, tokens, seed), sizes.batch)
@@ -241,14 +241,14 @@ def open_study(
     output.mkdir(parents=True, exist_ok=True)
     study = Study(
         label, Path(text).name, model, sizes, output, sets, tuned,
-        Reference(model, sets["report"]), Reference(model, sets["choose"]),
+        Reference(model, sets["test"]), Reference(model, sets["val"]),
     )  # fmt: skip
     tokenizer = load_tokenizer(model_name) if extra else None
     for path in extra:
         documents = read_heldout(path)
-        more = batches(take(tokenizer, documents, sizes.window, sizes.report_tokens, 5), sizes.batch)
+        more = batches(take(tokenizer, documents, sizes.window, sizes.test_tokens, 5), sizes.batch)
         study.extra[Path(path).stem] = Reference(model, more)
-    assert START_TOKEN == int(sets["report"][0].ids[0, 0])
+    assert START_TOKEN == int(sets["test"][0].ids[0, 0])
     return study
 
 

@@ -18,7 +18,7 @@ from benchmarks.frontier_methods.fit import Rows
 from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.predictors import Predictors, quantised
 from benchmarks.frontier_methods.sets import Batch
-from dejavu_train.predictor import LowRankPredictor, svd_start
+from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
 PRIOR = 4.0  # tokens that the embedding alone is worth
 
@@ -78,7 +78,7 @@ def add_tables(
         ridge = covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(len(centre), device=x.device)
         slope = torch.linalg.solve(ridge, crossed.T).T
         one = LowRankPredictor(predictors.d, predictors.down.shape[1], predictors.n)
-        svd_start(one, slope, torch.zeros(predictors.n), covariance.cpu())
+        svd_init(one, slope, torch.zeros(predictors.n), covariance.cpu())
         predictors.down[layer].copy_(one.down)
         predictors.up[layer].copy_(one.up)
         low = predictors.up[layer] @ (predictors.down[layer] @ centre)

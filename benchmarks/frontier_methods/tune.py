@@ -23,7 +23,7 @@ from benchmarks.frontier_methods.plain_opt import PlainOPT, Sites
 from benchmarks.frontier_methods.predictors import BITS, Predictors
 from benchmarks.frontier_methods.select import WEIGHT_BYTES
 from benchmarks.frontier_methods.sets import Batch
-from dejavu_train.tune import Gate
+from dejavu_train.training.finetune import Gate
 
 
 class SoftGates:
@@ -58,7 +58,7 @@ class SoftGates:
         live = (activation > 0).float()
         cost = 1.0 + live  # an fc1 row, and an fc2 row where it is active
         if self.tests is not None:
-            # the filter's survivors read the upper bits of their row, those that pass the second test the rest
+            # the filter's survivors read the upper bits of their row, those that pass the second stage the rest
             weights, upper = self.model.layers[layer], BITS[self.tests.kind] / 16
             assert self.tests.second is not None
             sharp = F.linear(sites["mlp_in", layer].detach(), self.tests.rows[layer], weights.fc1_bias)

@@ -1,4 +1,4 @@
-"""One thing changed at a time: losses and starts, bits and hints, tuning, look-ahead. Compared on ``choose``."""
+"""One thing changed at a time: losses and starts, bits and hints, tuning, look-ahead. Compared on ``val``."""
 
 import copy
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from benchmarks.frontier_methods.sections import as_trained, fitted, scaled, tun
 from benchmarks.frontier_methods.select import WEIGHT_BYTES, Gates
 from benchmarks.frontier_methods.study import Study
 from benchmarks.frontier_methods.tune import TuneConfig
-from dejavu_train.allocate import density_for_mass, read_curve
+from dejavu_train.bundle.allocation import density_for_mass, read_curve
 from dejavu_train.errors import UserError
 
 RANK_SHARES = (0.06, 0.08, 0.10, 0.13)
 
 
 def losses(study: Study) -> None:
-    """The loss changed, from: rank 64, int8, data-aware SVD start, contribution loss. On ``choose``."""
+    """The loss changed, from: rank 64, int8, data-aware SVD initialisation, contribution loss. On ``val``."""
     one_by_one(
         study,
         {
             "contribution": {},
             "paper": {"loss": "paper"},
             "pos_weight": {"loss": "pos_weight"},
-            "share": {"loss": "share"},
+            "listwise": {"loss": "listwise"},
             "squared": {"loss": "squared"},
             "root": {"loss": "root"},
             "worthwhile": {"loss": "worthwhile"},
@@ -41,7 +41,7 @@ def losses(study: Study) -> None:
 
 
 def starts(study: Study) -> None:
-    """The start, the form, the learning rate, the steps and the activations changed, from the same. On ``choose``."""
+    """The start, the form, the learning rate, the steps and the activations changed, from the same. On ``val``."""
     steps = study.sizes.fit_steps
     one_by_one(
         study,
@@ -65,7 +65,7 @@ def starts(study: Study) -> None:
 def one_by_one(study: Study, variants: dict[str, dict[str, Any]]) -> None:
     for name, changes in variants.items():
         predictors, seconds = fitted(study, scaled(study.model.d, 64), **changes)
-        study.frontier("training", name, predictors, sections.CHOOSE_SHARES, on="choose", train_seconds=seconds)
+        study.frontier("training", name, predictors, sections.VAL_SHARES, on="val", train_seconds=seconds)
 
 
 def own_activations(study: Study) -> None:
@@ -80,7 +80,7 @@ def own_activations(study: Study) -> None:
         made = copy.deepcopy(predictors).requires_grad_(True)
         more = fit(study.model, rows, made, config)["seconds"]
         label = f"trained again on {name} activations"
-        study.frontier("training", label, made, sections.CHOOSE_SHARES, on="choose", train_seconds=seconds + more)
+        study.frontier("training", label, made, sections.VAL_SHARES, on="val", train_seconds=seconds + more)
 
 
 def allocation(study: Study) -> None:
@@ -97,27 +97,27 @@ def allocation(study: Study) -> None:
             plans[r].thresholds([d] * model.n_layers)[i] for i, (r, d) in enumerate(zip(ranks, densities, strict=True))
         ]
         gates = Gates(model, mlp=of_ranks(model, trained, ranks), mlp_thresholds=found)
-        scored = study.report.score(gates)
+        scored = study.test.score(gates)
         detail = {"ranks": ranks, "densities": [round(d, 4) for d in densities]}
         study.write(
             "allocation", "ranks shared out", scored, gates.report(), sharing="measured", asked=share, detail=detail
         )
     batches(study, plans[middle])
-    for share in sections.CHOOSE_SHARES:
+    for share in sections.VAL_SHARES:
         densities = plans[middle].densities(share, "measured")
         for name, options in (
             ("counts by threshold", {"mlp_thresholds": plans[middle].thresholds(densities)}),
             ("the same count for every token", {"top_k": [max(1, round(d * model.f)) for d in densities]}),
         ):
             gates = Gates(model, mlp=trained[middle], **options)
-            scored = study.report.score(gates)
+            scored = study.test.score(gates)
             study.write("allocation", name, scored, gates.report(), sharing="measured", asked=share)
 
 
 def batches(study: Study, plan: Plan, size: int = 8) -> None:
     """The bytes of a batch of ``size`` shared out knowing its union, or as if every token read for itself."""
     model = study.model
-    wide = batch_plan(plan, study.sets["calibrate"], size)
+    wide = batch_plan(plan, study.sets["calibration"], size)
     dense = 2 * WEIGHT_BYTES * model.d * model.f * model.n_layers
     for budget in (0.15, 0.2, 0.3, 0.4):
         low, high = 0.0, 1.0
@@ -132,7 +132,7 @@ def batches(study: Study, plan: Plan, size: int = 8) -> None:
             low, high = (middle, high) if wide.total(blind) <= budget * dense else (low, middle)
         for name, densities in (("one token", blind), (f"a batch of {size}", wide.densities(budget, "measured"))):
             gates = Gates(model, mlp=plan.scorer, mlp_thresholds=plan.thresholds(densities), together=size)
-            scored = study.report.score(gates)
+            scored = study.test.score(gates)
             report = gates.report() | {"mlp_share": gates.union_share()}
             detail = {"densities": [round(d, 4) for d in densities]}
             label = f"batch of {size}, shared out for {name}"
@@ -140,7 +140,7 @@ def batches(study: Study, plan: Plan, size: int = 8) -> None:
 
 
 def tuning(study: Study) -> None:
-    """Variants of tuning in the model, on ``choose``: from rank 64 int4 at 9 % of the bytes, one thing at a time."""
+    """Variants of tuning in the model, on ``val``: from rank 64 int4 at 9 % of the bytes, one thing at a time."""
     rank, share = scaled(study.model.d, 64), 0.09
     steps = study.sizes.tune_steps
     base, _ = fitted(study, rank, "int4")
@@ -166,12 +166,12 @@ def tuning(study: Study) -> None:
             "tuning",
             name,
             made,
-            on="choose",
+            on="val",
             gates=gates,
             train_seconds=history["seconds"],
             detail=history["history"][-1],
         )
-        study.frontier("tuning", name, made, (0.08, 0.09, 0.11), on="choose", gates=gates)
+        study.frontier("tuning", name, made, (0.08, 0.09, 0.11), on="val", gates=gates)
 
 
 def bytes_section(study: Study, shares: Sequence[float]) -> None:
@@ -180,10 +180,10 @@ def bytes_section(study: Study, shares: Sequence[float]) -> None:
     base, _ = fitted(study, scaled(model.d, 64), "fp16")
     for kind in ("fp16", "fp8", "int8", "int4", "int4/32", "int3", "int2"):
         other = base.stored_as(kind)
-        study.frontier("bytes", f"r64 trained in fp16, stored in {kind}", other, sections.CHOOSE_SHARES, on="choose")
+        study.frontier("bytes", f"r64 trained in fp16, stored in {kind}", other, sections.VAL_SHARES, on="val")
     for kind in ("int4", "int4/32", "int3"):
         aware, _ = fitted(study, scaled(model.d, 64), kind)
-        study.frontier("bytes", f"r64 trained in {kind}", aware, sections.CHOOSE_SHARES, on="choose")
+        study.frontier("bytes", f"r64 trained in {kind}", aware, sections.VAL_SHARES, on="val")
     stored = base.stored_as("int8")
     plan = study.plan(stored)
     thresholds = [0.0 if t is None else t for t in plan.thresholds(plan.densities(0.1, "measured"))]
@@ -192,7 +192,7 @@ def bytes_section(study: Study, shares: Sequence[float]) -> None:
     )
     for bonus in (0.25, 0.5, 1.0):
         hinted = baselines.PreviousToken(stored, thresholds, bonus * spread)
-        study.frontier("bytes", f"r64 int8 + previous token x {bonus}", hinted, sections.CHOOSE_SHARES, on="choose")
+        study.frontier("bytes", f"r64 int8 + previous token x {bonus}", hinted, sections.VAL_SHARES, on="val")
     floors_plan = study.plan(baselines.Oracle(), losses=False)
     for mass in (0.995, 0.98, 0.95):
         floors = [read_curve(c, density_for_mass(c, mass))["threshold"] for c in floors_plan.curves]
@@ -200,8 +200,8 @@ def bytes_section(study: Study, shares: Sequence[float]) -> None:
             "bytes",
             f"r64 int8, fc2 rows of {mass:.1%} of the mass",
             stored,
-            sections.CHOOSE_SHARES,
-            on="choose",
+            sections.VAL_SHARES,
+            on="val",
             gates={"fc2_floor": floors},
         )
     cascade(study, stored, plan)
@@ -218,7 +218,7 @@ def cascade(study: Study, filter_: Predictors, plan: Plan) -> None:
             scorer = baselines.Cascade(model, filter_, first, kind, planes)
             made = study.plan(scorer, survivors=survivors)
             label = f"cascade r64 int8 at {wide:.0%}, then {'upper bytes' if planes else kind}"
-            study.frontier("bytes", label, scorer, sections.CHOOSE_SHARES, on="choose", plan=made)
+            study.frontier("bytes", label, scorer, sections.VAL_SHARES, on="val", plan=made)
 
 
 def look_ahead(study: Study) -> None:

@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 import torch
+from decode_helpers import masked_nll, random_bundle, random_opt
 
-from dejavu_train.decode import DecodeEngine, Sampling
-from dejavu_train.decode_crossover import choose_forms
-from dejavu_train.timing import time_engine
-from tests.decode_helpers import masked_nll, random_bundle, random_opt
+from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.dispatch import choose_execution
+from dejavu_train.evaluation.timing import time_engine
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def test_scores_equal_the_masked_forward_pass(model, device, options, engine_opt
 def test_layers_that_compute_all_select_the_same(model, device, options, monkeypatch):
     """The forms of several rows that a GPU takes where the union leaves little out."""
     monkeypatch.setattr(
-        "dejavu_train.decode.choose_forms",
-        lambda *args: {key: dataclasses.replace(form, sparse=False) for key, form in choose_forms(*args).items()},
+        "dejavu_train.engine.decode.choose_execution",
+        lambda *args: {key: dataclasses.replace(form, sparse=False) for key, form in choose_execution(*args).items()},
     )
     bundle = random_bundle(model, rank=5, **options)
     engine = DecodeEngine(model, bundle, device=device, context=16, batch=2)

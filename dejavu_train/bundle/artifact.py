@@ -1,0 +1,306 @@
+"""Reads and writes a bundle: every predictor of one model, its thresholds, and what they were measured at.
+
+A folder with ``bundle.json`` (metadata) and ``predictors.safetensors`` (tensors); nothing is ever unpickled. Reading is
+strict: whatever is missing, surplus, of another shape or changed by one byte is named in one line. The curves of
+calibration (density, threshold, ...) travel with the predictors, so one bundle serves every density (``Bundle.at``).
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dejavu_train.bundle.allocation import allocate
+from dejavu_train.bundle.spec import TARGETS, Key, PredictorSpec, check_spec, tensor_name
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.models.opt import OPTShape, read_shape, weight_hash
+from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
+from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.predictors.quantization import SCALED, row_codes
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 2
+METADATA = "bundle.json"
+TENSORS = "predictors.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """All predictors of one model.
+
+    Args:
+        model: folder or hub id it was made from (a name to show; ``weight_hash`` decides).
+        weight_hash: of the model's stored tensors, see ``opt.weight_hash``.
+        shape: sizes of the model.
+        specs: by (layer, target). A target is there for every layer or for none.
+        tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the spec's
+            dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
+            replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
+            An int8 spec has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32; an int4 spec the same
+            with scales in fp16 and two weights a byte, see ``quantization``. A cascade also has ``.fc1_scale`` fp32 and
+            ``.fc1_steps`` int16, the grid of fc1's planes, and ``.stage2_threshold`` fp32, all (n_out).
+        metadata: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
+    """
+
+    model: str
+    weight_hash: str
+    shape: OPTShape
+    specs: dict[Key, PredictorSpec]
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def targets(self) -> list[str]:
+        present = {target for _, target in self.specs}
+        return [target for target in TARGETS if target in present]
+
+    def predictor(self, layer: int, target: str) -> LowRankPredictor:
+        """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32."""
+        spec = self.specs[layer, target]
+        made = LowRankPredictor(spec.d_in, spec.rank, spec.n_out, spec.nonlinearity, spec.bias)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if spec.dtype in SCALED and name != "bias":
+                    codes, scale = self.codes(layer, target, name)
+                    parameter.copy_(codes * scale[:, None])
+                else:
+                    parameter.copy_(self.tensors[tensor_name(layer, target, name)])
+        return made.requires_grad_(False).eval()
+
+    def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
+        """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""
+        spec = self.specs[layer, target]
+        stored = self.tensors[tensor_name(layer, target, part)]
+        scale = self.tensors[tensor_name(layer, target, part + "_scale")].float()
+        return row_codes(stored, spec.d_in if part == "down" else spec.rank), scale
+
+    def cascades(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """By layer (scale, steps, threshold), each (d_ffn,): the grid of fc1's planes and the thresholds of the second
+        stage."""
+        parts = ("fc1_scale", "fc1_steps", "stage2_threshold")
+        layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
+        return {i: tuple(self.tensors[tensor_name(i, "mlp", part)] for part in parts) for i in layers}  # type: ignore[misc]
+
+    def second_stages(self, blocks: Any) -> dict[int, SecondStage]:
+        """By layer the second stage of its cascade, for the decoder layers ``blocks`` of the bundle's model."""
+        grids = self.cascades()
+        return {i: build_second_stage(blocks[i].fc1.weight, blocks[i].fc1.bias, *grid) for i, grid in grids.items()}
+
+    def frequency(self, layer: int, target: str) -> Tensor:
+        """(n_out,) fp32: how often each unit was needed on ``calibration``; orders the static selection."""
+        return self.tensors[tensor_name(layer, target, "frequency")]
+
+    def head_means(self, device: torch.device | str = "cpu") -> dict[int, Tensor]:
+        """By layer the (n_heads, head_dim) fp32 that stands in for skipped heads; only layers that do so are there."""
+        replaced = [spec.layer for spec in self.specs.values() if spec.replacement == "mean"]
+        return {layer: self.tensors[tensor_name(layer, "heads", "mean")].to(device).float() for layer in replaced}
+
+    def mean_density(self, target: str) -> float:
+        """Mean of the calibrated densities over the layers; 1.0 for a target without predictors."""
+        found = [spec.density for spec in self.specs.values() if spec.target == target]
+        return sum(found) / len(found) if found else 1.0
+
+    def with_densities(self, densities: Mapping[Key, float], top_k: bool = False) -> "Bundle":
+        """The same predictors with thresholds for the given densities; specs not named stay as they are."""
+        specs = dict(self.specs)
+        for key, density in densities.items():
+            if key not in specs:
+                raise UserError(f"this bundle has no predictor for {key[1]} of layer {key[0]}")
+            specs[key] = specs[key].at(density, top_k)
+        return dataclasses.replace(self, specs=specs)
+
+    def at(self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool = False) -> "Bundle":
+        """The same predictors at other mean densities, shared out over the layers as their curves ask; 1.0 is dense.
+
+        Raises:
+            UserError: a density outside (0, 1], or a target this bundle has no predictors for.
+        """
+        wanted: dict[Key, float] = {}
+        for target, density in (("mlp", mlp_density), ("heads", head_density)):
+            if density is None or (density == 1 and target not in self.targets):
+                continue
+            if not 0 < density <= 1:
+                raise UserError(f"the {target} density must lie above 0 and at most at 1, got {density}")
+            if target not in self.targets:
+                raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
+            layers = {layer: self.specs[layer, target] for layer in range(self.shape.n_layers)}
+            wanted |= {(layer, target): share for layer, share in allocate(layers, density).items()}
+        return self.with_densities(wanted, top_k)
+
+    def check_model(self, model: str, revision: str | None = None) -> None:
+        """Make sure that the bundle belongs to exactly these weights.
+
+        Args:
+            model: folder or hub id of a model, or a weight hash.
+            revision: commit or tag of a hub model.
+        Raises:
+            UserError: another shape, or the same shape with other weights.
+        """
+        if re.fullmatch(r"(full:)?[0-9a-f]{64}", model):
+            found = model
+        else:
+            shape = read_shape(model, revision)
+            if shape != self.shape:
+                ours, theirs = dataclasses.asdict(self.shape), dataclasses.asdict(shape)
+                name = next(name for name in ours if ours[name] != theirs[name])
+                raise UserError(
+                    f"the bundle belongs to another model: it was made for {self.model} with {name} {ours[name]},"
+                    f" {model} has {theirs[name]}; give the bundle of this model"
+                )
+            found = weight_hash(model, self.weight_hash.startswith("full:"), revision)
+        if found != self.weight_hash:
+            raise UserError(
+                f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"
+                f" {model if found != model else 'this model'} has {found[:12]} (another model or revision);"
+                " train and calibrate predictors for these weights"
+            )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``bundle.json`` and ``predictors.safetensors`` into ``folder``.
+
+        The metadata is written last: a kill in between leaves a folder without ``bundle.json``, which is no bundle.
+        """
+        folder = Path(folder)
+        _check_parts(self, "this bundle")
+        (folder / METADATA).unlink(missing_ok=True)
+        with replacing(folder / TENSORS) as temporary:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, temporary)
+        metadata: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "weight_hash": self.weight_hash,
+            "shape": dataclasses.asdict(self.shape),
+            "targets": self.targets,
+            "tensors_sha256": sha256_file(folder / TENSORS),
+            "metadata": self.metadata,
+            "predictors": [dataclasses.asdict(self.specs[key]) for key in sorted(self.specs)],
+        }
+        write_json(folder / METADATA, metadata | {"sha256": _digest(metadata)})
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, revision: str | None = None) -> "Bundle":
+        """Read a bundle from a folder or a hub id.
+
+        Raises:
+            UserError: anything that is not exactly as it was written, naming the part.
+        """
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = _download(str(name), revision)
+        where = f"the bundle {name}"
+        metadata = read_json(folder / METADATA, f"{where}: {METADATA}")
+        if not isinstance(metadata, dict) or "schema" not in metadata:
+            raise UserError(f"{where}: {METADATA} is not a bundle's")
+        if metadata["schema"] not in (1, SCHEMA):
+            raise UserError(
+                f"{where} has schema {metadata['schema']}, this version reads 1 and {SCHEMA}; make the bundle anew"
+            )
+        if metadata.pop("sha256", None) != _digest(metadata):
+            raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
+        if not (folder / TENSORS).is_file():
+            raise UserError(f"{where}: {TENSORS} is missing (no other format is read, least of all a pickled one)")
+        if sha256_file(folder / TENSORS) != metadata["tensors_sha256"]:
+            raise UserError(
+                f"{where}: {TENSORS} is not the file that {METADATA} describes (its SHA-256 differs: truncated, changed"
+                " or replaced); restore it or make the bundle anew"
+            )
+        try:
+            tensors = load_file(folder / TENSORS)
+        except SafetensorError as error:
+            raise UserError(f"{where}: {TENSORS} is not readable safetensors ({error})") from None
+        try:
+            if metadata["schema"] == 1:
+                logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
+                metadata, tensors = _from_schema_1(metadata, tensors)
+            found = [PredictorSpec(**spec) for spec in metadata["predictors"]]
+            shape = OPTShape(**metadata["shape"])
+            bundle = cls(
+                metadata["model"],
+                metadata["weight_hash"],
+                shape,
+                {e.key: e for e in found},
+                tensors,
+                metadata["metadata"],
+            )
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error})") from None
+        if len(found) != len(bundle.specs) or metadata["targets"] != bundle.targets:
+            raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold")
+        _check_parts(bundle, where)
+        return bundle
+
+    def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None) -> str:
+        """Upload the bundle to the Hugging Face hub; returns the address of the commit."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
+
+
+def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Schema 1 had other names for the same things."""
+    specs = [
+        {"stage2_retained_mass" if name == "passes" else name: value for name, value in spec.items()}
+        for spec in metadata["entries"]
+    ]
+    renamed = {re.sub(r"\.bar$", ".stage2_threshold", name): tensor for name, tensor in tensors.items()}
+    return metadata | {"predictors": specs, "metadata": metadata["facts"]}, renamed
+
+
+def _digest(metadata: dict[str, Any]) -> str:
+    """SHA-256 of the metadata as canonical JSON: insensitive to layout, sensitive to every value."""
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def _download(name: str, revision: str | None) -> Path:
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir():
+        raise UserError(f"there is no bundle folder {name}; python train.py makes one")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[METADATA, TENSORS]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot fetch the bundle {name}: {str(error).splitlines()[0]}") from None
+
+
+def _check_parts(bundle: Bundle, where: str) -> None:
+    """Every predictor and every tensor that must be there is there, and nothing else."""
+    n_layers = bundle.shape.n_layers
+    foreign = {target for _, target in bundle.specs} - set(TARGETS)
+    if foreign or not bundle.targets:
+        raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(foreign)}")
+    for target in bundle.targets:
+        for layer in range(n_layers):
+            if (layer, target) not in bundle.specs:
+                raise UserError(f"{where} lacks the {target} predictor of layer {layer}; train that layer")
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for spec in bundle.specs.values():
+        expected |= check_spec(spec, bundle.shape, where)
+    for name, (shape, dtype) in expected.items():
+        if name not in bundle.tensors:
+            raise UserError(f"{where}: the tensor {name} is missing")
+        tensor = bundle.tensors[name]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise UserError(f"{where}: the tensor {name} must be {shape} {dtype}, got {got}")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: the tensor {name} holds a value that is not finite; train that layer again")
+    surplus = sorted(set(bundle.tensors) - set(expected))
+    if surplus:
+        raise UserError(f"{where}: the tensor {surplus[0]} belongs to no predictor")

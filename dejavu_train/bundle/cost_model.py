@@ -1,0 +1,87 @@
+"""What a bundle reads per token, in bytes: predictors, the planes of a cascade, and the rows that are selected.
+
+Weights count 16 bits. fc2 rows are read of neurons that are selected and truly active. Counts are either expectations
+from the calibration curves (``spec_bytes``, ``mlp_share``) or taken from scored text (``measured_mlp_share``).
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from dejavu_train.bundle.allocation import cascade_bytes, head_bytes, mlp_bytes, read_curve
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import Key, PredictorSpec
+from dejavu_train.models.opt import OPTShape, torch_dtype
+from dejavu_train.predictors.metrics import SelectionSums
+
+
+def predictor_bytes(spec: PredictorSpec) -> float:
+    """Bytes of one predictor in its deployed dtype, scales included."""
+    weights = spec.rank * (spec.d_in + spec.n_out)
+    bias = 2 * spec.n_out if spec.bias else 0
+    if spec.dtype == "int8":
+        return float(weights + 4 * (spec.rank + spec.n_out) + bias)
+    if spec.dtype == "int4":
+        nibbles = spec.rank * ((spec.d_in + 1) // 2) + spec.n_out * ((spec.rank + 1) // 2)
+        return float(nibbles + 2 * (spec.rank + spec.n_out) + bias)
+    size = torch.empty(0, dtype=torch_dtype(spec.dtype)).element_size()
+    return float(size * (weights + (spec.n_out if spec.bias else 0)))
+
+
+def unit_bytes(
+    spec: PredictorSpec, shape: OPTShape, density: float, recall: float, selected: float | None = None
+) -> float:
+    """Bytes of the model's weights at ``density``; ``selected``: what passes the second stage of a cascade."""
+    if spec.target == "heads":
+        return head_bytes(density, shape.n_heads, shape.head_dim, shape.d_model)
+    active = 1.0 if density == 1.0 else (spec.active_density or 1.0)
+    if selected is not None:
+        return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model)
+    return mlp_bytes(density, recall, active, shape.d_ffn, shape.d_model)
+
+
+def spec_bytes(spec: PredictorSpec, shape: OPTShape) -> float:
+    """Bytes of one (layer, target) as calibrated, its predictor included; of all its weights where it is dense."""
+    if spec.dense:
+        return unit_bytes(spec, shape, 1.0, 1.0)
+    selected = read_curve(spec.curve, spec.density)["selected"] if spec.kind == "cascade" else None
+    return predictor_bytes(spec) + unit_bytes(spec, shape, spec.density, spec.recall, selected)
+
+
+def mlp_share(bundle: Bundle) -> float:
+    """Bytes of all MLPs with their predictors as calibrated, over those of the dense ones."""
+    shape = bundle.shape
+    one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
+    read = (
+        spec_bytes(bundle.specs[i, "mlp"], shape) if (i, "mlp") in bundle.specs else one for i in range(shape.n_layers)
+    )
+    return sum(read) / (one * shape.n_layers)
+
+
+def measured_mlp_share(
+    bundle: Bundle, sums: Mapping[Key, SelectionSums], candidates: Mapping[int, int] | None = None
+) -> float:
+    """Bytes of all MLPs with their predictors as counted on scored text, over those of the dense ones.
+
+    Args:
+        bundle: at the densities that were scored.
+        sums: by (layer, ``mlp``) what was selected, and which of it was active, on the scored positions.
+        candidates: by layer how many neurons passed the first stage of its cascade, over the same positions.
+    """
+    shape = bundle.shape
+    one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
+    read = 0.0
+    for layer in range(shape.n_layers):
+        spec, counted = bundle.specs.get((layer, "mlp")), sums[layer, "mlp"]
+        if spec is None or spec.dense or not int(counted.units):
+            read += one
+            continue
+        # The formulas take shares of all neurons; recall x active share is the share that is selected and active.
+        selected, recall, active = counted.density, counted.recall, counted.active_density
+        if spec.kind == "cascade":
+            share = (candidates or {})[layer] / float(counted.units)
+            rows = cascade_bytes(share, selected, recall, active, shape.d_ffn, shape.d_model)
+        else:
+            rows = mlp_bytes(selected, recall, active, shape.d_ffn, shape.d_model)
+        read += predictor_bytes(spec) + rows
+    return read / (one * shape.n_layers)

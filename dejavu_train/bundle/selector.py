@@ -1,0 +1,84 @@
+"""Selects the units that a token uses, by the predictors of a bundle.
+
+A selection is a bool tensor (B, T, n), or None where the layer is dense. What predictors are compared with stands in
+``evaluation/baselines.py``.
+
+Letters: B batch, T positions, n units (neurons or heads).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import PredictorSpec
+from dejavu_train.models.hooks import decoder_layers
+
+Sites = Mapping[tuple[str, int], Tensor]
+
+
+def select(logits: Tensor, spec: PredictorSpec) -> Tensor:
+    """The selection for ``logits`` (..., n): above the threshold (a tie is not), or the k largest. NaN never is.
+
+    >>> select(torch.tensor([1.0, 2.0, 3.0]), PredictorSpec(0, "mlp", "mlp_in", 0, 1, 1, 3, threshold=2.0))
+    tensor([False, False,  True])
+    """
+    if spec.threshold is not None:
+        return logits > spec.threshold
+    assert spec.top_k is not None, "a dense spec selects nothing"
+    picked = logits.nan_to_num(nan=float("-inf")).topk(spec.top_k, dim=-1).indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, picked, True) & ~logits.isnan()
+
+
+class Predicted:
+    """The bundle's predictors, ready to run: weights rounded as deployed, inputs and sums in fp32.
+
+    Args:
+        bundle: thresholds may be exchanged later through ``bundle``, the weights may not.
+        device: where the predictors live; with a model over several GPUs inputs are brought here.
+        model: whose fc1 the second stages of cascades read. Without it a cascade's candidates are its selection.
+
+    ``candidates``: by layer with a cascade, how many neurons of each position (B, T) passed the first stage when the
+    layer was last called; for counting what a cascade reads.
+    """
+
+    def __init__(self, bundle: Bundle, device: torch.device | str = "cpu", model: OPTForCausalLM | None = None) -> None:
+        self.bundle = bundle
+        self.device = torch.device(device)
+        self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.specs}
+        self._second_stages = {} if model is None else bundle.second_stages(decoder_layers(model))
+        self._fc1: dict[int, Tensor] = {}
+        self.candidates: dict[int, Tensor] = {}
+
+    @property
+    def sites(self) -> set[tuple[str, int]]:
+        """Which (site, layer) must be handed to ``__call__``."""
+        tested = {("mlp_in", layer) for layer in self._second_stages if not self.bundle.specs[layer, "mlp"].dense}
+        return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | tested
+
+    def fc1(self, layer: int) -> Tensor | None:
+        """(n, d) what a layer with a cascade multiplies with, as its planes hold it; None: the model's own fc1."""
+        if layer not in self._second_stages or self.bundle.specs[layer, "mlp"].dense:
+            return None
+        if layer not in self._fc1:
+            self._fc1[layer] = self._second_stages[layer].planes.weight()
+        return self._fc1[layer]
+
+    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
+        """Select for one layer and target.
+
+        Args:
+            sites: the hidden states (..., d) recorded so far, by (site, layer).
+        Returns: (..., n) bool on the device of its site, or None for a dense layer.
+        """
+        spec = self.bundle.specs.get((layer, target))
+        if spec is None or spec.dense:
+            return None
+        inputs = sites[spec.site, spec.site_layer]
+        keep = select(self.predictors[layer, target](inputs.to(self.device, torch.float32)), spec).to(inputs.device)
+        if target == "mlp" and layer in self._second_stages:
+            self.candidates[layer] = keep.sum(-1)
+            keep = keep & self._second_stages[layer].passed(sites["mlp_in", layer]).to(keep.device)
+        return keep

@@ -1,0 +1,151 @@
+"""One spec of a bundle: what a predictor selects, what it reads, how it is stored, and what must be there of it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from dejavu_train.bundle.allocation import read_curve
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.predictors.quantization import SCALED
+
+TARGETS = ("mlp", "heads")
+SITES = ("attn_in", "mlp_in")
+KINDS = ("low_rank", "cascade")
+PREDICTOR_DTYPES = (*DTYPES, *SCALED)
+CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
+
+Key = tuple[int, str]
+Curve = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictorSpec:
+    """One predictor: what it selects, what it reads, from which logit on, and how good that was on ``calibration``.
+
+    ``threshold`` and ``top_k`` exclude each other; with neither the layer is dense. ``curve`` holds equally long lists
+    ``density`` (rising), ``threshold`` (falling), ``recall``, ``precision``, ``retained_mass`` and perhaps
+    ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold. ``replacement`` says what stands
+    in for a skipped head: nothing (``none``) or the mean of its output (``mean``).
+
+    A ``cascade`` (MLP only) is a low-rank predictor whose selection, the candidates, is tested once more on the upper
+    plane of fc1 (see ``bit_planes``); what passes is selected. Its density is that of the candidates,
+    ``stage2_retained_mass`` the share of the contribution that the second stage lets through, and its curve has a
+    column ``selected``."""
+
+    layer: int
+    target: str
+    site: str
+    site_layer: int
+    rank: int
+    d_in: int
+    n_out: int
+    kind: str = "low_rank"
+    nonlinearity: str = "none"
+    bias: bool = True
+    dtype: str = "float16"
+    threshold: float | None = None
+    top_k: int | None = None
+    keep_dense: bool = False
+    replacement: str = "none"
+    stage2_retained_mass: float | None = None
+    density: float = 1.0
+    recall: float = 1.0
+    precision: float | None = None
+    retained_mass: float = 1.0
+    active_density: float | None = None
+    curve: Curve = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.layer, self.target
+
+    @property
+    def dense(self) -> bool:
+        return self.threshold is None and self.top_k is None
+
+    def at(self, density: float, top_k: bool = False) -> "PredictorSpec":
+        """The same predictor with the threshold (or the k) that selects ``density``, read from the curve.
+
+        Raises:
+            UserError: the spec has no curve, or the density lies outside (0, 1].
+        """
+        if not 0 < density <= 1:
+            raise UserError(f"a density lies above 0 and at most at 1, got {density} for {self.target} {self.layer}")
+        if density == 1 or self.keep_dense:
+            read: dict[str, Any] = {"density": 1.0, "recall": 1.0, "retained_mass": 1.0}
+            return dataclasses.replace(self, threshold=None, top_k=None, precision=self.active_density, **read)
+        if not self.curve:
+            raise UserError(f"{self.target} of layer {self.layer} has no calibration curve; calibrate the bundle again")
+        row = read_curve(self.curve, density)
+        read = {column: row[column] for column in CURVE_COLUMNS}
+        if top_k:
+            read |= {"threshold": None, "top_k": max(1, round(density * self.n_out))}
+        else:
+            read |= {"top_k": None}
+        return dataclasses.replace(self, **read)
+
+
+def tensor_name(layer: int, target: str, part: str) -> str:
+    """Name of a tensor in ``predictors.safetensors``; ``part`` as in ``Bundle``."""
+    return f"layers.{layer}.{target}.{part}"
+
+
+def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The tensors that a spec needs: name -> (shape, dtype)."""
+    part = f"{where}: {spec.target} of layer {spec.layer}"
+    if not 0 <= spec.layer < shape.n_layers:
+        raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
+    if spec.kind not in KINDS:
+        raise UserError(f"{part} is of kind {spec.kind}; this version knows {', '.join(KINDS)}")
+    if (spec.kind == "cascade") != (spec.stage2_retained_mass is not None) or (
+        spec.kind == "cascade" and spec.target != "mlp"
+    ):
+        raise UserError(
+            f"{part} is of kind {spec.kind} with stage2_retained_mass {spec.stage2_retained_mass}; a cascade selects"
+            " neurons and has one, nothing else does"
+        )
+    if spec.dtype not in PREDICTOR_DTYPES or spec.nonlinearity not in ("none", "relu"):
+        raise UserError(f"{part} has an unknown dtype {spec.dtype} or nonlinearity {spec.nonlinearity}")
+    earlier = (spec.site_layer, SITES.index(spec.site)) if spec.site in SITES else None
+    own = (spec.layer, 1 if spec.target == "mlp" else 0)
+    if earlier is None or not (0, 0) <= earlier <= own:
+        raise UserError(f"{part} reads {spec.site} of layer {spec.site_layer}, which is no site before its target")
+    if spec.replacement not in (("none", "mean") if spec.target == "heads" else ("none",)):
+        raise UserError(f"{part} has an unknown replacement {spec.replacement} of what is skipped")
+    if spec.d_in != shape.d_model or spec.n_out != shape.units(spec.target):
+        need = f"{shape.d_model} -> {shape.units(spec.target)}"
+        raise UserError(f"{part} maps {spec.d_in} -> {spec.n_out}, the model needs {need}")
+    if spec.threshold is not None and (spec.top_k is not None or not math.isfinite(spec.threshold)):
+        raise UserError(f"{part} needs one finite threshold or one top_k, got {spec.threshold} and {spec.top_k}")
+    if spec.top_k is not None and not 1 <= spec.top_k <= spec.n_out:
+        raise UserError(f"{part}: top_k must lie in 1..{spec.n_out}, got {spec.top_k}")
+    if spec.curve:
+        lengths = {len(spec.curve.get(column, [])) for column in CURVE_COLUMNS} | {
+            len(values) for values in spec.curve.values()
+        }
+        grid = spec.curve.get("density", [])
+        if spec.kind == "cascade" and "selected" not in spec.curve:
+            raise UserError(f"{part}: the calibration curve of a cascade has no column selected")
+        if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
+            raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
+    packed = spec.dtype == "int4"
+    dtype = DTYPES.get(spec.dtype, torch.uint8 if packed else torch.int8)
+    needed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "down": ((spec.rank, (spec.d_in + 1) // 2 if packed else spec.d_in), dtype),
+        "up": ((spec.n_out, (spec.rank + 1) // 2 if packed else spec.rank), dtype),
+        "frequency": ((spec.n_out,), torch.float32),
+    }
+    if spec.dtype in SCALED:
+        scale = torch.float16 if packed else torch.float32
+        needed |= {"down_scale": ((spec.rank,), scale), "up_scale": ((spec.n_out,), scale)}
+    if spec.bias:
+        needed["bias"] = ((spec.n_out,), torch.float16 if spec.dtype in SCALED else dtype)
+    if spec.kind == "cascade":
+        grid_dtypes = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "stage2_threshold": torch.float32}
+        needed |= {name: ((spec.n_out,), dtype) for name, dtype in grid_dtypes.items()}
+    if spec.replacement == "mean":
+        needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
+    return {tensor_name(spec.layer, spec.target, part): value for part, value in needed.items()}

@@ -1,0 +1,175 @@
+"""Reads calibrate windows, returns nats: how much loss each layer and target costs when it alone is sparse.
+
+The loss of a density is measured as the divergence KL(dense || sparse) of the next-token distributions, in nats per
+token. Its expectation under the model's own text is the increase of the cross-entropy, and it scatters far less than
+a difference of two cross-entropies, so a few thousand tokens are enough to share out a budget.
+
+The dense pass is done once per window. A layer is then rerun from its recorded input, all densities as one batch,
+together with the layers above it; the layers below are dense and stay as they were. This halves the work, and needs
+nothing of the model but hooks, so it holds for every attention implementation and transformers version.
+
+Letters: K densities, T positions, d model width, n units, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.predictors.bit_planes import SecondStage
+from dejavu_train.predictors.low_rank import LowRankPredictor
+
+Key = tuple[int, str]
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class SensitivityProbe:
+    """What to measure of one (layer, target): its predictor, the site that it reads, and rising thresholds to try.
+
+    ``thresholds`` fall as densities rise; each is one sparse run of the layer. ``mean`` (n_heads, head_dim) stands in
+    for skipped heads.
+    """
+
+    predictor: LowRankPredictor
+    site: str
+    site_layer: int
+    thresholds: Sequence[float]
+    mean: Tensor | None = None
+    second_stage: SecondStage | None = None
+    """Of a cascade: what passes it of those above the threshold is selected."""
+
+
+@contextmanager
+def masked(layer: Any, target: str, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
+    """Zero the unselected units of one decoder layer, or put ``mean`` in the place of unselected heads.
+
+    Args:
+        layer: an OPT decoder layer of transformers.
+        target: ``mlp`` or ``heads``.
+        keep: (B, T, n) bool, true for selected units.
+        mean: (n_heads, head_dim) or None.
+    """
+    if target == "mlp":
+        module, wide, rest = layer.fc2, keep, keep.new_zeros((), dtype=torch.float32)
+    else:
+        module = layer.self_attn.out_proj
+        wide = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
+        rest = torch.zeros(module.in_features) if mean is None else mean.flatten().float()
+
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        values = inputs[0]  # with whatever leading shape the model gives it
+        return (torch.where(wide.to(values.device).reshape(values.shape), values, rest.to(values)),)
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def loss_increases(
+    model: Any,
+    probes: Mapping[Key, SensitivityProbe],
+    windows: Sequence[Sequence[int]],
+    progress: Progress | None = None,
+) -> dict[Key, list[float]]:
+    """Mean nats per token that each probe loses at each of its thresholds, everything else dense.
+
+    Args:
+        model: an OPTForCausalLM.
+        probes: what to measure.
+        windows: token ids of calibration documents, each starting with ``</s>``.
+        progress: called with 1 after every window.
+    """
+    device = next(model.parameters()).device
+    sums = {key: torch.zeros(len(probe.thresholds), dtype=torch.float64) for key, probe in probes.items()}
+    tokens = 0
+    for window in windows:
+        ids = torch.tensor([list(window)], device=device)
+        run = _dense_pass(model, ids)
+        for key, probe in probes.items():
+            site = run.sites[probe.site, probe.site_layer].float()  # on the device of its layer
+            logits = probe.predictor.to(site.device)(site)  # (1, T, n)
+            thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
+            keep = logits > thresholds
+            if probe.second_stage is not None:
+                keep = keep & probe.second_stage.passed(run.sites["mlp_in", key[0]]).to(keep.device)
+            divergence = _rerun(model, run, key, keep, probe.mean)
+            sums[key] += divergence.double().sum(dim=1).cpu()
+        tokens += ids.shape[1] - 1
+        if progress is not None:
+            progress(1)
+    return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
+
+
+@dataclass
+class _Run:
+    """The dense pass of one window: the layers' arguments, the sites, and the log-probabilities (1, T, V)."""
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    sites: dict[tuple[str, int], Tensor]
+    log_probabilities: Tensor
+
+
+def _dense_pass(model: Any, ids: Tensor) -> _Run:
+    layers = decoder_layers(model)
+    calls: list[Any] = [None] * len(layers)
+    sites: dict[tuple[str, int], Tensor] = {}
+
+    def keep_call(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[index] = (args, dict(kwargs))
+
+        return hook
+
+    def keep_site(site: str, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            sites[site, index] = output.reshape(ids.shape[0], ids.shape[1], -1)
+
+        return hook
+
+    with ExitStack() as hooks:
+        layer: Any
+        for index, layer in enumerate(layers):
+            for handle in (
+                layer.register_forward_pre_hook(keep_call(index), with_kwargs=True),
+                layer.self_attn_layer_norm.register_forward_hook(keep_site("attn_in", index)),
+                layer.final_layer_norm.register_forward_hook(keep_site("mlp_in", index)),
+            ):
+                hooks.callback(handle.remove)
+        logits = model(input_ids=ids, use_cache=False).logits
+    return _Run(calls, sites, F.log_softmax(logits.float(), dim=-1))
+
+
+def _rerun(model: Any, run: _Run, key: Key, keep: Tensor, mean: Tensor | None) -> Tensor:
+    """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
+    first, target = key
+    layers = decoder_layers(model)
+    args, kwargs = run.calls[first]
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden = hidden.expand(keep.shape[0], -1, -1)
+    for index in range(first, len(layers)):
+        args, kwargs = run.calls[index]
+        if args:
+            args = (hidden, *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": hidden}
+        if index == first:
+            with masked(layers[index], target, keep, mean):
+                output = layers[index](*args, **kwargs)
+        else:
+            output = layers[index](*args, **kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+    decoder = model.model.decoder
+    if decoder.final_layer_norm is not None:
+        hidden = decoder.final_layer_norm(hidden)
+    sparse = F.log_softmax(model.lm_head(hidden[:, :-1]).float(), dim=-1)
+    dense = run.log_probabilities[:, :-1]
+    return (dense.exp() * (dense - sparse)).sum(-1)

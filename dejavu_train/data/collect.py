@@ -1,0 +1,306 @@
+"""Reads text and a dense OPT, writes activation shards: what the predictors learn from.
+
+Windows of text go through the unchanged model in batches; hooks hand over each layer's hidden states while the next
+layer computes, and one thread writes them, so neither a layer nor a shard is ever held in memory. A run that was
+killed makes the same plan again, keeps the shards that are complete and redoes the one that is not.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dejavu_train.data.shard_reader import write_statistics
+from dejavu_train.data.shards import (
+    SETS,
+    ActivationManifest,
+    LayerWeights,
+    ShardEntry,
+    ShardWriter,
+    layer_folder,
+    pack_bits,
+)
+from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
+from dejavu_train.data.windows import CollectConfig, Window, plan_shards, plan_windows
+from dejavu_train.errors import UserError
+from dejavu_train.files import locked, require_disk
+from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
+from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+
+logger = logging.getLogger(__name__)
+
+LoadSets = Callable[[], tuple[dict[str, list[Document]], TextManifest]]
+PAD_TOKEN = 1
+SPARE_DISK = 50_000_000  # checkpoints, logs and the bundle need room as well
+
+
+def collect(
+    model_name: str,
+    text: TextSource,
+    config: CollectConfig,
+    activations: str | Path,
+    seed: int = 0,
+    revision: str | None = None,
+    full_hash: bool = False,
+    load: LoadSets | None = None,
+) -> ActivationManifest:
+    """Make the activations folder complete: nothing if it is, else what is missing.
+
+    With ``full_hash`` the model is named by a hash over every byte of its weights rather than over samples.
+    ``load`` gives the documents when they are needed; None reads ``text``.
+
+    Raises:
+        UserError: the model, the text, too little disk, or a folder that holds something else.
+    """
+    activations = Path(activations)
+    with locked(activations / ".lock", f"another process is collecting into {activations}; waiting for it"):
+        digest = weight_hash(model_name, full_hash, revision)
+        load = load or (lambda: load_sets(text, model_name))
+        return _collect(model_name, digest, text.key, load, config, activations, seed, revision)
+
+
+def _collect(
+    model_name: str,
+    digest: str,
+    source: str,
+    load: LoadSets,
+    config: CollectConfig,
+    activations: Path,
+    seed: int,
+    revision: str | None,
+) -> ActivationManifest:
+    shape = read_shape(model_name, revision)
+    if config.window > shape.max_positions:
+        raise UserError(
+            f"collect.window is {config.window}, but {model_name} has {shape.max_positions} positions; choose less"
+        )
+    request = config.request(seed)
+    existing = ActivationManifest.load(activations) if (activations / "manifest.json").is_file() else None
+    if existing is not None:
+        _check_same_request(existing, digest, request, source, activations)
+        if not existing.missing(activations) and (activations / "statistics.json").is_file():
+            return existing
+
+    sets, text_manifest = load()
+    text_metadata = text_manifest.to_json()
+    if "test" in sets:  # a model's own text is never reported on
+        # Near-duplicates are common in documentation; how common belongs beside every figure measured on it.
+        share = shared_ngrams(sets["test"], sets["train"])
+        logger.info("%.1f %% of the 8-grams of the test documents also occur in the train documents", 100 * share)
+        text_metadata |= {"report_8grams_in_train": round(share, 5)}
+    tokenizer = load_tokenizer(model_name, revision)
+    shards: list[tuple[ShardEntry, list[Window]]] = []
+    for number, set_name in enumerate(SETS):
+        planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
+        if set_name == "train":
+            require_one_sequence(sum(len(window.ids) for window in planned), config.window, source)
+        for windows_of_shard in plan_shards(planned, config.shard_tokens):
+            tokens = sum(len(window.ids) for window in windows_of_shard)
+            shards.append((ShardEntry(len(shards), set_name, tokens), windows_of_shard))
+    manifest = ActivationManifest(
+        model_name, digest, shape, config.storage, request, text_metadata, tuple(entry for entry, _ in shards)
+    )
+    if existing is not None and existing.shards != manifest.shards:
+        raise UserError(
+            f"the text behind the shards in {activations} has changed since they were begun (other files, or other"
+            " package versions for installed-docs); restore it, or delete the folder"
+        )
+    missing = set(manifest.missing(activations))
+    tokens = sum(entry.tokens for entry in missing)
+    fc1_bytes = shape.n_layers * shape.d_ffn * shape.d_model * (4 if config.dtype == "float32" else 2)
+    need = tokens * manifest.row_bytes() * shape.n_layers + fc1_bytes
+    logger.info("collecting %d tokens x %d layers: %.2f GB in %s", tokens, shape.n_layers, need / 1e9, activations)
+    require_disk(activations, need + SPARE_DISK, f"collecting {tokens} tokens of {shape.n_layers} layers")
+
+    for leftover in activations.glob("layer_*/.tmp-*"):  # of a killed run; the lock says nobody else is writing
+        leftover.unlink()
+    model = load_opt(model_name, config.dtype, resolve_device(config.device), config.device_map, revision)
+    manifest.save(activations)
+    if (
+        len(missing) == len(shards)
+        or not (layer_folder(activations, shape.n_layers - 1) / "weights.safetensors").exists()
+    ):
+        first = [window for _, planned in shards for window in planned]
+        _save_layer_weights(model, manifest, activations, _head_means(model, shape, first, config))
+    means = [LayerWeights.load(activations, layer, digest).head_mean for layer in range(shape.n_layers)]
+    with tqdm(total=tokens, desc="collecting", unit="tok", unit_scale=True, disable=None) as progress:
+        for entry, shard_windows in shards:
+            if entry in missing:
+                with ShardWriter(activations, manifest, entry) as writer:
+                    _fill_shard(model, means, shard_windows, config, writer, progress)
+    write_statistics(activations, manifest)
+    return manifest
+
+
+def _check_same_request(
+    existing: ActivationManifest, digest: str, request: dict[str, Any], source: str, activations: Path
+) -> None:
+    if existing.weight_hash != digest:
+        raise UserError(
+            f"the activation shards in {activations} are of another model, {existing.model} with other weights;"
+            " choose another output folder or delete this one"
+        )
+    if existing.request != request or existing.text.get("source") != source:
+        found, asked = {**existing.request, "source": existing.text.get("source")}, {**request, "source": source}
+        key = next(key for key in asked if asked[key] != found.get(key))
+        raise UserError(
+            f"the activation shards in {activations} were collected with {key} = {found.get(key)}, not {asked[key]};"
+            " choose another output folder or delete this one"
+        )
+
+
+@torch.no_grad()
+def _head_means(model: Any, shape: OPTShape, planned: Sequence[Window], config: CollectConfig) -> list[Tensor]:
+    """Each layer's mean head outputs (n_heads, head_dim) over the first windows; zeros where heads are dropped."""
+    totals = [torch.zeros(shape.n_heads, shape.head_dim, dtype=torch.float64) for _ in range(shape.n_layers)]
+    seen = 0
+    if config.head_criterion == "norm":
+        return totals
+
+    def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
+        totals[layer] += tensors["head_out"].double().sum((0, 1)).cpu()
+
+    with record(model, {"head_out"}, on_layer=on_layer):
+        device = model.get_input_embeddings().weight.device
+        for window in planned:
+            ids = torch.from_numpy(window.ids.astype(np.int64))[None].to(device)
+            model.model(input_ids=ids, use_cache=False)
+            seen += ids.numel()
+            if seen >= config.mean_tokens:
+                break
+    return [total / seen for total in totals]
+
+
+def _save_layer_weights(
+    model: Any, manifest: ActivationManifest, activations: Path, head_means: Sequence[Tensor]
+) -> None:
+    for layer, block in enumerate(decoder_layers(model)):
+        parts: Any = block
+        weights = LayerWeights(
+            parts.fc1.weight.detach().cpu(),
+            parts.fc1.bias.detach().float().cpu(),
+            torch.linalg.vector_norm(parts.fc2.weight.detach().float(), dim=0).cpu(),
+            head_means[layer].float(),
+        )
+        weights.save(activations, layer, manifest.weight_hash, parts.fc1.weight.dtype)
+
+
+class _WriterThread:
+    """Runs ``writer.write`` in one thread, so that writing overlaps the forward pass; a short queue keeps memory flat.
+
+    An error in the thread is raised in the caller at its next call.
+    """
+
+    def __init__(self, writer: ShardWriter) -> None:
+        self._writer = writer
+        self._jobs: queue.Queue[tuple[int, int, dict[str, np.ndarray], int] | None] = queue.Queue(maxsize=4)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shard-writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None:  # after an error go on emptying the queue, so that put never blocks
+                try:
+                    self._writer.write(*job)
+                except BaseException as error:
+                    self._error = error
+
+    def put(self, layer: int, start: int, rows: dict[str, np.ndarray], active: int) -> None:
+        if self._error is not None:
+            raise self._error
+        self._jobs.put((layer, start, rows, active))
+
+    def finish(self, failed: bool) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+        if self._error is not None and not failed:
+            raise self._error
+
+
+def _fill_shard(
+    model: Any,
+    means: Sequence[Tensor],
+    shard_windows: Sequence[Window],
+    config: CollectConfig,
+    writer: ShardWriter,
+    progress: Any,
+) -> None:
+    """Send all windows of a shard through the model, batch by batch, into ``writer``."""
+    out_projs = [block.self_attn.out_proj.weight.detach() for block in decoder_layers(model)]  # type: ignore[union-attr, operator]
+    grams = [output_gram(weight, len(means[0])) for weight in out_projs]
+    means = [mean.to(weight.device) for mean, weight in zip(means, out_projs, strict=True)]
+    thread = _WriterThread(writer)
+    failed = True
+    try:
+        start = 0
+        for first in range(0, len(shard_windows), config.batch_size):
+            batch = shard_windows[first : first + config.batch_size]
+            rows = _forward(model, batch, config, means, grams, thread, start)
+            start += rows
+            progress.update(rows)
+        failed = False
+    finally:
+        thread.finish(failed)
+
+
+@torch.inference_mode()
+def _forward(
+    model: Any,
+    batch: Sequence[Window],
+    config: CollectConfig,
+    means: Sequence[Tensor],
+    grams: Sequence[Tensor],
+    thread: _WriterThread,
+    start: int,
+) -> int:
+    """One forward pass; returns the number of rows (tokens, without padding) handed to the writer."""
+    longest = max(len(window.ids) for window in batch)
+    ids = torch.full((len(batch), longest), PAD_TOKEN)
+    for row, window in enumerate(batch):
+        ids[row, : len(window.ids)] = torch.from_numpy(window.ids.astype(np.int64))
+    lengths = torch.tensor([len(window.ids) for window in batch])
+    real = torch.arange(longest) < lengths[:, None]  # (B, T); padding stands on the right and is never recorded
+    positions = torch.arange(longest).expand(len(batch), -1)
+    metadata = {
+        "token": ids[real].numpy().astype(np.int32),
+        "document": np.repeat([window.document for window in batch], lengths.numpy()).astype(np.int32),
+        "position": positions[real].numpy().astype(np.int32),
+    }
+    dtype = torch.float16 if config.storage == "float16" else torch.bfloat16
+
+    def hidden(tensor: Tensor, kept: Tensor, layer: int, name: str) -> np.ndarray:
+        rows = tensor[kept].to(dtype).cpu()
+        if not bool(torch.isfinite(rows).all()):
+            raise UserError(
+                f"{name} of layer {layer} is not finite in {config.storage}; collect with --collect.storage bfloat16"
+                " or --collect.dtype float32"
+            )
+        return (rows if dtype is torch.float16 else rows.view(torch.uint16)).numpy()
+
+    def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
+        kept = real.to(tensors["mlp_in"].device)
+        active = tensors["activation"][kept] > 0
+        out_proj = decoder_layers(model)[layer].self_attn.out_proj.weight
+        heads = head_contribution(tensors["head_out"][kept], out_proj, grams[layer], means[layer])
+        rows = {
+            **metadata,
+            "attn_in": hidden(tensors["attn_in"], kept, layer, "attn_in"),
+            "mlp_in": hidden(tensors["mlp_in"], kept, layer, "mlp_in"),
+            "mlp_active": pack_bits(active).cpu().numpy(),
+            "head_norm": heads.clamp_max(65504).half().cpu().numpy(),
+        }
+        thread.put(layer, start, rows, int(active.sum()))
+
+    with record(model, {"attn_in", "mlp_in", "activation", "head_out"}, on_layer=on_layer):
+        device = model.get_input_embeddings().weight.device
+        # The decoder alone: the logits over the vocabulary are of no use here.
+        model.model(input_ids=ids.to(device), attention_mask=real.long().to(device), use_cache=False)
+    return int(lengths.sum())

@@ -1,0 +1,269 @@
+"""Reads activation shards, writes nothing: shuffled batches for one predictor.
+
+Single random rows are what makes HDF5 slow, so whole blocks (chunks of rows) are drawn in random order, a pool of them
+is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
+shuffled sequence, so that all have the same number of batches and none waits for another.
+
+Rows that fit into ``memory_gb`` are read once, by several threads, and kept on the training device: then a step is
+bound by neither disk nor bus.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from dejavu_train.data.shard_reader import ShardReader
+from dejavu_train.errors import UserError
+
+RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """How shards are read for training."""
+
+    batch_size: int = 1024
+    """Rows per step, over all devices."""
+    memory_gb: float = 4.0
+    """Rows of a job up to this size are kept on the training device; more are streamed from disk. 0 always streams."""
+    num_workers: int = 0
+    """Reader processes when streaming; 0 reads in the training process, which is right on few cores."""
+    pool_blocks: int = 32
+    """Blocks (of about 1 MB) whose rows are shuffled together."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.pool_blocks < 1 or self.num_workers < 0:
+            raise UserError("data.batch_size and data.pool_blocks must be at least 1, data.num_workers at least 0")
+
+
+class BlockShuffled(IterableDataset[RawBatch]):
+    """Batches of ``batch_size`` rows; an epoch's order follows from ``seed`` and the count of epochs begun.
+
+    Args:
+        sources: key in the batch -> (reader, dataset). All readers have the same rows.
+        batch_size: rows of a batch on one rank.
+        rank, world: which part is ours.
+        workers: worker processes of the loader; 0 counts as one.
+        pool_blocks: blocks shuffled together; 0 reads in order, without shuffling.
+        seed: of the order.
+
+    Each batch has the named tensors and ``seconds``, the time it took to make.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, tuple[ShardReader, str]],
+        batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        pool_blocks: int = 32,
+        seed: int = 0,
+    ) -> None:
+        self.sources, self.batch_size = sources, batch_size
+        self.reader = next(iter(sources.values()))[0]  # the one that is asked for rows and blocks
+        self.rank, self.world, self.workers = rank, world, max(1, workers)
+        self.pool_blocks, self.seed = pool_blocks, seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch, the same on every rank."""
+        return self._per_consumer() * self.workers
+
+    def _per_consumer(self) -> int:
+        rows = self.reader.rows // (self.world * self.workers)
+        return rows // self.batch_size if self.pool_blocks else -(-rows // self.batch_size)
+
+    def row_ranges(self, consumer: int) -> list[tuple[int, int]]:
+        """The row ranges of one consumer, in the order in which it reads them."""
+        blocks = self.reader.blocks()
+        if self.pool_blocks:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(blocks))
+            blocks = [blocks[i] for i in order]
+        quota = self.reader.rows // (self.world * self.workers)
+        first, last = consumer * quota, (consumer + 1) * quota
+        row_ranges, passed = [], 0
+        for start, stop in blocks:
+            low, high = max(first - passed, 0), min(last - passed, stop - start)
+            if low < high:
+                row_ranges.append((start + low, start + high))
+            passed += stop - start
+        return row_ranges
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        worker = get_worker_info()
+        consumer = self.rank * self.workers + (0 if worker is None else worker.id)
+        row_ranges = self.row_ranges(consumer)
+        generator = np.random.default_rng([self.seed, self.epoch, consumer])
+        self.epoch += 1
+        left: RawBatch = {}
+        made, limit = 0, self._per_consumer()
+        step = self.pool_blocks or 8
+        for first in range(0, len(row_ranges), step):
+            began = time.perf_counter()
+            pool = self._read_pool(row_ranges[first : first + step], left, generator)
+            spent = time.perf_counter() - began
+            rows = len(next(iter(pool.values())))
+            is_last = first + step >= len(row_ranges)
+            count = -(-rows // self.batch_size) if is_last and not self.pool_blocks else rows // self.batch_size
+            for number in range(count):
+                if made == limit:
+                    return
+                began = time.perf_counter()
+                part = slice(number * self.batch_size, (number + 1) * self.batch_size)
+                batch: RawBatch = {name: tensor[part] for name, tensor in pool.items()}
+                batch["seconds"] = spent / count + time.perf_counter() - began
+                made += 1
+                yield batch
+            left = {name: tensor[count * self.batch_size :] for name, tensor in pool.items()}
+
+    def _read_pool(self, row_ranges: list[tuple[int, int]], left: RawBatch, generator: np.random.Generator) -> RawBatch:
+        pool: RawBatch = {}
+        shuffle: Tensor | None = None
+        for name, (reader, dataset) in self.sources.items():
+            parts = [reader.read_stored(dataset, start, stop) for start, stop in row_ranges]
+            tensor = torch.cat([left[name], *parts] if left else parts)
+            if self.pool_blocks:
+                if shuffle is None:
+                    shuffle = torch.from_numpy(generator.permutation(len(tensor)))
+                tensor = tensor[shuffle]
+            pool[name] = tensor
+        return pool
+
+
+class InMemoryLoader:
+    """The same rows, read once and kept on ``device``; an epoch's order follows from the seed and the epoch.
+
+    Args:
+        streamed: says which rows are this rank's, and in which batches.
+        device: where the rows stay.
+    """
+
+    def __init__(self, streamed: BlockShuffled, device: torch.device) -> None:
+        began = time.perf_counter()
+        self.epoch, self.streamed = streamed.epoch, streamed
+        row_ranges = _joined(streamed.row_ranges(streamed.rank))
+        self.rows = {
+            name: reader.read_rows(dataset, row_ranges, device) for name, (reader, dataset) in streamed.sources.items()
+        }
+        self._read_seconds = time.perf_counter() - began
+
+    def __len__(self) -> int:
+        return len(self.streamed)
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        first = next(iter(self.rows.values()))
+        order = torch.arange(len(first))
+        if self.streamed.pool_blocks:
+            generator = torch.Generator().manual_seed(self.streamed.seed * 100_003 + self.epoch)
+            order = torch.randperm(len(first), generator=generator)
+        order = order.to(first.device)
+        self.epoch += 1
+        size = self.streamed.batch_size
+        for number in range(len(self)):
+            began = time.perf_counter() - self._read_seconds
+            self._read_seconds = 0.0
+            chosen = order[number * size : (number + 1) * size]
+            batch: RawBatch = {name: tensor[chosen] for name, tensor in self.rows.items()}
+            batch["seconds"] = time.perf_counter() - began
+            yield batch
+
+
+def _joined(row_ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(row_ranges):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+class ShardDataModule(lightning.LightningDataModule):
+    """Train and val batches of one (layer, target).
+
+    Args:
+        activations: folder of shards.
+        layer: the target's layer.
+        target: ``mlp`` or ``heads``.
+        site: ``attn_in`` or ``mlp_in``, what the predictor reads.
+        site_layer: the layer of that site (an earlier one for look-ahead).
+        config: sizes.
+        seed: of the order.
+
+    Raises:
+        UserError: shards that are missing or wrong, or too few rows for one batch.
+
+    A batch is a dict: ``inputs`` (B, d) as stored; for ``mlp`` ``active`` (B, ceil(n / 8)) uint8, packed, and
+    ``mlp_in`` (B, d) if it is not the input already; for ``heads`` ``contribution`` (B, n); ``seconds``.
+    """
+
+    def __init__(
+        self,
+        activations: str | Path,
+        layer: int,
+        target: str,
+        site: str,
+        site_layer: int,
+        config: DataConfig,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.seed = config, seed
+        self.target, self.site = target, site
+        self._readers = {name: ShardReader(activations, layer, name) for name in ("train", "val")}
+        self._inputs = self._readers
+        if site_layer != layer:
+            self._inputs = {name: ShardReader(activations, site_layer, name) for name in ("train", "val")}
+        self._mlp_in_is_input = site == "mlp_in" and site_layer == layer
+        shape = self._readers["train"].manifest.shape
+        self.d_in, self.n_units = shape.d_model, shape.units(target)
+
+    def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch] | InMemoryLoader:
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        reader = self._readers[set_name]
+        sources = {"inputs": (self._inputs[set_name], self.site)}
+        if self.target == "heads":
+            sources["contribution"] = (reader, "head_norm")
+        else:
+            sources["active"] = (reader, "mlp_active")
+            if not self._mlp_in_is_input:
+                sources["mlp_in"] = (reader, "mlp_in")
+        row_bytes = sum(row.read_stored(dataset, 0, 1).nbytes for row, dataset in sources.values())
+        resident = reader.rows * row_bytes <= self.config.memory_gb * 1e9 * world
+        workers = 0 if resident else self.config.num_workers
+        consumers = world * max(1, workers)
+        batch_size = min(max(1, self.config.batch_size // world), reader.rows // consumers)
+        if batch_size < 1:
+            raise UserError(
+                f"the set {set_name} has {reader.rows} rows, fewer than the {consumers} readers; collect more tokens"
+            )
+        pool_blocks = self.config.pool_blocks if shuffle else 0
+        dataset = BlockShuffled(sources, batch_size, rank, world, workers, pool_blocks, self.seed)
+        if trainer is not None:
+            dataset.epoch = trainer.current_epoch  # a resumed run goes on with the order it would have had
+        if resident:
+            return InMemoryLoader(dataset, torch.device("cpu") if trainer is None else trainer.strategy.root_device)
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def train_dataloader(self) -> DataLoader[RawBatch] | InMemoryLoader:
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[RawBatch] | InMemoryLoader:
+        return self._loader("val", shuffle=False)

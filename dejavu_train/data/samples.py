@@ -1,0 +1,304 @@
+"""Reads a dense model, writes text that it wrote itself, as token ids: the default text of predictors.
+
+Text sampled from the model (temperature 1, nothing cut off, from ``</s>``) covers what the model knows, so predictors
+trained on it hold on texts of every kind, and no data set is needed. Quantisation-aware training knows the idea
+(LLM-QAT, arXiv 2305.17888, section 3.1).
+
+    samples.xz     token ids as 32-bit words, byte planes side by side, LZMA: rows one after the other
+    samples.json   which model wrote them, how, how many, and the digest of samples.xz
+    part_0007.xz   while sampling: one batch of rows; sampling that was stopped goes on after the last part
+
+A model's folder may carry the first two (opt-mini does); otherwise they are cached in a folder named by a hash of the
+weights and the settings.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import lzma
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from dejavu_train.data.text import SELF, START_TOKEN, Document, SampleConfig, TextManifest, TextSource, load_documents
+from dejavu_train.errors import UserError
+from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+TOKENS_ON_GPU = 1_000_000
+TOKENS_ON_CPU = 200_000
+CYCLE = ("val", "calibration", "calibration", *("train",) * 22)  # the sets of each 25 rows in turn
+TRIAL_TOKENS = 16
+MAX_SEED = 1 << 26  # what the engine takes
+
+Rows = list[list[int]]
+Write = Callable[[Rows, int, int], Rows]
+"""``write(prompts, length, seed)``: every prompt continued to ``length`` tokens, the prompt included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleManifest:
+    """What ``samples.json`` holds."""
+
+    model: str
+    weight_hash: str
+    settings: dict[str, Any]
+    rows: int
+    tokens: int
+    sha256: str
+    writer: str
+    versions: dict[str, str]
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / "samples.json", {"schema": SCHEMA, **dataclasses.asdict(self)})
+
+    @classmethod
+    def load(cls, folder: Path) -> "SampleManifest":
+        """Read ``samples.json``.
+
+        Raises:
+            UserError: missing, damaged or of another schema.
+        """
+        values = read_json(folder / "samples.json", "the manifest of the model's samples")
+        try:
+            if values.pop("schema") != SCHEMA:
+                raise UserError(f"{folder / 'samples.json'} is of another schema; delete the folder's samples.*")
+            return cls(**values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{folder / 'samples.json'} is not a manifest of samples ({error}); delete it") from None
+
+
+def encode_rows(rows: np.ndarray) -> bytes:
+    """Token ids as LZMA of byte planes: bytes of equal weight side by side compress better."""
+    planes = np.ascontiguousarray(rows, dtype="<u4").reshape(-1).view(np.uint8).reshape(-1, 4).T
+    return lzma.compress(planes.tobytes(), preset=9)
+
+
+def decode_rows(data: bytes, length: int) -> np.ndarray:
+    """(rows, length) int32; the inverse of :func:`encode_rows`.
+
+    Raises:
+        ValueError, lzma.LZMAError: damaged data.
+    """
+    planes = np.frombuffer(lzma.decompress(data), np.uint8)
+    words = np.ascontiguousarray(planes.reshape(4, -1).T).view("<u4")
+    return words.reshape(-1, length).astype(np.int32)
+
+
+def settings_of(config: SampleConfig, window: int) -> dict[str, Any]:
+    """What decides which text is written, but for how much of it and the model."""
+    values = dataclasses.asdict(config)
+    values.pop("tokens")
+    values["length"] = config.length or window
+    values["prompts"] = sha256_file(config.prompts) if config.prompts and Path(config.prompts).is_file() else None
+    if config.prompts and values["prompts"] is None:
+        raise UserError(f"text.sample.prompts: there is no text file {config.prompts}")
+    return values
+
+
+def tokens_wanted(config: SampleConfig, budgets: Sequence[tuple[str, int | None]], on_gpu: bool) -> int:
+    """How many tokens to sample, so that every set can hold its budget of ``collect.*_tokens``."""
+    if config.tokens is not None:
+        return config.tokens
+    most = TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU
+    needs = [most if budget is None else -(-budget * len(CYCLE) // CYCLE.count(name)) for name, budget in budgets]
+    return min(most, max(needs))
+
+
+def load_samples(
+    source: TextSource,
+    model: str,
+    weight_hash: str,
+    window: int,
+    budgets: Sequence[tuple[str, int | None]],
+    on_gpu: bool,
+    tokenizer: Any,
+    open_writer: Callable[[int, int], tuple[Write, str]],
+) -> tuple[dict[str, list[Document]], TextManifest]:
+    """The model's own text, sorted into sets: found beside the model or in the cache, or sampled now.
+
+    Args:
+        source: ``source`` is ``self``; ``sample`` says how, ``cache`` where.
+        window: tokens of a recorded sequence, the length of a sample where ``sample.length`` is null.
+        budgets: per collected set how many tokens of it will be recorded.
+        on_gpu: whether the model runs on a GPU; decides how much is sampled by default.
+        open_writer: called as ``open_writer(batch_size, length)`` only if something must be sampled; gives the
+            function that samples, and its name for the manifest.
+
+    Raises:
+        UserError: damaged samples, a file of prompts that is missing or too small.
+    """
+    config = source.sample
+    settings = settings_of(config, window)
+    wanted = tokens_wanted(config, budgets, on_gpu)
+    folder = _find(Path(model), weight_hash, settings, config.tokens)
+    if folder is None:
+        key = hashlib.sha256(json.dumps([weight_hash, settings], sort_keys=True).encode()).hexdigest()[:16]
+        folder = Path(source.cache) / f"self-{key}"
+        with locked(folder / ".lock", f"another process is sampling into {folder}; waiting for it"):
+            if _find(folder, weight_hash, settings, wanted) is None:
+                prompts = _prompts(config, tokenizer)
+                _sample(folder, model, weight_hash, config, settings, wanted, prompts, open_writer)
+    manifest = SampleManifest.load(folder)
+    rows = _read(folder, manifest)
+    if config.tokens is not None:  # more may be there than this run asks for
+        rows = rows[: _rows_for(config.tokens, rows.shape[1])]
+    sets = split_rows(rows)
+    logger.info("text: %d tokens that the model wrote (%s)", rows.size, folder)
+    return sets, TextManifest(
+        source=SELF,
+        revision=None,
+        sha256=hashlib.sha256(rows.tobytes()).hexdigest(),
+        documents={name: len(documents) for name, documents in sets.items()},
+        skipped_paragraphs=0,
+        versions=manifest.versions,
+        samples=settings | {"tokens": int(rows.size), "writer": manifest.writer},
+    )
+
+
+def split_rows(rows: np.ndarray) -> dict[str, list[Document]]:
+    """Rows (R, length) of token ids as documents in their sets: of each 25 rows 22 train, 2 calibrate, 1 choose.
+
+    A document ends where the model wrote ``</s>``; the documents of one row share its set, because each was written
+    with those before it in view.
+    """
+    sets: dict[str, list[Document]] = {"train": [], "val": [], "calibration": []}
+    for index, row in enumerate(rows):
+        documents = sets[CYCLE[index % len(CYCLE)]]
+        for number, part in enumerate(np.split(row, np.flatnonzero(row == START_TOKEN))):
+            ids = part[part != START_TOKEN]
+            if len(ids):
+                documents.append(Document(f"{index}.{number}", "", ids))
+    empty = [name for name, documents in sets.items() if not documents]
+    if empty:
+        raise UserError(f"{len(rows)} sampled rows leave the set {empty[0]} empty; raise text.sample.tokens")
+    return sets
+
+
+def _rows_for(tokens: int, length: int) -> int:
+    return -(-tokens // length)
+
+
+def _find(folder: Path, weight_hash: str, settings: dict[str, Any], tokens: int | None) -> Path | None:
+    """``folder`` if it holds samples of this model, written so, and at least ``tokens`` of them."""
+    if not (folder / "samples.json").is_file() or not (folder / "samples.xz").is_file():
+        return None
+    manifest = SampleManifest.load(folder)
+    if manifest.weight_hash.removeprefix("full:") != weight_hash.removeprefix("full:"):
+        return None
+    return folder if manifest.settings == settings and manifest.tokens >= (tokens or 0) else None
+
+
+def _read(folder: Path, manifest: SampleManifest) -> np.ndarray:
+    path = folder / "samples.xz"
+    damaged = UserError(f"{path} is damaged; delete it, and the samples are written anew")
+    if sha256_file(path) != manifest.sha256:
+        raise damaged
+    try:
+        return decode_rows(path.read_bytes(), manifest.settings["length"])
+    except (lzma.LZMAError, ValueError):
+        raise damaged from None
+
+
+def _prompts(config: SampleConfig, tokenizer: Any) -> Rows | None:
+    if config.prompts is None:
+        return None
+    documents, _ = load_documents(TextSource(source=config.prompts))
+    cut = (
+        tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"][: config.prompt_tokens]
+        for document in documents
+    )
+    prompts = [[START_TOKEN, *ids] for ids in cut if len(ids) == config.prompt_tokens]
+    if not prompts:
+        raise UserError(f"text.sample.prompts: no document of {config.prompts} has {config.prompt_tokens} tokens")
+    return prompts
+
+
+def _sample(
+    folder: Path,
+    model: str,
+    weight_hash: str,
+    config: SampleConfig,
+    settings: dict[str, Any],
+    tokens: int,
+    prompts: Rows | None,
+    open_writer: Callable[[int, int], tuple[Write, str]],
+) -> None:
+    """Sample batch by batch into parts, then join them."""
+    length = settings["length"]
+    n_rows = _rows_for(tokens, length)
+    starts = list(range(0, n_rows, config.batch_size))
+    missing = [part for part in range(len(starts)) if not (folder / f"part_{part:04d}.xz").is_file()]
+    write, writer = open_writer(config.batch_size, length)
+
+    def batch(part: int) -> Rows:
+        size = min(config.batch_size, n_rows - starts[part])
+        if prompts is None:
+            return [[START_TOKEN]] * size
+        return [prompts[(starts[part] + i) % len(prompts)] for i in range(size)]
+
+    if missing:
+        _announce(write, batch(missing[0]), length, len(missing))
+    with tqdm(
+        total=n_rows * length, initial=(len(starts) - len(missing)) * config.batch_size * length,
+        desc="sampling from the model", unit="tok", unit_scale=True, disable=None,
+    ) as progress:  # fmt: skip
+        for part in missing:
+            rows = np.array(write(batch(part), length, (config.seed * 1_000_003 + part) % MAX_SEED), np.int32)
+            assert rows.shape[1] == length and (rows[:, 0] == START_TOKEN).all()
+            with replacing(folder / f"part_{part:04d}.xz") as temporary:
+                temporary.write_bytes(encode_rows(rows))
+            progress.update(rows.size)
+    parts = [folder / f"part_{part:04d}.xz" for part in range(len(starts))]
+    rows = np.concatenate([decode_rows(path.read_bytes(), length) for path in parts])
+    with replacing(folder / "samples.xz") as temporary:
+        temporary.write_bytes(encode_rows(rows))
+    versions = {"torch": torch.__version__.split("+")[0]}
+    digest = sha256_file(folder / "samples.xz")
+    SampleManifest(model, weight_hash, settings, len(rows), int(rows.size), digest, writer, versions).save(folder)
+    for path in parts:
+        path.unlink()
+
+
+def _announce(write: Write, prompts: Rows, length: int, batches: int) -> None:
+    """Say how long it will take, from a short trial (the second of two: the first one warms up)."""
+    short = min(length, len(prompts[0]) + TRIAL_TOKENS)
+    for _ in range(2):
+        began = time.perf_counter()
+        write(prompts, short, 0)
+        seconds = time.perf_counter() - began
+    minutes = seconds / (short - len(prompts[0])) * (length - len(prompts[0])) * batches / 60 if short < length else 0
+    logger.info("sampling %d tokens from the model: about %.1f minutes", batches * len(prompts) * length, minutes)
+
+
+def transformers_writer(model: Any, config: SampleConfig) -> Write:
+    """Sampling by ``generate()`` of transformers: any device, any placement."""
+
+    def write(prompts: Rows, length: int, seed: int) -> Rows:
+        device = model.get_input_embeddings().weight.device
+        ids = torch.tensor(prompts, device=device)
+        new = length - ids.shape[1]
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            written = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=0,
+                eos_token_id=[],  # rows go on behind </s>: there the next document begins
+                max_new_tokens=new,
+                pad_token_id=START_TOKEN,
+            )
+        return written.tolist()
+
+    return write

@@ -1,0 +1,239 @@
+"""Writes activation shards: one folder per layer, one set per shard. shard_reader.py reads them.
+
+    activations/manifest.json                 model, weights, text, and the planned shards
+    activations/statistics.json               share of active neurons per layer, once every shard is there
+    activations/layer_07/weights.safetensors  what a loss needs of the layer: see LayerWeights
+    activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
+
+Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
+(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, what each head
+contributes; ``token``, ``document``, ``position`` (tokens) int32.
+Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json, replacing, write_json
+from dejavu_train.models.opt import OPTShape
+
+SCHEMA = 2  # 1 had other names of the sets
+CHUNK_BYTES = 1 << 20
+SETS = ("train", "val", "calibration")  # the sets that are collected; test is only ever scored
+HIDDEN = ("attn_in", "mlp_in")
+Storage = Literal["float16", "bfloat16"]
+COLLECT_AGAIN = "delete it and run train.py again, which collects what is missing"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardEntry:
+    """One planned shard: ``tokens`` rows of one set."""
+
+    index: int
+    set: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationManifest:
+    """What an activations folder holds, or will hold when its collecting is over."""
+
+    model: str
+    weight_hash: str
+    shape: OPTShape
+    storage: Storage
+    request: dict[str, Any]
+    text: dict[str, Any]
+    shards: tuple[ShardEntry, ...]
+
+    def save(self, folder: str | Path) -> None:
+        write_json(Path(folder) / "manifest.json", {"schema": SCHEMA, **dataclasses.asdict(self)})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ActivationManifest":
+        """Read ``manifest.json``.
+
+        Raises:
+            UserError: missing, damaged, or of another schema.
+        """
+        path = Path(folder) / "manifest.json"
+        values = read_json(path, "the manifest of the activation shards")
+        try:
+            schema = values.pop("schema")
+            if schema != SCHEMA:
+                raise UserError(
+                    f"the activation shards in {folder} have schema {schema}, this version reads {SCHEMA};"
+                    " delete the folder and run train.py again"
+                )
+            values["shape"] = OPTShape(**values["shape"])
+            values["shards"] = tuple(ShardEntry(**entry) for entry in values["shards"])
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a manifest of activation shards ({error}); {COLLECT_AGAIN}") from None
+
+    def of_set(self, name: str) -> list[ShardEntry]:
+        return [entry for entry in self.shards if entry.set == name]
+
+    def missing(self, folder: str | Path) -> list[ShardEntry]:
+        """The shards that are not there in every layer."""
+        return [
+            entry
+            for entry in self.shards
+            if not all(shard_path(folder, layer, entry.index).is_file() for layer in range(self.shape.n_layers))
+        ]
+
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer's shards."""
+        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 12
+
+
+def layer_folder(activations: str | Path, layer: int) -> Path:
+    return Path(activations) / f"layer_{layer:02d}"
+
+
+def shard_path(activations: str | Path, layer: int, index: int) -> Path:
+    return layer_folder(activations, layer) / f"shard_{index:04d}.h5"
+
+
+def chunk_rows(d_model: int) -> int:
+    """Rows of a chunk: the power of two that keeps a hidden state's chunk within 1 MB."""
+    return max(16, 1 << (CHUNK_BYTES // (2 * d_model)).bit_length() - 1)
+
+
+def pack_bits(active: Tensor) -> Tensor:
+    """(N, n) bool -> (N, ceil(n / 8)) uint8 on the same device, first unit in the highest bit."""
+    rows, units = active.shape
+    padded = torch.nn.functional.pad(active, (0, -units % 8)).view(rows, -1, 8)
+    powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=active.device)
+    return (padded.to(torch.uint8) * powers).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n_units: int) -> Tensor:
+    """(N, ceil(n / 8)) uint8 -> (N, n) bool on the same device."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), axis=1, count=n_units)).view(torch.bool)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1)[:, :n_units].bool()
+
+
+class ShardWriter:
+    """Writes one shard of every layer at once; leaving the context without an error completes it."""
+
+    def __init__(self, folder: str | Path, manifest: ActivationManifest, entry: ShardEntry) -> None:
+        self._folder, self._manifest, self._entry = Path(folder), manifest, entry
+        self._stack = contextlib.ExitStack()
+        self._files: list[h5py.File] = []
+        self._active = [0] * manifest.shape.n_layers
+        self._rows = [0] * manifest.shape.n_layers
+
+    def __enter__(self) -> "ShardWriter":
+        shape, entry = self._manifest.shape, self._entry
+        with contextlib.ExitStack() as opening:
+            for layer in range(shape.n_layers):
+                path = opening.enter_context(replacing(shard_path(self._folder, layer, entry.index)))
+                file = opening.enter_context(h5py.File(path, "w"))
+                file.attrs.update(self._attributes(layer))
+                for name, (width, dtype) in self._datasets().items():
+                    rows = min(chunk_rows(shape.d_model), entry.tokens)
+                    tail = () if width is None else (width,)
+                    file.create_dataset(name, (entry.tokens, *tail), dtype, chunks=(rows, *tail))
+                self._files.append(file)
+            self._stack = opening.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            for layer, file in enumerate(self._files):
+                assert self._rows[layer] == self._entry.tokens, f"layer {layer}: {self._rows[layer]} rows"
+                file.attrs["active"] = self._active[layer]
+        self._stack.__exit__(kind, error, trace)
+
+    def _attributes(self, layer: int) -> dict[str, Any]:
+        manifest, entry = self._manifest, self._entry
+        return {
+            "schema": SCHEMA,
+            "model": manifest.model,
+            "weight_hash": manifest.weight_hash,
+            "text_sha256": str(manifest.text.get("sha256", "")),
+            "text_source": str(manifest.text.get("source", "")),
+            "seed": int(manifest.request.get("seed", 0)),
+            "storage": manifest.storage,
+            "layer": layer,
+            "index": entry.index,
+            "set": entry.set,
+            "tokens": entry.tokens,
+        }
+
+    def _datasets(self) -> dict[str, tuple[int | None, str]]:
+        shape = self._manifest.shape
+        hidden = "f2" if self._manifest.storage == "float16" else "u2"
+        return {
+            "attn_in": (shape.d_model, hidden),
+            "mlp_in": (shape.d_model, hidden),
+            "mlp_active": (-(-shape.d_ffn // 8), "u1"),
+            "head_norm": (shape.n_heads, "f2"),
+            "token": (None, "i4"),
+            "document": (None, "i4"),
+            "position": (None, "i4"),
+        }
+
+    def write(self, layer: int, start: int, rows: Mapping[str, np.ndarray], active: int) -> None:
+        """Write all datasets of rows ``start`` .. of one layer; ``active`` is the count of set bits among them."""
+        stop = start + len(rows["document"])
+        for name, values in rows.items():
+            self._files[layer][name][start:stop] = values
+        self._active[layer] += active
+        self._rows[layer] += stop - start
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """Of a layer, float32: fc1 (n, d), its bias (n), the norms of fc2's columns (n), and the mean of each head's output
+    (n_heads, head_dim), from which ``head_norm`` is the distance."""
+
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_norm: Tensor
+    head_mean: Tensor
+
+    def to(self, device: torch.device) -> "LayerWeights":
+        return LayerWeights(**{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
+
+    def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors["fc1_weight"] = self.fc1_weight.to(storage)
+        with replacing(layer_folder(activations, layer) / "weights.safetensors") as path:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"model": weight_hash})
+
+    @classmethod
+    def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "LayerWeights":
+        """Read a layer's weights.
+
+        Raises:
+            UserError: missing, damaged, or of another model.
+        """
+        path = layer_folder(activations, layer) / "weights.safetensors"
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("model") != weight_hash:
+                    raise UserError(f"{path} is of another model than the shards beside it; {COLLECT_AGAIN}")
+                names = [field.name for field in dataclasses.fields(cls)]
+                return cls(**{name: file.get_tensor(name).float() for name in names})
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} is missing or damaged ({first_line(error)}); {COLLECT_AGAIN}") from None
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

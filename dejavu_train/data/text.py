@@ -1,0 +1,368 @@
+"""Reads text sources, writes nothing: documents, their four disjoint sets, and windows of token ids.
+
+A document's set follows from a fixed hash of its source and name, so that two runs on two machines agree on what was
+trained on and what was held out without exchanging anything.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import itertools
+import json
+import logging
+import lzma
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejavu_train.errors import UserError
+from dejavu_train.files import replacing, sha256_text
+
+logger = logging.getLogger(__name__)
+
+SETS = ("train", "calibration", "val", "test")
+START_TOKEN = 2  # </s>, which starts a text in OPT
+MIN_DOCUMENT_CHARACTERS = 4000
+PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that carries them
+MIN_HASHED_CHARACTERS = 80
+INSTALLED_DOCS = "installed-docs"
+SELF = "self"
+INSTALLED = (INSTALLED_DOCS, "installed-readmes", "installed-licences", "installed-code")  # see installed_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text with a name that is unique within its source; of a model's own text (``ids``) only the token ids exist."""
+
+    name: str
+    text: str
+    ids: np.ndarray | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """How the model writes its own text."""
+
+    tokens: int | None = None
+    """How many; null: what collect.*_tokens ask for, at most 1,000,000 on a GPU and 200,000 on a CPU, or, where the
+    model's folder carries samples, those."""
+    length: int | None = None
+    """Tokens written in one go, the leading </s> included; null: collect.window."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_p: float = 1.0
+    """Tokens are drawn from the smallest set that has this probability; 1: from all."""
+    prompts: str | None = None
+    """A text file whose documents begin the samples; null: </s> alone does."""
+    prompt_tokens: int = 32
+    """Tokens of each of those documents that are given."""
+    batch_size: int = 32
+    """Rows written at once, at most 32."""
+    seed: int = 0
+    """Of the draws."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value out of range."""
+        for name, least in (("tokens", 2), ("length", 2), ("prompt_tokens", 1), ("batch_size", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"text.sample.{name} must be at least {least}, got {value}")
+        if self.batch_size > 32:
+            raise UserError(f"text.sample.batch_size must be at most 32, got {self.batch_size}")
+        if not 0 < self.temperature < float("inf"):
+            raise UserError(f"text.sample.temperature must be a number above 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"text.sample.top_p must lie above 0 and at most at 1, got {self.top_p}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource:
+    """Where text comes from."""
+
+    source: str = SELF
+    """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
+    .txt or .jsonl file (also .gz, .xz), or a hub dataset such as allenai/c4."""
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    """How the model writes its own text, with source self."""
+    config: str | None = None
+    """Configuration of a hub dataset, for instance en."""
+    revision: str | None = None
+    """Commit or tag of a hub dataset; pin it, so that a rerun reads the same text."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    field: str = "text"
+    """Field that holds the text, of a hub dataset or a JSONL line."""
+    documents: int | None = None
+    """Read at most this many documents, drawn at random with ``seed``; all by default (hub datasets: 500)."""
+    seed: int = 0
+    """Seed of that draw."""
+    cache: str = "checkpoints/text"
+    """Folder where installed sources and the model's own text are cached."""
+
+    @property
+    def key(self) -> str:
+        """What the split hashes as the source: a file's name without its folder, else the source itself."""
+        return Path(self.source).name if Path(self.source).is_file() else self.source
+
+
+@dataclasses.dataclass(frozen=True)
+class TextManifest:
+    """What was read; stands in the manifests of shards and bundles."""
+
+    source: str
+    revision: str | None
+    sha256: str
+    documents: dict[str, int]
+    skipped_paragraphs: int
+    versions: dict[str, str]
+    train_sha256: tuple[str, ...] = ()
+    """Short hashes of the train documents, by which infer.py recognises text that was trained on."""
+    samples: dict[str, Any] | None = None
+    """Of a model's own text: how it was sampled."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _read_local(path: Path) -> str:
+    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    try:
+        with opener(path, "rb") as file:
+            return file.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise UserError(f"the text file {path} is damaged ({error}); fetch it again") from None
+
+
+def cut_plain_text(text: str) -> list[Document]:
+    """Cut plain text at blank lines into numbered documents of at least 4,000 characters (the last may be shorter)."""
+    documents: list[Document] = []
+    start = 0
+    for blank in re.finditer(r"\n[ \t]*\n", text):
+        if blank.start() - start >= MIN_DOCUMENT_CHARACTERS:
+            documents.append(Document(str(len(documents)), text[start : blank.start()]))
+            start = blank.end()
+    if text[start:].strip():
+        documents.append(Document(str(len(documents)), text[start:]))
+    return documents
+
+
+def _local_documents(path: Path, field: str) -> list[Document]:
+    text = _read_local(path)
+    if not text.strip():
+        raise UserError(f"the text file {path} is empty")
+    if ".jsonl" not in path.suffixes:
+        return cut_plain_text(text)
+    documents = []
+    for number, line in enumerate(text.splitlines()):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            documents.append(Document(str(row.get("id", row.get("name", number))), str(row[field])))
+        except (json.JSONDecodeError, KeyError, AttributeError):
+            raise UserError(f"line {number + 1} of {path} is not a JSON object with a field {field!r}") from None
+    return documents
+
+
+def _hub_documents(source: TextSource) -> list[Document]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"there is no text file {source.source}, and to read it as a hub dataset the package datasets is needed:"
+            " pip install 'dejavu-train[train]'"
+        ) from None
+    count = source.documents or 500
+    try:
+        stream = datasets.load_dataset(
+            source.source, source.config, split=source.split, revision=source.revision, streaming=True
+        )
+        rows = list(itertools.islice(stream.shuffle(seed=source.seed, buffer_size=10_000), count))
+    except Exception as error:  # the hub client raises many classes for one thing: not to be had
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"cannot read {source.source}: no such file, and as a hub dataset: {first}") from None
+    if rows and source.field not in rows[0]:
+        raise UserError(f"the dataset {source.source} has no field {source.field!r}; it has {', '.join(rows[0])}")
+    return [Document(sha256_text(row[source.field])[:16], row[source.field]) for row in rows]
+
+
+def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
+    """All documents of a source, and the package versions it depends on (installed sources only).
+
+    Raises:
+        UserError: nothing there, an empty file, not UTF-8, a missing package.
+    """
+    versions: dict[str, str] = {}
+    if source.source == SELF:
+        raise UserError("the text source self is written by the model, there is nothing to read; name a text")
+    if source.source in INSTALLED:
+        from dejavu_train.data.installed_text import load_installed
+
+        rows, versions = load_installed(source.source, source.cache)
+        documents = [Document(row["name"], row["text"]) for row in rows]
+    elif Path(source.source).is_file():
+        documents = _local_documents(Path(source.source), source.field)
+    elif Path(source.source).suffix in (".txt", ".jsonl", ".xz", ".gz") or source.source.startswith((".", "/", "~")):
+        raise UserError(f"there is no text file {source.source}")
+    else:
+        documents = _hub_documents(source)
+    if source.documents is not None and len(documents) > source.documents:
+        order = np.random.default_rng(source.seed).permutation(len(documents))[: source.documents]
+        documents = [documents[index] for index in sorted(order)]
+    return documents, versions
+
+
+def split_of(source_key: str, name: str) -> str:
+    """The set of a document: of 100, 76 train, and 8 each of calibration, val and test."""
+    draw = int.from_bytes(hashlib.sha256(f"split-v1|{source_key}|{name}".encode()).digest()[:8], "big") % 100
+    return "train" if draw < 76 else SETS[1 + (draw - 76) // 8]
+
+
+def paragraph_hash(paragraph: str) -> int:
+    """32 bits of SHA-256 of the paragraph with its white space folded."""
+    return int.from_bytes(hashlib.sha256(" ".join(paragraph.split()).encode()).digest()[:4], "big")
+
+
+def hash_paragraphs(texts: Iterable[str]) -> np.ndarray:
+    """Sorted, distinct uint32 hashes of the paragraphs of at least 80 characters."""
+    hashes = {
+        paragraph_hash(part) for text in texts for part in text.split("\n\n") if len(part) >= MIN_HASHED_CHARACTERS
+    }
+    return np.array(sorted(hashes), dtype=np.uint32)
+
+
+def write_paragraph_hashes(path: str | Path, hashes: np.ndarray) -> None:
+    """Store sorted hashes as LZMA-compressed differences, bytes of equal weight side by side."""
+    differences = np.diff(hashes, prepend=np.uint32(0)).astype("<u4")
+    planes = differences.view(np.uint8).reshape(-1, 4).T
+    with replacing(path) as temporary:
+        temporary.write_bytes(lzma.compress(planes.tobytes(), preset=9))
+
+
+def read_paragraph_hashes(model: str) -> np.ndarray | None:
+    """The hashes of the paragraphs a model was pretrained on, if its folder carries them."""
+    path = Path(model) / PARAGRAPH_HASHES
+    if not path.is_file():
+        return None
+    try:
+        planes = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
+        differences = np.ascontiguousarray(planes.reshape(4, -1).T).view("<u4")[:, 0]
+    except (lzma.LZMAError, ValueError):
+        raise UserError(f"{path} is damaged; restore it, without it held-out text cannot be told apart") from None
+    return np.cumsum(differences, dtype=np.uint64).astype(np.uint32)
+
+
+def without_pretrained(text: str, hashes: np.ndarray) -> tuple[str, int]:
+    """``text`` without the paragraphs whose hashes are among ``hashes`` (sorted), and how many were left out."""
+    kept, skipped = [], 0
+    for part in text.split("\n\n"):
+        if len(part) >= MIN_HASHED_CHARACTERS:
+            value = paragraph_hash(part)
+            place = int(np.searchsorted(hashes, value))
+            if place < len(hashes) and int(hashes[place]) == value:
+                skipped += 1
+                continue
+        kept.append(part)
+    return "\n\n".join(kept), skipped
+
+
+def split_documents(
+    documents: Sequence[Document], source_key: str, pretrained_hashes: np.ndarray | None = None
+) -> tuple[dict[str, list[Document]], int]:
+    """Sort documents into the four sets; outside ``train``, drop the paragraphs the model was pretrained on.
+
+    Returns:
+        The sets, and how many paragraphs were dropped.
+
+    Raises:
+        UserError: a set is empty.
+    """
+    sets: dict[str, list[Document]] = {name: [] for name in SETS}
+    skipped = 0
+    for document in documents:
+        set_name = split_of(source_key, document.name)
+        if set_name != "train" and pretrained_hashes is not None:
+            text, dropped = without_pretrained(document.text, pretrained_hashes)
+            skipped += dropped
+            if not text.strip():
+                continue
+            document = Document(document.name, text)
+        sets[set_name].append(document)
+    empty = [name for name in SETS if not sets[name]]
+    if empty:
+        raise UserError(
+            f"the text {source_key} has {len(documents)} documents and none falls into the set {empty[0]};"
+            " give more text (plain text is cut into documents of 4,000 characters)"
+        )
+    return sets, skipped
+
+
+def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]], TextManifest]:
+    """Load a source and split it, leaving out of the held-out sets what ``model`` was pretrained on.
+
+    Raises:
+        UserError: as :func:`load_documents` and :func:`split_documents`.
+    """
+    documents, versions = load_documents(source)
+    sets, skipped = split_documents(documents, source.key, read_paragraph_hashes(model))
+    if skipped:
+        logger.info("%d paragraphs of held-out documents left out: the model was pretrained on them", skipped)
+    manifest = TextManifest(
+        source=source.key,
+        revision=source.revision,
+        sha256=sha256_text("".join(sha256_text(document.text) for document in documents)),
+        documents={name: len(sets[name]) for name in SETS},
+        skipped_paragraphs=skipped,
+        versions=versions,
+        train_sha256=tuple(sha256_text(document.text)[:16] for document in sets["train"]),
+    )
+    return sets, manifest
+
+
+def windows(tokenizer: Any, text: str, window: int) -> list[list[int]]:
+    """Cut a text into windows: ``</s>`` and up to ``window`` - 1 new tokens each, no overlap, tail kept.
+
+    Every token but the leading ``</s>`` is scored once, so that perplexities of any two runs compare.
+    """
+    return cut_windows(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], window)
+
+
+def cut_windows(ids: Sequence[int], window: int) -> list[list[int]]:
+    """The same of token ids."""
+    return [[START_TOKEN, *ids[start : start + window - 1]] for start in range(0, len(ids), window - 1)]
+
+
+def require_one_sequence(n_tokens: int, window: int, name: str) -> None:
+    """Refuse text that does not fill one window.
+
+    Raises:
+        UserError: fewer tokens than ``window`` - 1.
+    """
+    if n_tokens < window - 1:
+        raise UserError(
+            f"the text {name} has {n_tokens} tokens, fewer than one sequence of {window};"
+            " give more text or a smaller window"
+        )
+
+
+def _ngram_hashes(text: str, n: int) -> np.ndarray:
+    words = text.split()
+    if len(words) < n:
+        return np.empty(0, np.uint64)
+    ids = np.array([hash(word) & 0xFFFFFFFFFFFF for word in words], dtype=np.uint64)
+    total = np.zeros(len(ids) - n + 1, dtype=np.uint64)
+    for offset in range(n):  # a polynomial hash modulo 2^64
+        total = total * np.uint64(1099511628211) + ids[offset : offset + len(total)]
+    return total
+
+
+def shared_ngrams(report: Iterable[Document], train: Iterable[Document], n: int = 8) -> float:
+    """Share of the ``n``-grams of words of ``test`` that also occur in ``train``."""
+    asked = np.concatenate([_ngram_hashes(document.text, n) for document in report])
+    known = np.unique(np.concatenate([_ngram_hashes(document.text, n) for document in train]))
+    return float(np.isin(asked, known).mean()) if len(asked) else 0.0

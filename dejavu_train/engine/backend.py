@@ -1,0 +1,194 @@
+"""The backend ``triton`` of SparseOPTForCausalLM: the decode engine behind ``generate()`` and ``forward()``.
+
+Engines are built and captured once per number of rows and size of context, and reused. They share the weights with the
+Hugging Face model, whose q, k and v projections become views of the engine's layout (`decode_share`): beside the
+weights there are the caches of each engine, and fc1 as planes where a bundle has a second stage.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.decode import MAX_BATCH, DecodeEngine
+from dejavu_train.engine.request import Request, check_arguments, read_request, starts_of
+from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_calibrated, load_predictors
+from dejavu_train.errors import Unsupported
+from dejavu_train.models.opt import DTYPES, OPTShape
+from kernels.common.checks import HEAD_DIMS, INTERPRET
+
+LEAST_CONTEXT = 256
+
+
+class EngineBackend:
+    """Engines for one model and bundle.
+
+    Args:
+        model: an OPTForCausalLM on one GPU; its modules are changed so that they share the engine's tensors.
+        bundle: predictors and thresholds.
+        kv_policy: as in `DecodeEngine`.
+        ops: "triton", or "reference" for plain torch on any device (slow, for tests).
+    Raises:
+        Unsupported: no GPU, a model spread over several devices, a head dim or dtype without kernels.
+        UserError: thresholds that were never calibrated.
+    """
+
+    def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill", ops: str = "triton") -> None:
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1:
+            raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
+        (self.device,) = devices
+        shape = OPTShape.from_config(model.config)
+        if ops == "triton":
+            if self.device.type != "cuda" and not INTERPRET:
+                raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")
+            if shape.head_dim not in HEAD_DIMS:
+                dims = ", ".join(map(str, HEAD_DIMS))
+                raise Unsupported(f"head dim {shape.head_dim} has no kernels (there are {dims})")
+        if model.dtype not in DTYPES.values():
+            raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
+        check_calibrated(bundle)
+        self.shape, self.bundle, self.kv_policy, self.ops = shape, bundle, kv_policy, ops
+        self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
+        sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
+        self.weights = DecodeWeights.from_model(model, model.dtype, self.device, share=True, transposed=sparse)
+        self.engines: dict[int, DecodeEngine] = {}
+
+    def engine(self, rows: int, tokens: int) -> DecodeEngine:
+        """An engine for at least so many rows of so many tokens; one a number of rows, the longest asked for so far."""
+        batch = 1 << (rows - 1).bit_length()
+        held = self.engines.get(batch)
+        if held is not None and held.context >= tokens:
+            return held
+        held = None
+        self.engines.pop(batch, None)
+        context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
+        try:
+            made = self._make(batch, max(context, 2))
+        except torch.cuda.OutOfMemoryError:
+            self.engines.clear()  # caches of other numbers of rows
+            torch.cuda.empty_cache()
+            made = self._make(batch, max(context, 2))
+        self.engines[batch] = made
+        return made
+
+    def _make(self, batch: int, context: int) -> DecodeEngine:
+        codes = batch == 1
+        if codes not in self._predictors:
+            dtype = self.weights.embedding.dtype
+            self._predictors[codes] = load_predictors(self.bundle, self.shape, dtype, self.device, codes)
+        return DecodeEngine(
+            self.weights,
+            self._predictors[codes],
+            batch=batch,
+            context=context,
+            kv_policy=self.kv_policy,
+            device=self.device,
+            ops=self.ops,
+        )
+
+    def generate(
+        self,
+        model: Any,
+        inputs: Tensor | None,
+        generation_config: Any,
+        kwargs: dict[str, Any],
+        sparse_from: int | Tensor | str,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
+
+        Raises:
+            Unsupported: what the engine does not do; nothing is decoded then.
+        """
+        kwargs = dict(kwargs)
+        streamer = kwargs.pop("streamer", None)
+        given = (generation_config, model.generation_config)
+        default_length = kwargs.get("max_length") is None and all(c is None or c.max_length is None for c in given)
+        config, rest = model._prepare_generation_config(generation_config, **kwargs)
+        check_arguments(rest)
+        ids = inputs if inputs is not None else rest.get("input_ids")
+        if ids is None:  # as transformers does: from the start token
+            ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])
+        limit = self.shape.max_positions
+        request = read_request(ids, rest.get("attention_mask"), config, default_length, limit, sparse_from, streamer)
+        if streamer is not None:
+            streamer.put(ids.cpu())
+        made = self.run(request).to(ids)
+        known = ids.repeat_interleave(len(made) // len(ids), dim=0)
+        sequences = torch.cat([known, made], dim=1)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+    def run(self, request: Request) -> Tensor:
+        """The continuation of every row: (rows, longest) token ids on the CPU, filled up with the padding token."""
+        n = len(request.prompts)
+        longest = max(map(len, request.prompts)) + request.max_new_tokens
+        engine = self.engine(n, min(longest, self.shape.max_positions))
+        stream = None
+        if request.streamer is not None:
+            stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
+        made = engine.generate(
+            request.prompts,
+            request.max_new_tokens,
+            sampling=request.sampling,
+            stop_tokens=request.stop_tokens,
+            min_new_tokens=request.min_new_tokens,
+            sparse_from=request.sparse_from,
+            callback=None if stream is None else stream.add,
+        )
+        if stream is not None:
+            stream.end()
+        tokens = torch.full((n, max(map(len, made))), request.pad_token, dtype=torch.long)
+        for b, row in enumerate(made):
+            tokens[b, : len(row)] = torch.tensor(row)
+        return tokens
+
+    def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
+        """(B, T, V) in the model's dtype, every position through the engine's steps; zeros at padding.
+
+        Args:
+            input_ids: (B, T); visible: (B, T) bool, false for padding; sparse_from: "prompt" = all dense.
+        """
+        rows = [ids[seen].tolist() for ids, seen in zip(input_ids.cpu(), visible.cpu(), strict=True)]
+        starts = list(map(len, rows)) if isinstance(sparse_from, str) else starts_of(sparse_from, len(rows))
+        dtype = self.weights.embedding.dtype
+        out = torch.zeros(*input_ids.shape, self.shape.vocab_size, dtype=dtype, device=self.device)
+        filled = [b for b, row in enumerate(rows) if row]
+        for first in range(0, len(filled), MAX_BATCH):
+            part = filled[first : first + MAX_BATCH]
+            engine = self.engine(len(part), max(len(rows[b]) for b in part))
+            made = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
+            for i, b in enumerate(part):
+                out[b, visible[b].to(self.device)] = made[i, : len(rows[b])]
+        return out
+
+
+class Stream:
+    """Gives a streamer of transformers the tokens (B,) of one position after the other, padding behind a row's end.
+
+    Args:
+        stop_tokens: after which a row ends.
+    """
+
+    def __init__(self, streamer: Any, rows: int, pad_token: int, stop_tokens: Sequence[int]) -> None:
+        self.streamer, self.pad_token, self.stop_tokens = streamer, pad_token, frozenset(stop_tokens)
+        self.waiting: list[list[int]] = [[] for _ in range(rows)]
+        self.ended = [False] * rows
+
+    def add(self, row: int, token: int) -> None:
+        """A new token of a row; rows may run ahead of others that have longer prompts."""
+        self.waiting[row].append(token)
+        self.ended[row] = token in self.stop_tokens
+        while any(self.waiting) and all(tokens or over for tokens, over in zip(self.waiting, self.ended, strict=True)):
+            self._put()
+
+    def _put(self) -> None:
+        self.streamer.put(torch.tensor([tokens.pop(0) if tokens else self.pad_token for tokens in self.waiting]))
+
+    def end(self) -> None:
+        """All rows are over."""
+        while any(self.waiting):
+            self._put()
+        self.streamer.end()

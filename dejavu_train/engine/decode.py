@@ -1,0 +1,365 @@
+"""The decode engine: reads an OPT and a bundle, writes tokens; a whole step, sampling included, is one CUDA graph.
+
+Dense and sparse come from the same code: a layer without a predictor runs densely. All state (tokens, positions,
+watermarks, counts, seeds, what is forced and what is sampled) lives in device tensors, so one captured step serves
+prompts, generation and scoring of any length, and a reset only writes tensors. Rows of a batch have their own lengths.
+Two sets of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.dispatch import choose_execution, describe_execution
+from dejavu_train.engine.prefill import prefill
+from dejavu_train.engine.step import DecodeStep
+from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, load_predictors
+from dejavu_train.errors import UserError
+from kernels.attention import qkv
+from kernels.common.checks import HEAD_DIMS, INTERPRET
+
+POLICIES = tuple(qkv.POLICIES)
+MAX_BATCH = 32
+SEEDS = 2**31 // MAX_BATCH  # the device holds seed * MAX_BATCH + row in 32 bits
+CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
+
+Callback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a next token is chosen.
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
+        top_k: above 0 = from the top_k most likely tokens, before top_p.
+        seed: 0 to 2^26 - 1; a row's random numbers follow from it, its number in the batch and the position.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be a number of at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
+        if not 0 <= self.seed < SEEDS:
+            raise UserError(f"seed must lie in 0 to {SEEDS - 1}, got {self.seed}")
+
+    @property
+    def mode(self) -> str:
+        if self.temperature == 0:
+            return "greedy"
+        if self.top_k > 0:
+            return "top_k"
+        return "top_p" if self.top_p < 1 else "temperature"
+
+
+class DecodeEngine:
+    """Decodes up to `batch` rows of up to `context` tokens.
+
+    Args:
+        model: a Hugging Face OPTForCausalLM, which is copied, or `DecodeWeights`, of which this engine shares what
+            already has its layout.
+        bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
+        batch: rows, at most 32. Fewer prompts may be given; the graph always runs all rows.
+        context: tokens a row can hold, prompt included; None = the model's limit.
+        kv_policy: what happens to K/V of skipped heads: backfill (exact), always, stale.
+        dtype: of weights and caches; the residual stream and all sums are fp32. None = the model's.
+        ops: "triton", or "reference" for plain torch on any device.
+        graph: capture the step in a CUDA graph (Triton on a GPU only).
+        pdl: launch kernels as programmatic dependents of each other.
+        look_ahead: where predictors of earlier sites run: "fused" = in the grids of q/k/v and attention (one batch row,
+            MLP predictors that read attn_in of their layer), the others as with "stream" = on a second stream inside
+            the graph; "inline" = as kernels between the others.
+        crossover: compute a layer whole and mask it where, at this width and batch, that was measured to be faster; see
+            `describe`. What is selected stays the same. Only on a GPU, where it was measured. False = read the selected
+            units only, everywhere.
+        release: take the layers out of the given `DecodeWeights`, which is left without; see `DecodeWeights.arranged`.
+    Raises:
+        UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        bundle: Any = None,
+        *,
+        batch: int = 1,
+        context: int | None = None,
+        kv_policy: str = "backfill",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ops: str = "triton",
+        graph: bool = True,
+        pdl: bool = True,
+        look_ahead: str = "fused",
+        crossover: bool = True,
+        release: bool = False,
+    ) -> None:
+        given = isinstance(model, DecodeWeights)
+        device = torch.device(device if device is not None else model.embedding.device if given else model.device)
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        if ops == "triton" and device.type != "cuda" and not INTERPRET:
+            raise UserError(
+                "the triton backend needs a CUDA device and found none; use backend gather, or set TRITON_INTERPRET=1"
+                " before starting Python (slow, for tests)"
+            )
+        if ops not in ("triton", "reference"):
+            raise UserError(f"ops must be triton or reference, got {ops}")
+        if kv_policy not in POLICIES:
+            raise UserError(f"kv_policy must be one of {', '.join(POLICIES)}, got {kv_policy}")
+        if not 1 <= batch <= MAX_BATCH:
+            raise UserError(f"the engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
+        if look_ahead not in ("fused", "inline", "stream"):
+            raise UserError(f"look_ahead must be fused, inline or stream, got {look_ahead}")
+        weights = model if given else DecodeWeights.from_model(model, dtype or model.dtype, device)
+        self.shape = weights.shape
+        limit = self.shape.max_positions
+        if context is not None and not 2 <= context <= limit:
+            raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")
+        if ops == "triton" and self.shape.head_dim not in HEAD_DIMS:
+            raise UserError(
+                f"head dim {self.shape.head_dim} has no kernels (there are {', '.join(map(str, HEAD_DIMS))});"
+                " use backend gather"
+            )
+        self.batch, self.context, self.device = batch, context or limit, device
+        self.predictors = self._predictors(bundle, weights.embedding.dtype)
+        native = ops == "triton" and device.type == "cuda"
+        self.modes = choose_execution(self.predictors, self.shape.d_model, batch, crossover and native, kv_policy)
+        self.weights = weights.arranged(self.predictors, batch, release or not given)
+        self.core = DecodeStep(
+            self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
+            look_ahead,
+        )  # fmt: skip
+        self.state = self.core.state
+
+    def _predictors(self, bundle: Any, dtype: torch.dtype) -> dict[tuple[int, str], TargetPredictor]:
+        if bundle is None or isinstance(bundle, dict):
+            return bundle or {}
+        if getattr(bundle, "shape", self.shape) != self.shape:
+            raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
+        return load_predictors(bundle, self.shape, dtype, self.device, codes=self.batch == 1)
+
+    def describe(self) -> str:
+        """What was decided when the engine was built: size, policy, and the form of every layer."""
+        stored = {str(p.weights.up.dtype).removeprefix("torch.") for p in self.predictors.values() if p.folded is None}
+        kinds = f", MLP predictors in {', '.join(sorted(stored))}" if stored else ""
+        head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
+        return f"{head}\n{describe_execution(self.modes, self.shape.n_layers)}"
+
+    def step(self, mode: str = "greedy", score: bool = False) -> None:
+        """One token for every row that is not done."""
+        self.core.step(mode, score)
+
+    def reset(self) -> None:
+        """Forget all rows. Captured graphs stay valid."""
+        self.core.reset()
+
+    def _fit(self, length: int) -> None:
+        if length > self.context:
+            raise UserError(
+                f"{length} tokens do not fit the engine's context of {self.context}"
+                f" (the model's limit is {self.shape.max_positions}); shorten the prompt or max_new_tokens"
+            )
+
+    def begin(
+        self,
+        rows: Sequence[Sequence[int]],
+        total: Sequence[int],
+        sparse_from: Sequence[int],
+        prefilled: Sequence[int],
+        sampler: Sampling,
+        least: Sequence[int] | None = None,
+    ) -> None:
+        """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step.
+
+        Args:
+            rows: known tokens; total: tokens at most, the known ones included; a row's last token is not run, so total
+                may exceed the context by one.
+            least: tokens before which no stop token is chosen; None = 0.
+        """
+        if not rows or len(rows) > self.batch:
+            raise UserError(f"this engine holds {self.batch} rows, got {len(rows)}; build it with batch={len(rows)}")
+        for row, length in zip(rows, total, strict=True):
+            if not row:
+                raise UserError("an empty prompt cannot be continued; give at least the start token </s> (id 2)")
+            self._fit(length - 1)
+            if not 0 <= min(row) <= max(row) < self.shape.vocab_size:
+                raise UserError(f"token ids must lie in 0 to {self.shape.vocab_size - 1}, got {min(row)} to {max(row)}")
+        self.core.reset()
+        state, n = self.state, len(rows)
+        known = torch.zeros(n, max(map(len, rows)), dtype=torch.int32)
+        for b, row in enumerate(rows):
+            known[b, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        state.tokens[:n, : known.shape[1]] = known.to(self.device)
+
+        def put(tensor: Tensor, values: Sequence[float]) -> None:
+            tensor[:n] = torch.tensor(values, dtype=tensor.dtype).to(self.device)
+
+        put(state.known, [len(row) for row in rows])
+        put(state.least, least or [0] * n)
+        put(state.limit, total)
+        put(state.sparse_from, sparse_from)
+        put(state.done, [0] * n)
+        put(state.position, [count - 1 for count in prefilled])
+        put(state.temperature, [sampler.temperature or 1.0] * n)
+        put(state.top_p, [sampler.top_p] * n)
+        put(state.top_k, [sampler.top_k] * n)
+        put(state.seed, [sampler.seed * MAX_BATCH + b for b in range(n)])
+        if max(prefilled) > 0:
+            caches = self.core.caches
+            self.core.x[-1, :n] = prefill(
+                self.weights, state.tokens[:n], prefilled, [cache.k for cache in caches], [cache.v for cache in caches]
+            )
+            put(self.core.watermark.movedim(1, 0), torch.tensor(prefilled)[:, None, None].tolist())
+            for valid in (cache.valid for cache in caches if cache.valid is not None):
+                for b in range(n):
+                    valid[b, :, : prefilled[b]] = 1
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] = (2,),
+        min_new_tokens: int = 0,
+        sparse_from: int | Sequence[int] | None = None,
+        prompt_phase: str = "dense",
+        callback: Callback | None = None,
+    ) -> list[list[int]]:
+        """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
+
+        Args:
+            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
+            sampling: None = greedy.
+            stop_tokens: at most 8 ids; the stop token is the row's last new token.
+            min_new_tokens: before so many new tokens no stop token is chosen.
+            sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
+            prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
+            callback: called as (row, token) for each new token as soon as it exists.
+        Raises:
+            UserError: see the messages; nothing is decoded then. Or logits that hold NaN, while decoding.
+        """
+        sampler = sampling or Sampling()
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if len(stop_tokens) > len(self.state.stops):
+            raise UserError(f"at most {len(self.state.stops)} stop tokens are supported, got {len(stop_tokens)}")
+        if prompt_phase not in ("dense", "steps"):
+            raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
+        lengths = [len(prompt) for prompt in prompts]
+        total = [length + max_new_tokens for length in lengths]
+        self._fit(max(total, default=0))
+        starts = _per_row(sparse_from, lengths)
+        at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]
+        if prompt_phase == "steps":
+            at_once = [0] * len(lengths)
+        self.begin(prompts, total, starts, at_once, sampler, [length + min_new_tokens for length in lengths])
+        for i, token in enumerate(stop_tokens):
+            self.state.stops[i] = token
+        self.core.tail(sampler.mode, score=False)
+        n, shown = len(prompts), list(lengths)
+        n_steps = max(end - 1 - first for end, first in zip(total, at_once, strict=True))
+        for i in range(n_steps + 1):
+            if callback is not None or i % CHUNK == 0:
+                done = bool(self.state.done[:n].all())
+                if callback is not None:
+                    self._tell(callback, shown)
+                if done:
+                    break
+            if i < n_steps:
+                self.core.step(sampler.mode)
+        self._check_logits(n)
+        position = self.state.position[:n].tolist()
+        return [self.state.tokens[b, lengths[b] : position[b] + 1].tolist() for b in range(n)]
+
+    def _check_logits(self, n: int) -> None:
+        """Raise if a logit of the first n rows was NaN since `begin`."""
+        for b, position in enumerate(self.state.fault[:n].tolist()):
+            if position:
+                dtype = str(self.weights.embedding.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"the logits of row {b} for the token at position {position} hold NaN; check the weights, and if"
+                    f" {dtype} is too narrow for this model's activations load it with dtype bfloat16 or float32"
+                )
+
+    def _tell(self, callback: Callback, shown: list[int]) -> None:
+        position = self.state.position[: len(shown)].tolist()
+        for b, first in enumerate(shown):
+            for token in self.state.tokens[b, first : position[b] + 1].tolist():
+                callback(b, token)
+            shown[b] = max(first, position[b] + 1)
+
+    def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:
+        """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
+
+        Args:
+            rows: token ids, each of 2 to `context` tokens; any number of rows, taken `batch` at a time.
+            sparse_from: first sparse position; earlier ones select everything.
+        Returns:
+            One fp32 tensor (n - 1,) per row, on the CPU.
+        """
+        lengths = [len(row) for row in rows]
+        if not rows or min(lengths) < 2:
+            raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
+        starts = _per_row(sparse_from, lengths)
+        result: list[Tensor] = []
+        for first in range(0, len(rows), self.batch):
+            part = slice(first, first + self.batch)
+            n = lengths[part]
+            self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
+            self.core.tail("greedy", score=True)
+            for _ in range(max(n) - 1):
+                self.core.step("greedy", score=True)
+            self._check_logits(len(n))
+            nll = self.state.nll.cpu()
+            result += [nll[b, 1:length].clone() for b, length in enumerate(n)]
+        return result
+
+    def logits(
+        self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Teacher forcing, every token through the decoding step: the logits behind every token.
+
+        Args:
+            rows: token ids, each of 1 to `context` tokens; at most `batch` rows.
+            sparse_from: first sparse position; earlier ones select everything.
+        Returns:
+            (B, T, V) on the engine's device, T the longest row; what stands behind a shorter row is undefined.
+        """
+        lengths = [len(row) for row in rows]
+        self.begin(rows, [n + 1 for n in lengths], _per_row(sparse_from, lengths), [0] * len(rows), Sampling())
+        made = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
+        self.core.tail("greedy", score=False)
+        for t in range(max(lengths)):
+            self.core.step("greedy")
+            made[:, t] = self.core.logits[: len(rows)]
+        self._check_logits(len(rows))
+        return made
+
+    def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
+        """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
+        nll = torch.cat(self.score(rows, sparse_from)).double()
+        return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}
+
+
+def _per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
+    if sparse_from is None:
+        return list(lengths)
+    starts = [sparse_from] * len(lengths) if isinstance(sparse_from, int) else list(sparse_from)
+    if len(starts) != len(lengths) or any(start < 0 for start in starts):
+        raise UserError(f"sparse_from must be at least 0, one for all rows or one each, got {sparse_from}")
+    return starts

@@ -1,0 +1,110 @@
+"""How each layer of an engine computes what is selected: chosen once, before capture, from measured crossovers.
+
+A sparse block reads what the rows of a batch select together. Rows that chose independently, unit i with rate p_i,
+would together take the mean of 1 - (1 - p_i)^B; the rates follow how often each unit was needed on the calibration
+text, scaled to the density of one row. Units that every row wants are counted once that way, and real rows agree more
+than independent ones, so the estimate errs towards computing the whole. A layer that computes the whole masks each row
+by its own selection afterwards: which units count never depends on this choice.
+
+One row always reads its selection only. Against the dense block that is slower only where nearly everything is selected
+(`benchmarks/results/sparse_attention.csv`: above 0.85 to 0.93 of the heads by width, `sparse_mlp.csv`: 0.84 to 1 of the
+neurons), and a masked dense block would need the predictor as well. A second stage is never left out either: at one row
+its kernel is slower than reading all candidates whole (`benchmarks/results/cascade.csv`), but what passes it is what is
+selected, and no other kernel finds that out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.weights import TargetPredictor
+from kernels.common import launch
+
+
+@dataclass(frozen=True)
+class ExecutionMode:
+    """How one (layer, target) runs: sparse, or whole and masked. density: of one row; union: expected of the batch."""
+
+    layer: int
+    target: str
+    density: float
+    union: float
+    sparse: bool
+
+
+def expected_union(density: float, batch: int, frequency: Tensor | None = None) -> float:
+    """The share of units that `batch` rows of this density select together.
+
+    Args:
+        frequency: (n,) how often each unit is needed; None = all alike.
+
+    >>> round(expected_union(0.1, 2), 4)
+    0.19
+    >>> expected_union(0.5, 32, torch.tensor([1.0, 0.0]))
+    0.5
+    """
+    if batch == 1 or not 0 < density < 1:
+        return density
+    rates = torch.full((1,), density) if frequency is None else _scaled(frequency.float().clamp_min(0), density)
+    return float((1 - (1 - rates) ** batch).mean())
+
+
+def _scaled(frequency: Tensor, density: float) -> Tensor:
+    """min(1, c * frequency) with the factor c that gives the mean `density`."""
+    low, high = 0.0, 1.0
+    if not frequency.any() or float((frequency > 0).float().mean()) < density:
+        return torch.full_like(frequency, density)
+    while float((frequency * high).clamp_max(1).mean()) < density and high < 1e30:
+        high *= 2
+    for _ in range(40):
+        middle = (low + high) / 2
+        if float((frequency * middle).clamp_max(1).mean()) < density:
+            low = middle
+        else:
+            high = middle
+    return (frequency * high).clamp_max(1)
+
+
+def heads_pay(batch: int, kv_policy: str = "backfill") -> bool:
+    """Whether attention reads the selected heads only, instead of computing K/V of all heads and masking.
+
+    Every row of several brings its own missing positions: at 8 rows they cost what the skipped heads saved from 20 %
+    (d = 4096: 65 us against 66) or 31 % of the heads a row on (9216: 215 against 217). The policy "stale" needs to know
+    what was skipped.
+    """
+    return batch == 1 or kv_policy == "stale"
+
+
+def choose_execution(
+    predictors: Mapping[tuple[int, str], TargetPredictor],
+    d_model: int,
+    batch: int,
+    measured: bool = True,
+    kv_policy: str = "backfill",
+) -> dict[tuple[int, str], ExecutionMode]:
+    """The form of every (layer, target) that has a predictor. measured: False = sparse wherever there is one."""
+    modes = {}
+    for (layer, target), predictor in predictors.items():
+        union = expected_union(predictor.density, batch, predictor.frequency)
+        pays = launch.sparse_pays(d_model, union, batch) if target == "mlp" else heads_pay(batch, kv_policy)
+        modes[layer, target] = ExecutionMode(layer, target, predictor.density, union, not measured or pays)
+    return modes
+
+
+def describe_execution(modes: Mapping[tuple[int, str], ExecutionMode], n_layers: int) -> str:
+    """A line a target: how many layers apply their selection, at which densities, and which compute all units first."""
+    lines = []
+    for target in ("mlp", "heads"):
+        mine = [mode for (_, name), mode in sorted(modes.items()) if name == target]
+        line = f"{target}: {len(mine)} of {n_layers} layers sparse"
+        if mine:
+            row, union = (sum(getattr(mode, name) for mode in mine) / len(mine) for name in ("density", "union"))
+            line += f", density {row:.3f} a row, {union:.3f} together"
+        masked = [mode for mode in mine if not mode.sparse]
+        if masked:
+            line += "; computed whole and masked, which is faster: layers "
+            line += ", ".join(f"{mode.layer} ({mode.union:.2f})" for mode in masked)
+        lines.append(line)
+    return "\n".join(lines)

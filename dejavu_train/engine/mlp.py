@@ -1,0 +1,124 @@
+"""The MLP halves of a decoding step, x (B, d) -> out (B, d), fp32: out = x + fc2(relu(fc1(LayerNorm(x)))).
+
+One is chosen for each layer when a step is built; `run` queues its kernels in order. The sparse ones differ in how
+they compute, never in which neurons count: those that the predictor, and the second stage where there is one, select.
+"""
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.weights import LayerWeights
+from dejavu_train.engine.workspace import Chosen, Workspace
+
+
+def reads_own_site(mlp: Chosen) -> bool:
+    """Whether the predictor reads what fc1 reads: then it leaves that, normalised, in the workspace."""
+    predictor = mlp.predictor
+    return (predictor.site, predictor.site_layer) == ("mlp_in", predictor.layer)
+
+
+class DenseMlp:
+    """All neurons."""
+
+    def __init__(self, weights: LayerWeights, work: Workspace) -> None:
+        self.weights, self.work, self.several = weights, work, len(work.hidden) > 1
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, ops, pdl = self.weights, self.work.ops, self.work.pdl
+        if self.several:
+            hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+            ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            return
+        hidden = self.work.hidden
+        ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
+        ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+
+
+class ListedMlp:
+    """The neurons of one row, fc1 and fc2 in one grid.
+
+    packed: whether attention's grid has packed the list already.
+    """
+
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen, packed: bool) -> None:
+        self.weights, self.work, self.mlp, self.packed = weights, work, mlp, packed
+        self.own = reads_own_site(mlp)
+        # What was made before the launch before this one's may be read before the wait: x where the predictor
+        # normalised it, then its list was packed; the list of a predictor that rode with attention.
+        self.early = "x" if self.own else "list" if packed else None
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, work = self.weights, self.work
+        self.mlp.join()
+        if not self.packed:
+            work.ops.pack(self.mlp.selection, work.packed, pdl=work.pdl)
+        source, norm = (work.normalised, None) if self.own else (x, weights.norm2)
+        work.ops.listed_mlp(
+            source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.packed, out,
+            work.partials, self.early, work.pdl,
+        )  # fmt: skip
+
+
+class CascadeMlp:
+    """The neurons of one row that pass a second stage, with fc1 as planes."""
+
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen, packed: bool) -> None:
+        self.weights, self.work, self.mlp, self.packed = weights, work, mlp, packed
+        self.own = reads_own_site(mlp)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, work = self.weights, self.work
+        ops, pdl = work.ops, work.pdl
+        self.mlp.join()
+        if not self.packed:
+            ops.pack(self.mlp.selection, work.packed, pdl=pdl)
+        if not self.own:
+            ops.layer_norm(x, weights.norm2, work.normalised, pdl=pdl)
+        ops.cascade(
+            work.normalised, weights.cascade, self.mlp.selection, work.packed, row_state=work.state.row_state, pdl=pdl
+        )
+        ops.packed_rows(work.packed, weights.fc2, weights.fc2_bias, x, out, partials=work.partials, pdl=pdl)
+
+
+def select_of_several_rows(weights: LayerWeights, work: Workspace, mlp: Chosen, own: bool, x: Tensor) -> None:
+    """Complete the selection of several rows: normalise what fc1 reads where that is needed, run the second stage."""
+    mlp.join()
+    if not own:
+        work.ops.layer_norm(x, weights.norm2, work.normalised, pdl=work.pdl)
+    if weights.cascade is not None:
+        work.ops.cascade_test(
+            work.normalised, weights.cascade, mlp.selection, work.state.row_state, work.levels, pdl=work.pdl
+        )
+
+
+class BatchMlp:
+    """The neurons that several rows select together, each row masked by its own selection."""
+
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen) -> None:
+        self.weights, self.work, self.mlp, self.own = weights, work, mlp, reads_own_site(mlp)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, work = self.weights, self.work
+        select_of_several_rows(weights, work, self.mlp, self.own, x)
+        work.ops.listed_batch(
+            work.normalised, weights.fc1, weights.fc1_bias, self.mlp.selection, work.batched, pdl=work.pdl
+        )
+        work.ops.packed_batch(work.batched, weights.fc2, weights.fc2_bias, x, out, pdl=work.pdl)
+
+
+class MaskedMlp:
+    """All neurons of several rows, then each row masked by its own selection: for unions that leave little out."""
+
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen) -> None:
+        self.weights, self.work, self.mlp, self.own = weights, work, mlp, reads_own_site(mlp)
+        self.shifts = torch.arange(len(work.hidden), dtype=torch.int32, device=work.hidden.device)[:, None]
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, ops, pdl = self.weights, self.work.ops, self.work.pdl
+        select_of_several_rows(weights, self.work, self.mlp, self.own or weights.cascade is None, x)
+        hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+        hidden = hidden.masked_fill((self.mlp.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
+        ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=pdl)
+
+
+Mlp = DenseMlp | ListedMlp | CascadeMlp | BatchMlp | MaskedMlp

@@ -1,0 +1,66 @@
+"""The operations of a decoding step under one name each: the Triton kernels, or the same in plain torch."""
+
+from types import SimpleNamespace
+
+from dejavu_train.engine import reference as decode_reference
+from kernels import sampling
+from kernels.attention import flash_decode, head_select, out_projection, qkv
+from kernels.common import layer_norm
+from kernels.dense import batched, dense_gemv, dense_wide, qkv_dense
+from kernels.lookahead import attend_pack, qkv_select, site_predict
+from kernels.mlp import cascade, cascade_batch, listed_batch, listed_mlp, packed_rows, select
+
+
+def operations(kind: str) -> SimpleNamespace:
+    """The step's operations: Triton kernels, or the same in plain torch ("reference")."""
+    if kind == "triton":
+        return SimpleNamespace(
+            embed=sampling.embed,
+            head_select=head_select.head_select,
+            qkv=qkv.qkv,
+            site_predict=site_predict.site_predict,
+            qkv_select=qkv_select.qkv_select,
+            attend_pack=attend_pack.attend_pack,
+            qkv_dense=qkv_dense.qkv_dense,
+            flash_decode=flash_decode.flash_decode,
+            project_heads=out_projection.project_heads,
+            predict_select=select.predict_select,
+            layer_norm=layer_norm.layer_norm,
+            pack=packed_rows.pack,
+            listed_mlp=listed_mlp.listed_mlp,
+            cascade=cascade.cascade,
+            packed_rows=packed_rows.packed_rows,
+            cascade_test=cascade_batch.cascade_test,
+            listed_batch=listed_batch.listed_batch,
+            packed_batch=listed_batch.packed_batch,
+            dense_rows=dense_gemv.dense_rows,
+            dense_wide=dense_wide.dense_wide,
+            dense_hidden=batched.dense_hidden,
+            dense_add=batched.dense_add,
+            advance=sampling.advance,
+        )
+    return SimpleNamespace(
+        embed=sampling.embed_reference,
+        head_select=head_select.head_select_reference,
+        qkv=qkv.qkv_reference,
+        site_predict=site_predict.site_predict_reference,
+        qkv_select=qkv_select.qkv_select_reference,
+        attend_pack=decode_reference.attend_pack,
+        qkv_dense=qkv_dense.qkv_dense_reference,
+        flash_decode=flash_decode.flash_decode_reference,
+        project_heads=out_projection.project_heads_reference,
+        predict_select=decode_reference.predict_select,
+        layer_norm=decode_reference.layer_norm,
+        pack=decode_reference.pack,
+        listed_mlp=decode_reference.listed_mlp,
+        cascade=decode_reference.cascade,
+        packed_rows=decode_reference.packed_rows,
+        cascade_test=decode_reference.cascade_test,
+        listed_batch=decode_reference.listed_batch,
+        packed_batch=decode_reference.packed_batch,
+        dense_rows=dense_gemv.dense_rows_reference,
+        dense_wide=dense_wide.dense_wide_reference,
+        dense_hidden=decode_reference.dense_hidden,
+        dense_add=decode_reference.dense_add,
+        advance=sampling.advance_reference,
+    )

@@ -1,0 +1,64 @@
+"""The dense prompt phase: many tokens at once in plain torch, K/V written into the engine's static caches."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights
+from kernels.common.layer_norm import layer_norm_reference
+
+TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
+
+
+@torch.no_grad()
+def prefill(
+    weights: DecodeWeights, tokens: Tensor, counts: Sequence[int], k_cache: list[Tensor], v_cache: list[Tensor]
+) -> Tensor:
+    """Run the first counts[b] tokens of each row densely.
+
+    Args:
+        tokens: (B, T) integers; counts: B numbers of tokens, 0 = nothing to do for this row.
+        k_cache, v_cache: per layer (>= B, h, T, head_dim); rows below B are written up to counts[b].
+    Returns:
+        (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
+    """
+    last = torch.zeros(len(counts), weights.shape.d_model, device=tokens.device)
+    rows = [b for b, count in enumerate(counts) if count > 0]
+    size = max(1, TOKENS_AT_ONCE // max(counts))
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        last[part] = _run(weights, tokens, part, [counts[b] for b in part], k_cache, v_cache)
+    return last
+
+
+def _run(
+    weights: DecodeWeights,
+    tokens: Tensor,
+    rows: list[int],
+    counts: list[int],
+    k_cache: list[Tensor],
+    v_cache: list[Tensor],
+) -> Tensor:
+    shape, longest = weights.shape, max(counts)
+    h, hd = shape.n_heads, shape.head_dim
+    ids = tokens[rows, :longest].long()
+    x = weights.embedding[ids].float() + weights.positions[POSITION_ROWS : POSITION_ROWS + longest].float()
+    dtype = weights.embedding.dtype
+    for i, layer in enumerate(weights.layers):
+        n = layer_norm_reference(x, layer.norm1, dtype)
+        heads = F.linear(n, layer.qkv.view(3 * h * hd, -1), layer.qkv_bias.flatten()).view(len(rows), longest, h, 3, hd)
+        q, k, v = (heads[:, :, :, part].transpose(1, 2) for part in range(3))
+        for j, (b, count) in enumerate(zip(rows, counts, strict=True)):
+            k_cache[i][b, :, :count] = k[j, :, :count]
+            v_cache[i][b, :, :count] = v[j, :, :count]
+        # Rows are padded at their ends, where causal attention from real tokens never looks.
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = attended.transpose(1, 2).reshape(len(rows), longest, h * hd)
+        x = x + F.linear(attended, layer.out).float() + layer.out_bias.float()
+        n = layer_norm_reference(x, layer.norm2, dtype)
+        hidden = F.linear(n, layer.whole_fc1(), layer.fc1_bias).relu()
+        product = hidden @ layer.fc2 if layer.fc2_transposed else F.linear(hidden, layer.fc2)
+        x = x + product.float() + layer.fc2_bias.float()
+    return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]

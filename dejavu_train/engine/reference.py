@@ -1,0 +1,152 @@
+"""The decode step's operations over lists in plain torch, with the signatures of the kernels; they may ask the host."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention.flash_decode import flash_decode_reference
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.mlp.cascade import CascadeWeights, cascade_reference
+from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
+from kernels.mlp.listed_batch import BatchRows, listed_batch_reference, packed_batch_reference
+from kernels.mlp.packed_rows import PackedRows
+from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
+
+
+def predict_select(
+    x: Tensor,
+    predictor: PredictorWeights,
+    threshold: Tensor,
+    out: Selection,
+    ln: LayerNormWeights | None = None,
+    row_state: Tensor | None = None,
+    top_k: int | None = None,
+    hidden: Tensor | None = None,
+    normalised_out: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.mlp.select.predict_select`."""
+    if ln is not None:
+        x = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
+    if normalised_out is not None:
+        normalised_out.copy_(x)
+    out.set_mask(predict_select_reference(x, predictor, threshold, None, row_state, top_k))
+
+
+def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
+    """See `kernels.common.layer_norm.layer_norm`."""
+    out.copy_(layer_norm_reference(x, ln, out.dtype))
+
+
+def pack(rows: Selection, out: PackedRows, pdl: bool = False) -> None:
+    """See `kernels.mlp.packed_rows.pack`."""
+    ids = rows.indices()
+    out.ids[: len(ids)] = ids.int()
+    out.count.fill_(len(ids))
+
+
+def attend_pack(*attention, mlp_selection: Selection, packed: PackedRows, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
+    """See `kernels.lookahead.attend_pack.attend_pack`."""
+    flash_decode_reference(*attention, mean=mean)
+    pack(mlp_selection, packed)
+
+
+def listed_mlp(
+    x: Tensor,
+    ln: LayerNormWeights | None,
+    w1: Tensor,
+    b1: Tensor,
+    w2_t: Tensor,
+    b2: Tensor,
+    residual: Tensor,
+    rows: PackedRows,
+    out: Tensor,
+    partials: Tensor | None = None,
+    early: str | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.mlp.listed_mlp.listed_mlp`."""
+    ids = rows.ids[: int(rows.count)].long()
+    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
+    h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
+    out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
+
+
+def cascade(
+    x: Tensor,
+    weights: CascadeWeights,
+    selection: Selection,
+    out: PackedRows,
+    row_state: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.mlp.cascade.cascade`."""
+    h, passed = cascade_reference(x, weights, selection.to_mask(1), row_state)
+    ids = out.ids[: int(out.count)].long()
+    out.values[: len(ids)] = h[0, ids]
+    selection.row_bits.copy_(passed[0].int())
+
+
+def packed_rows(
+    rows: PackedRows,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    partials: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.mlp.packed_rows.packed_rows`."""
+    out.copy_(rows.to_dense() @ weight.float() + bias.float() + residual)
+
+
+def cascade_test(
+    x: Tensor,
+    weights: CascadeWeights,
+    selection: Selection,
+    row_state: Tensor,
+    scratch: InputLevels,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.mlp.cascade_batch.cascade_test`."""
+    cascade_test_reference(x, weights, selection, row_state)
+
+
+def listed_batch(
+    x: Tensor, weight: Tensor, bias: Tensor, selection: Selection, out: BatchRows, pdl: bool = False
+) -> None:
+    """See `kernels.mlp.listed_batch.listed_batch`."""
+    h = listed_batch_reference(x, weight, bias, selection.to_mask(len(x))).to(out.values.dtype)
+    ids = selection.indices()
+    out.ids[: len(ids)] = ids.int()
+    out.values[: len(ids), : len(x)] = h[:, ids].T
+    out.count.fill_(len(ids))
+
+
+def packed_batch(
+    rows: BatchRows, weight_t: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
+) -> None:
+    """See `kernels.mlp.listed_batch.packed_batch`."""
+    out.copy_(packed_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
+
+
+def dense_hidden(
+    x: Tensor, ln: LayerNormWeights, weight: Tensor, bias: Tensor, activation: str, pdl: bool = False
+) -> Tensor:
+    """See `kernels.dense.batched.dense_hidden`."""
+    y = F.linear(layer_norm_reference(x, ln, weight.dtype), weight, bias)
+    return y.relu() if activation == "relu" else y
+
+
+def dense_add(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    transposed: bool = False,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.dense.batched.dense_add`."""
+    product = y.to(weight.dtype) @ weight if transposed else F.linear(y.to(weight.dtype), weight)
+    out.copy_(product.float() + bias.float() + residual)

@@ -1,0 +1,177 @@
+"""Reads what ``generate()`` was asked for into the engine's terms, or says in one line what the engine cannot do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from dejavu_train.engine.decode import MAX_BATCH, SEEDS, Sampling
+from dejavu_train.errors import Unsupported, UserError
+
+MAX_STOPS = 8
+# What a request may set. The rest of a GenerationConfig must be unset or neutral.
+HONOURED = frozenset(
+    "max_length max_new_tokens min_length min_new_tokens do_sample temperature top_p top_k eos_token_id pad_token_id "
+    "bos_token_id num_return_sequences use_cache return_dict_in_generate transformers_version".split()
+)
+SAMPLING_ONLY = frozenset("temperature top_p top_k min_p typical_p epsilon_cutoff eta_cutoff top_h".split())
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of ``generate()``.
+
+    Attributes:
+        prompts: token ids of each row without padding; several returned sequences repeat a row.
+        max_new_tokens: at most, of each row; min_new_tokens: before which no stop token is chosen.
+        sparse_from: first sparse position of each row; None = behind its prompt.
+        streamer: of transformers, or None.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    min_new_tokens: int
+    sampling: Sampling
+    stop_tokens: list[int]
+    pad_token: int
+    sparse_from: list[int] | None
+    streamer: Any
+
+
+def check_settings(config: GenerationConfig) -> None:
+    """Refuse settings that the engine's loop would ignore.
+
+    Raises:
+        Unsupported: the first of them by name.
+    """
+    neutral = GenerationConfig._get_default_generation_params()
+    for name, value in config.to_dict().items():
+        if name in HONOURED or name.startswith("_") or (name in SAMPLING_ONLY and not config.do_sample):
+            continue
+        if value is not None and value is not False and value != neutral.get(name):
+            raise Unsupported(f"generate({name}={value}) is not for the decode engine")
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse what is passed to ``generate()`` beside the settings.
+
+    Raises:
+        Unsupported: the first of them by name.
+    """
+    for name, value in arguments.items():
+        if name in ("input_ids", "attention_mask", "tokenizer") or value is None or value is False:
+            continue
+        if isinstance(value, (list, tuple)) and not value:  # an empty list of processors
+            continue
+        raise Unsupported(f"generate() with {name} is not for the decode engine")
+
+
+def check_forward(**asked: Any) -> None:
+    """Refuse what a forward pass through the engine's steps cannot take or give.
+
+    Args:
+        asked: by name, true or not None where it is asked for.
+    Raises:
+        Unsupported: the first of them by name.
+    """
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"a forward pass with {name} is not for the decode engine")
+
+
+def token_list(value: Any) -> list[int]:
+    """Token ids of a setting: a number, several, a tensor, or None."""
+    if value is None:
+        return []
+    return [int(token) for token in torch.as_tensor(value).reshape(-1).tolist()]
+
+
+def padding_mask(input_ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> Tensor:
+    """(B, T) bool, as transformers infers it: given, or where the padding token stands and does not end a text."""
+    if mask is not None:
+        if mask.shape != input_ids.shape:
+            raise UserError(f"attention_mask must be (B, T) = {tuple(input_ids.shape)}, got {tuple(mask.shape)}")
+        return mask.bool().to(input_ids.device)
+    pad = config.pad_token_id
+    if pad is None or int(pad) in token_list(config.eos_token_id):
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    return input_ids != int(pad)
+
+
+def read_request(
+    input_ids: Tensor,
+    mask: Tensor | None,
+    config: GenerationConfig,
+    default_length: bool,
+    max_positions: int,
+    sparse_from: int | Tensor | str,
+    streamer: Any,
+) -> Request:
+    """What the engine is to do.
+
+    Args:
+        input_ids: (B, T), left- or right-padded; mask: (B, T), or None: read from the padding token.
+        config: with all defaults filled in; default_length: nobody has set max_length.
+    Raises:
+        Unsupported: see `check_settings`; more than 32 rows, more than 8 stop tokens.
+        UserError: no room for a new token.
+    """
+    check_settings(config)
+    repeats = config.num_return_sequences or 1
+    n_rows, width = input_ids.shape
+    if n_rows * repeats > MAX_BATCH:
+        raise Unsupported(f"the decode engine generates at most {MAX_BATCH} rows at once, got {n_rows * repeats}")
+    stops = token_list(config.eos_token_id)
+    if len(stops) > MAX_STOPS:
+        raise Unsupported(f"the decode engine knows at most {MAX_STOPS} stop tokens, got {len(stops)}")
+    longest = config.max_length
+    if config.max_new_tokens is not None:
+        longest = width + config.max_new_tokens
+    elif default_length:
+        longest = min(width + config.max_length, max_positions)
+    if longest <= width:
+        raise UserError(
+            f"max_length={longest} leaves no room for a new token behind a prompt of {width}; set max_new_tokens"
+        )
+    least = config.min_new_tokens if config.min_new_tokens is not None else max(0, (config.min_length or 0) - width)
+    visible = padding_mask(input_ids, mask, config)
+    rows = [ids[seen].tolist() for ids, seen in zip(input_ids.cpu(), visible.cpu(), strict=True)]
+    return Request(
+        prompts=[list(row) for row in rows for _ in range(repeats)],
+        max_new_tokens=longest - width,
+        min_new_tokens=least,
+        sampling=_sampling(config),
+        stop_tokens=stops,
+        pad_token=_pad_token(config, stops),
+        sparse_from=None if isinstance(sparse_from, str) else starts_of(sparse_from, n_rows, repeats),
+        streamer=streamer,
+    )
+
+
+def _sampling(config: GenerationConfig) -> Sampling:
+    if not config.do_sample:
+        return Sampling()
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    if temperature <= 0:
+        raise UserError(f"temperature must be above 0 when sampling, got {temperature}; for greedy use do_sample=False")
+    top_p = 1.0 if config.top_p is None else float(config.top_p)
+    # The seed comes from torch's generator, so torch.manual_seed makes a text repeatable.
+    return Sampling(temperature, top_p, int(config.top_k or 0), seed=int(torch.randint(SEEDS, ())))
+
+
+def _pad_token(config: GenerationConfig, stops: Sequence[int]) -> int:
+    """What fills up rows that end early: the padding token, else the first stop token, as in transformers."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    return stops[0] if stops else 0
+
+
+def starts_of(sparse_from: int | Tensor, n_rows: int, repeats: int = 1) -> list[int]:
+    """The first sparse position of each row, rows repeated."""
+    starts = [sparse_from] if isinstance(sparse_from, int) else [int(start) for start in sparse_from.reshape(-1)]
+    if n_rows % len(starts):
+        raise UserError(f"sparse_from has {len(starts)} rows, the batch has {n_rows}")
+    return [start for start in starts for _ in range(n_rows * repeats // len(starts))]

@@ -1,0 +1,224 @@
+"""One decoding step of the engine: its state, its halves in order, and the CUDA graph that replays them.
+
+The step is a loop: embed; then for each layer an attention half and an MLP half (`decode_attention`, `decode_mlp`), in
+front of each of which the predictors that read its site run; then the LM head and the choice of the next token. Which
+kernels a half launches stands in its `run`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from dejavu_train.engine.attention import (
+    Attention,
+    DenseAttention,
+    FusedAttention,
+    LayerCache,
+    MaskedAttention,
+    SparseAttention,
+)
+from dejavu_train.engine.dispatch import ExecutionMode
+from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, ListedMlp, MaskedMlp, Mlp
+from dejavu_train.engine.ops import operations
+from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
+from dejavu_train.engine.workspace import Chosen, SitePredictor, Workspace
+from kernels.attention import head_select
+from kernels.common import launch
+from kernels.mlp import packed_rows, select
+
+Key = tuple[int, str]
+BATCH_BLOCK = 64  # of the selections of several rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Half a layer: the predictors that read its site, and what then computes x -> out."""
+
+    sites: tuple[SitePredictor, ...]
+    body: Attention | Mlp
+
+
+class DecodeStep:
+    """State and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`.
+
+    Attributes:
+        halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
+            buffer a half, because a look-ahead predictor may still read an older one.
+        state: the tokens and all that decides about them, see `kernels.sampling`.
+        logits: (B, V) fp32, of the last step.
+    """
+
+    def __init__(
+        self,
+        weights: DecodeWeights,
+        predictors: Mapping[Key, TargetPredictor],
+        forms: Mapping[Key, ExecutionMode],
+        batch: int,
+        context: int,
+        kv_policy: str,
+        device: torch.device,
+        ops: str,
+        graph: bool,
+        pdl: bool,
+        look_ahead: str,
+    ) -> None:
+        self.weights, self.shape, self.predictors = weights, weights.shape, predictors
+        self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
+        self._graphed = graph and ops == "triton" and device.type == "cuda"
+        self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
+        shape, dtype = weights.shape, weights.embedding.dtype
+        ahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
+        self.work = Workspace.empty(
+            shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead
+        )  # fmt: skip
+        self.state, self.ops = self.work.state, self.work.ops
+        self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
+        self.logits = torch.zeros(batch, shape.vocab_size, device=device)
+        self.watermark = torch.zeros(shape.n_layers, batch, shape.n_heads, dtype=torch.int32, device=device)
+        fused = {layer for layer in range(shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
+        chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
+        self.selections = {key: each.selection for key, each in chosen.items()}
+        masked = {key for key, form in forms.items() if not form.sparse}
+        self.caches = [
+            self._cache(layer, (layer, "heads") in predictors and (layer, "heads") not in masked)
+            for layer in range(shape.n_layers)
+        ]
+        self.halves: list[Half] = []
+        for layer in range(shape.n_layers):
+            heads, mlp = chosen.get((layer, "heads")), chosen.get((layer, "mlp"))
+            attention = self._attention(layer, heads, mlp if layer in fused else None, (layer, "heads") in masked)
+            self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
+            body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked)
+            self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
+
+    def _can_fuse(self, layer: int) -> bool:
+        """Whether the MLP's predictor can ride with q/k/v and attention: it then costs no stage of its own."""
+        heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
+        if self.batch > 1 or heads is None or mlp is None or heads.folded is None or mlp.top_k is not None:
+            return False
+        return (mlp.site, mlp.site_layer) == ("attn_in", layer)
+
+    def _choose(self, key: Key, fused: bool) -> Chosen:
+        """The selection of a (layer, target), and its predictor where that runs on its own."""
+        predictor, device = self.predictors[key], self.device
+        layer, target = key
+        if predictor.folded is not None:
+            return Chosen(predictor, head_select.head_selection(self.shape.n_heads, device), None)
+        block = packed_rows.listed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
+        selection = select.Selection.empty(self.shape.units(target), device, block)
+        if fused:
+            return Chosen(predictor, selection, None)
+        weights = self.weights.layers[predictor.site_layer]
+        norm = weights.norm1 if predictor.site == "attn_in" else weights.norm2
+        own = (predictor.site, predictor.site_layer) == ("mlp_in" if target == "mlp" else "attn_in", layer)
+        normalised = self.work.normalised if own and target == "mlp" else None
+        known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
+        return Chosen(predictor, selection, SitePredictor(known, selection, self.work, norm, own, normalised))
+
+    def _cache(self, layer: int, sparse: bool) -> LayerCache:
+        shape, batch, device = self.shape, self.batch, self.device
+        dtype, size = self.weights.embedding.dtype, (batch, shape.n_heads, self.context)
+        stale = sparse and self.kv_policy == "stale"
+        return LayerCache(
+            k=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
+            v=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
+            attn_in=torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device),
+            watermark=self.watermark[layer],
+            valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
+        )
+
+    def _attention(self, layer: int, heads: Chosen | None, fused_mlp: Chosen | None, masked: bool) -> Attention:
+        weights, cache = self.weights.layers[layer], self.caches[layer]
+        if heads is None:
+            return DenseAttention(weights, cache, self.work)
+        if masked:
+            return MaskedAttention(weights, cache, self.work, heads)
+        if fused_mlp is not None:
+            return FusedAttention(weights, cache, self.work, heads, fused_mlp)
+        return SparseAttention(weights, cache, self.work, heads)
+
+    def _mlp(self, layer: int, mlp: Chosen | None, fused: bool, masked: bool) -> Mlp:
+        weights = self.weights.layers[layer]
+        if mlp is None:
+            return DenseMlp(weights, self.work)
+        if self.batch > 1:
+            return (MaskedMlp if masked else BatchMlp)(weights, self.work, mlp)
+        return (ListedMlp if weights.cascade is None else CascadeMlp)(weights, self.work, mlp, fused)
+
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the engine's device is the current one: kernels launch there, graphs are captured there."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def tail(self, mode: str, score: bool) -> None:
+        """LM head and the choice of the next token, from x[-1]."""
+        with self.guard():
+            head, pdl = self.weights.lm_head, self.work.pdl
+            self.ops.dense_rows(self.x[-1], self.weights.final_norm, head, None, "none", self.logits, pdl=pdl)
+            self.ops.advance(self.logits, self.state, mode, score, pdl=pdl)
+
+    def eager(self, mode: str, score: bool) -> None:
+        """A step without a graph."""
+        with self.guard():
+            weights = self.weights
+            self.ops.embed(self.state, weights.embedding, weights.positions, self.x[0], pdl=self.work.pdl)
+            for half, x, out in zip(self.halves, self.x, self.x[1:], strict=False):
+                for site in half.sites:
+                    site.run(x)
+                half.body.run(x, out)
+            self.tail(mode, score)
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back, also after an error, what a step changes and the next one reads.
+
+        Caches only grow, at positions not yet valid.
+        """
+        s = self.state
+        changed = [s.tokens, s.nll, s.position, s.done, s.row_state, s.fault, self.watermark]
+        saved = [(tensor, tensor.clone()) for tensor in changed]
+        try:
+            yield
+        finally:
+            for tensor, copy in saved:
+                tensor.copy_(copy)
+
+    def _capture(self, mode: str, score: bool) -> torch.cuda.CUDAGraph:
+        """Compile every kernel in a step whose effects are undone, then record one."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), self.undone():
+            self.eager(mode, score)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        launch.share_carveout(launch.SPARSE_CARVEOUT if self.predictors else launch.DRIVERS_CARVEOUT)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self.eager(mode, score)
+        return graph
+
+    def step(self, mode: str = "greedy", score: bool = False) -> None:
+        """One token for every row that is not done."""
+        if not self._graphed:
+            self.eager(mode, score)
+            return
+        with self.guard():
+            if (mode, score) not in self._graphs:
+                self._graphs[mode, score] = self._capture(mode, score)
+            self._graphs[mode, score].replay()
+
+    def reset(self) -> None:
+        """Forget all rows. Captured graphs stay valid."""
+        self.work.reset()
+        self.watermark.zero_()
+        for cache in self.caches:
+            if cache.valid is not None:
+                cache.valid.zero_()
+
+
+def _reading(chosen: Mapping[Key, Chosen], layer: int, site: str) -> tuple[SitePredictor, ...]:
+    """The predictors that run at this site, in the order of their targets."""
+    runners = (each.runner for each in chosen.values() if each.runner is not None)
+    return tuple(r for r in runners if (r.predictor.site_layer, r.predictor.site) == (layer, site))

@@ -1,0 +1,322 @@
+"""Reads an OPT model and a bundle, writes the tensors as the decode engine wants them: one layout for dense and sparse.
+
+fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
+stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
+(h, 3, head_dim, d), so that a head is one contiguous range; the out-projection as stored (d, h * head_dim): a head's
+columns of a row are contiguous, and every output row has one owner. An MLP with a second stage holds fc1 as its two
+planes for one row, and for several rows as their sum beside the upper plane, which the second stage reads.
+
+A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
+already is shared.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.share import GroupedProjection
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.predictors.bit_planes import BitPlanes
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.mlp.cascade import CascadeWeights
+from kernels.mlp.select import PredictorWeights
+
+Grid = tuple[Tensor, Tensor, Tensor]
+POSITION_ROWS = 2  # OPT's position table has two rows more than positions
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; see the module's docstring for the shapes."""
+
+    norm1: LayerNormWeights
+    qkv: Tensor
+    qkv_bias: Tensor
+    out: Tensor
+    out_bias: Tensor
+    norm2: LayerNormWeights
+    fc1: Tensor
+    fc1_bias: Tensor
+    fc2: Tensor
+    fc2_bias: Tensor
+    fc2_transposed: bool = False
+    cascade: CascadeWeights | None = None
+
+    def whole_fc1(self) -> Tensor:
+        """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
+        if self.fc1.numel() or self.cascade is None:
+            return self.fc1
+        upper, lower = self.cascade.parts()
+        return upper.add_(lower).to(self.fc1.dtype)
+
+    def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
+        """This layer for an engine of `batch` rows; tensors that need no other layout are shared.
+
+        Args:
+            transposed: fc2 as rows of neurons.
+            grid: of a second stage's planes, with its thresholds; None = a single stage.
+        """
+        made = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
+        if transposed != self.fc2_transposed:
+            made = dataclasses.replace(made, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
+        if grid is None:
+            return made
+        planes = BitPlanes.of(made.fc1, *grid[:2])
+        cascade = CascadeWeights(
+            planes.upper, planes.rest, planes.step, planes.scale, made.fc1_bias.float(), grid[2].to(made.fc1.device)
+        )
+        made = dataclasses.replace(made, fc1=made.fc1.new_empty(0, made.fc1.shape[1]), cascade=cascade)
+        if batch == 1:
+            return made
+        upper_only = dataclasses.replace(cascade, rest=planes.rest[:0])
+        return dataclasses.replace(made, fc1=made.whole_fc1(), cascade=upper_only)
+
+
+@dataclass(frozen=True)
+class DecodeWeights:
+    """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself."""
+
+    shape: OPTShape
+    embedding: Tensor
+    positions: Tensor
+    layers: list[LayerWeights]
+    final_norm: LayerNormWeights
+    lm_head: Tensor
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        share: bool = False,
+        transposed: Collection[int] = (),
+    ) -> "DecodeWeights":
+        """The weights of a Hugging Face OPTForCausalLM.
+
+        Args:
+            model: `OPTForCausalLM`, pre-norm.
+            share: use the model's own tensors instead of copies. The model stays as it is for whoever calls it, but its
+                q, k and v projections become `GroupedProjection`s, and fc2 of the `transposed` layers a transposed
+                view; so nothing exists twice. Needs the model's own dtype and device.
+            transposed: layers whose fc2 is laid out as rows of neurons from the start.
+        Raises:
+            UserError: not a pre-norm ReLU OPT.
+        """
+        shape = OPTShape.from_config(model.config)
+        decoder = model.model.decoder
+        h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype, copy=not share).contiguous()
+
+        def matrix(linear: Any, turned: bool = False) -> Tensor:
+            """The weight, or its transpose; shared with the module where that is asked for."""
+            stored = linear.weight.detach()
+            made = own(stored.T if turned else stored)
+            if share:
+                linear.weight.data = made.T if turned else made
+            return made
+
+        def norm(module: Any) -> LayerNormWeights:
+            # Without learned parameters (layer_norm_elementwise_affine false) they are one and zero.
+            one, zero = (torch.full((d,), value, dtype=dtype, device=device) for value in (1.0, 0.0))
+            weight, shift = (one if module.weight is None else own(module.weight), module.bias)
+            return LayerNormWeights(weight, zero if shift is None else own(shift), module.eps)
+
+        def bias(module: Any) -> Tensor:
+            rows = module.weight.shape[0]
+            return torch.zeros(rows, dtype=dtype, device=device) if module.bias is None else own(module.bias)
+
+        layers = []
+        for number, layer in enumerate(decoder.layers):
+            attention = layer.self_attn
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            qkv = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
+            qkv_bias = torch.stack([bias(part).view(h, hd) for part in parts], dim=1)
+            if share:
+                attention.q_proj, attention.k_proj, attention.v_proj = (
+                    GroupedProjection(qkv[:, i], part.bias) for i, part in enumerate(parts)
+                )
+            layers.append(
+                LayerWeights(
+                    norm1=norm(layer.self_attn_layer_norm),
+                    qkv=qkv,
+                    qkv_bias=qkv_bias,
+                    out=matrix(attention.out_proj),
+                    out_bias=bias(attention.out_proj),
+                    norm2=norm(layer.final_layer_norm),
+                    fc1=matrix(layer.fc1),
+                    fc1_bias=bias(layer.fc1),
+                    fc2=matrix(layer.fc2, turned=number in transposed),
+                    fc2_bias=bias(layer.fc2),
+                    fc2_transposed=number in transposed,
+                )
+            )
+            del parts
+        embedding = own(decoder.embed_tokens.weight)
+        tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        return cls(
+            shape=shape,
+            embedding=embedding,
+            positions=own(decoder.embed_positions.weight),
+            layers=layers,
+            final_norm=norm(decoder.final_layer_norm),
+            lm_head=embedding if tied else own(model.lm_head.weight),
+        )
+
+    def arranged(
+        self, predictors: Mapping[tuple[int, str], "TargetPredictor"], batch: int, release: bool = False
+    ) -> "DecodeWeights":
+        """The weights as an engine with these predictors and rows reads them; this object keeps its own layers.
+
+        release: this object gives its layers up, so that a model that fills the GPU never exists twice. Engines made
+            from it before go on with their own.
+        """
+        given: list[LayerWeights | None] = list(self.layers)
+        if release:
+            self.layers.clear()
+        layers = []
+        for number, layer in enumerate(given):
+            mlp = predictors.get((number, "mlp"))
+            assert layer is not None
+            layers.append(layer.arranged(mlp is not None, mlp.grid if mlp else None, batch))
+            given[number] = layer = None
+        return dataclasses.replace(self, layers=layers)
+
+    @classmethod
+    def random(
+        cls, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, seed: int = 0, std: float = 0.02
+    ) -> "DecodeWeights":
+        """Random weights of a true shape, made on the device: for benchmarks. Layers share nothing."""
+        generator = torch.Generator(device).manual_seed(seed)
+        d, ffn, h, hd = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.empty(*sizes, dtype=dtype, device=device).normal_(0, std, generator=generator)
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        def norm() -> LayerNormWeights:
+            return LayerNormWeights(torch.ones(d, dtype=dtype, device=device), zeros(d))
+
+        layers = [
+            LayerWeights(
+                norm1=norm(),
+                qkv=normal(h, 3, hd, d),
+                qkv_bias=zeros(h, 3, hd),
+                out=normal(d, h * hd),
+                out_bias=zeros(d),
+                norm2=norm(),
+                fc1=normal(ffn, d),
+                fc1_bias=zeros(ffn),
+                fc2=normal(d, ffn),
+                fc2_bias=zeros(d),
+            )
+            for _ in range(shape.n_layers)
+        ]
+        embedding = normal(shape.vocab_size, d)
+        positions = normal(shape.max_positions + POSITION_ROWS, d)
+        return cls(shape, embedding, positions, layers, norm(), embedding)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.fc1, layer.fc2)
+            if layer.cascade is not None:
+                yield from (layer.cascade.upper, layer.cascade.rest)
+        yield self.lm_head
+
+
+@dataclass(frozen=True)
+class TargetPredictor:
+    """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
+    (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
+    frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`."""
+
+    layer: int
+    target: str
+    site: str
+    site_layer: int
+    weights: PredictorWeights
+    threshold: Tensor
+    top_k: int | None
+    folded: Tensor | None
+    bias: Tensor
+    density: float
+    mean: Tensor | None = None
+    frequency: Tensor | None = None
+    grid: Grid | None = None
+
+
+def check_calibrated(bundle: Any) -> None:
+    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold."""
+    for (layer, target), spec in bundle.specs.items():
+        if spec.threshold is None and spec.top_k is None and not spec.keep_dense and not spec.curve:
+            raise UserError(
+                f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
+                " run python train.py with the --config and --output that trained it: it calibrates what is trained"
+            )
+
+
+def load_predictors(
+    bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
+) -> dict[tuple[int, str], TargetPredictor]:
+    """The predictors of a bundle by (layer, target); dense specs are left out.
+
+    A head predictor without a nonlinearity is folded into one matrix of h rows: one stage instead of two, and fewer
+    bytes wherever the rank exceeds h.
+
+    Args:
+        dtype: of the model; predictors are kept in it.
+        codes: keep specs of int8 or int4 as codes with row scales (int4 a byte a code): what one row at a time
+            wants. Several rows are a library's matrix product, which takes one dtype.
+    Raises:
+        UserError: thresholds that were never calibrated.
+    """
+    check_calibrated(bundle)
+    predictors = {}
+    means = bundle.head_means(device)
+    grids = bundle.cascades()
+    for (layer, target), spec in bundle.specs.items():
+        if spec.threshold is None and spec.top_k is None:
+            continue
+        module = bundle.predictor(layer, target)
+        down, up = module.down.detach().float(), module.up.detach().float()
+        bias = torch.zeros(len(up)) if module.bias is None else module.bias.detach().float()
+        relu = module.nonlinearity == "relu"
+        folded = None
+        if target == "heads" and not relu and spec.top_k is None:
+            if (spec.site, spec.site_layer) == ("attn_in", layer):
+                folded = (up @ down).to(device=device, dtype=dtype)
+        if spec.dtype in DTYPES or not codes:
+            weights = PredictorWeights(
+                down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
+            )
+        else:
+            (down, down_scale), (up, up_scale) = (bundle.codes(layer, target, part) for part in ("down", "up"))
+            weights = PredictorWeights(
+                down.to(device), up.to(device), bias.to(device), down_scale.to(device), up_scale.to(device), relu
+            )
+        predictors[layer, target] = TargetPredictor(
+            layer,
+            target,
+            spec.site,
+            spec.site_layer,
+            weights,
+            torch.tensor([spec.threshold or 0.0], dtype=torch.float32, device=device),
+            spec.top_k,
+            folded,
+            bias.to(device),
+            spec.density,
+            means.get(layer) if target == "heads" else None,
+            bundle.frequency(layer, target),
+            grids.get(layer) if target == "mlp" else None,
+        )
+    return predictors

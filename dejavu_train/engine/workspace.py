@@ -1,0 +1,157 @@
+"""What the halves of a decoding step share: operations, token state, scratch; and the predictors that run at a site."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.weights import TargetPredictor
+from dejavu_train.models.opt import OPTShape
+from kernels.attention.flash_decode import AttentionScratch
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.mlp.cascade_batch import InputLevels
+from kernels.mlp.listed_batch import BatchRows
+from kernels.mlp.packed_rows import PackedRows, partial_sums
+from kernels.mlp.select import Selection
+from kernels.sampling import TokenState
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers that one half of a layer after the other uses, on one device.
+
+    q (B, h, head_dim), heads_out (B, d), hidden (B, d_ffn) fp32; normalised (B, d) in the model's dtype; attention: for
+    partial results. For one row: packed, the list of its neurons, and partials of fc2; for several: batched and levels.
+    ahead: the stream of look-ahead predictors, or None.
+    """
+
+    ops: SimpleNamespace
+    pdl: bool
+    kv_policy: str
+    state: TokenState
+    ahead: torch.cuda.Stream | None
+    q: Tensor
+    heads_out: Tensor
+    attention: AttentionScratch
+    normalised: Tensor
+    hidden: Tensor
+    packed: PackedRows
+    partials: Tensor
+    batched: BatchRows
+    levels: InputLevels
+
+    @classmethod
+    def empty(
+        cls,
+        shape: OPTShape,
+        batch: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: SimpleNamespace,
+        pdl: bool,
+        kv_policy: str,
+        ahead: torch.cuda.Stream | None,
+    ) -> "Workspace":
+        h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
+        one, several = (shape.d_ffn, 0) if batch == 1 else (0, shape.d_ffn)
+        return cls(
+            ops=ops,
+            pdl=pdl,
+            kv_policy=kv_policy,
+            # A column more than the context: scoring the last token of a full context chooses one beyond it.
+            state=TokenState.empty(batch, context + 1, device),
+            ahead=ahead,
+            q=torch.zeros(batch, h, hd, device=device),
+            heads_out=torch.zeros(batch, h * hd, device=device),
+            attention=AttentionScratch.empty(batch, h, hd, context, device),
+            normalised=torch.zeros(batch, d, dtype=dtype, device=device),
+            hidden=torch.zeros(batch, shape.d_ffn, device=device),
+            packed=PackedRows.empty(one, device),
+            partials=partial_sums(d if one else 0, device),
+            batched=BatchRows.empty(several, batch, d, dtype, device),
+            levels=InputLevels.empty(batch if several else 0, d, device),
+        )
+
+    def reset(self) -> None:
+        """Forget all rows; tickets are zero between calls, unless a step was cut short."""
+        fresh = TokenState.empty(*self.state.tokens.shape, self.state.tokens.device)
+        for name, tensor in vars(fresh).items():
+            getattr(self.state, name).copy_(tensor)
+        self.attention.tickets.zero_()
+        self.batched.tickets.zero_()
+
+
+class SitePredictor:
+    """Runs one predictor where its site is made; the half of its target reads `selection` after `join`.
+
+    Args:
+        predictor: of one (layer, target).
+        selection: receives what is selected.
+        norm: the LayerNorm of the site.
+        own: whether the site is that of the target itself; others run on the look-ahead stream, where there is one.
+        normalised_out: (B, d), receives what the predictor read, where fc1 reads the same; or None.
+    """
+
+    def __init__(
+        self,
+        predictor: TargetPredictor,
+        selection: Selection,
+        work: Workspace,
+        norm: LayerNormWeights,
+        own: bool,
+        normalised_out: Tensor | None,
+    ) -> None:
+        self.predictor, self.selection, self.work, self.norm = predictor, selection, work, norm
+        self.stream = None if own else work.ahead
+        self.normalised_out = normalised_out
+        batch, rank = len(work.normalised), predictor.weights.down.shape[0]
+        self.hidden = torch.zeros(batch, rank, device=work.normalised.device)
+        self._ready: torch.cuda.Event | None = None
+
+    def run(self, x: Tensor) -> None:
+        """x (B, d) fp32: the residual stream in front of the site."""
+        self._ready = None
+        if self.stream is None:
+            self._predict(x, self.work.pdl)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self.stream):
+            self._predict(x, False)
+            self._ready = self.stream.record_event()
+
+    def _predict(self, x: Tensor, pdl: bool) -> None:
+        predictor = self.predictor
+        self.work.ops.predict_select(
+            x,
+            predictor.weights,
+            predictor.threshold,
+            self.selection,
+            ln=self.norm,
+            row_state=self.work.state.row_state,
+            top_k=predictor.top_k,
+            hidden=self.hidden,
+            normalised_out=self.normalised_out,
+            pdl=pdl,
+        )
+
+    def join(self) -> None:
+        """Let the current stream wait for the selection."""
+        if self._ready is not None:
+            torch.cuda.current_stream(self.hidden.device).wait_event(self._ready)
+            self._ready = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A target's predictor, the selection it fills, and what runs it at its site; None = the half runs it itself."""
+
+    predictor: TargetPredictor
+    selection: Selection
+    runner: SitePredictor | None
+
+    def join(self) -> None:
+        """Let the current stream wait for the selection, where another one makes it."""
+        if self.runner is not None:
+            self.runner.join()

@@ -1,0 +1,93 @@
+"""The selections that a predictor is compared with; each takes as many units per token as the predictor took.
+
+So only the choice differs: ``oracle`` takes the largest contributions of this token in the dense pass, ``random`` any,
+``static`` those most often needed on the calibration documents, ``noncontextual`` the largest contributions when the
+token's embedding is sent through each block alone (Deja Vu, section 5.2).
+
+Letters: B batch, T positions, n units (neurons or heads).
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.selector import Sites
+from dejavu_train.bundle.spec import Key
+from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution
+
+SELECTIONS = ("dense", "predicted", "oracle", "random", "static", "noncontextual")
+
+
+class Given:
+    """Selections made beforehand, by (layer, target); missing keys are dense."""
+
+    sites: frozenset[tuple[str, int]] = frozenset()
+
+    def __init__(self, masks: Mapping[Key, Tensor]) -> None:
+        self.masks = masks
+
+    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
+        return self.masks.get((layer, target))
+
+    def fc1(self, layer: int) -> None:
+        return None
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """Place of each unit when sorted by falling score: 0 for the largest. (..., n) -> (..., n) int16 or int32.
+
+    >>> ranks(torch.tensor([0.1, 0.5, 0.3]))
+    tensor([2, 0, 1], dtype=torch.int16)
+    """
+    order = scores.argsort(dim=-1, descending=True)
+    dtype = torch.int16 if scores.shape[-1] < 1 << 15 else torch.int32  # a batch's ranks of all layers are held
+    places = torch.arange(scores.shape[-1], dtype=dtype, device=scores.device).expand_as(order)
+    return torch.empty_like(order, dtype=dtype).scatter_(-1, order, places)
+
+
+def take(unit_ranks: Tensor, counts: Tensor) -> Tensor:
+    """The ``counts`` (B, T) first units of ``unit_ranks`` (B, T, n) or (n,): bool (B, T, n)."""
+    return unit_ranks < counts.to(unit_ranks.dtype).unsqueeze(-1)
+
+
+def random_ranks(shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
+    """Uniform random ranks (..., n), drawn on the CPU so that every device compares the same sets.
+
+    Every row is one of up to 512 random orders: sorting numbers for every token took longer than the model.
+    """
+    *rows, n_units = shape
+    n_rows = math.prod(rows)
+    pool = ranks(torch.rand(min(n_rows, 512), n_units, generator=generator))
+    picks = torch.randint(len(pool), (n_rows,), generator=generator)
+    return pool.index_select(0, picks).view(shape).to(device)
+
+
+@torch.no_grad()
+def noncontextual_contributions(
+    model: OPTForCausalLM, token_ids: Tensor, layer: int, head_mean: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Contributions when the embeddings at the model's input go through one block alone, no token seeing another.
+
+    With one token the attention of every head is its value vector, so nothing of the context enters.
+
+    Args:
+        token_ids: (B, T); the columns are the positions.
+        head_mean: (n_heads, head_dim) that stands in for skipped heads, see ``hooks.head_contribution``.
+    Returns: ``heads`` (B, T, n_heads) and ``mlp`` (B, T, d_ffn), fp32.
+    """
+    decoder = model.model.decoder
+    block = decoder_layers(model)[layer]
+    embedded = decoder.embed_tokens(token_ids)
+    positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+    embedded = embedded + decoder.embed_positions(torch.ones_like(token_ids), 0, position_ids=positions)
+    embedded = embedded.to(block.fc1.weight.device)
+    attention = block.self_attn
+    values = attention.v_proj(block.self_attn_layer_norm(embedded))
+    by_head = values.unflatten(-1, (attention.num_heads, -1))
+    heads = head_contribution(by_head, attention.out_proj.weight, mean=head_mean)
+    middle = embedded + attention.out_proj(values)
+    activation = torch.relu(block.fc1(block.final_layer_norm(middle)))
+    return {"heads": heads, "mlp": neuron_contribution(activation, block.fc2.weight)}

@@ -1,0 +1,273 @@
+"""Reads scored rows and timings, writes results.json and the tables that say the same."""
+
+import dataclasses
+import math
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, increase
+from dejavu_train.evaluation.texts import EvalText
+from dejavu_train.evaluation.timing import Timing
+from dejavu_train.files import write_json
+from dejavu_train.predictors.metrics import SelectionSums
+
+SCHEMA = 2
+Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
+
+
+def results(
+    model: str, bundle: str, scored: Scored, timings: Sequence[Timing], layers_at: float | None = None
+) -> dict[str, Any]:
+    """Everything that was measured, as results.json (schema 2) holds it.
+
+    Args:
+        model, bundle: folders or hub ids.
+        scored: every text with its rows, in the order of the tables.
+        timings: of decoding.
+        layers_at: asked density of the MLPs to which the figures per layer belong.
+    """
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "bundle": bundle,
+        "versions": versions,
+        "texts": [_text_row(text) for text, _ in scored],
+        "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
+        "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities, layers_at)],
+        "timing": [dataclasses.asdict(timing) for timing in timings],
+    }
+
+
+def _text_row(text: EvalText) -> dict[str, Any]:
+    return {
+        "name": text.name,
+        "source": text.source,
+        "sha256": text.sha256,
+        "set": text.set_name,
+        "whole": text.whole,
+        "domain": text.domain,
+        "documents": len(text.held.document_tokens),
+        "tokens": text.held.tokens,
+        "bytes": text.held.bytes,
+        "window": text.window,
+        "pretrained_paragraphs": text.pretrained_paragraphs,
+    }
+
+
+def _quality_rows(text: EvalText, qualities: Sequence[EvalResult]) -> list[dict[str, Any]]:
+    dense = next((quality for quality in qualities if quality.row.selection == "dense"), None)
+    return [{"text": text.name} | _quality_row(quality, dense, text.held) for quality in qualities]
+
+
+def _quality_row(quality: EvalResult, dense: EvalResult | None, held: EvalCorpus) -> dict[str, Any]:
+    row, nats = quality.row, float(quality.nats.sum())
+    change, error = (None, None)
+    if dense is not None:
+        change, error = increase(quality.nats, dense.nats, held.document_tokens)
+    mlp, heads = _of_target(quality, "mlp"), _of_target(quality, "heads")
+    sparse = row.selection != "dense"
+    sparse_heads = sparse and row.head_density < 1
+    return {
+        "selection": row.selection,
+        "asked_mlp_density": row.mlp_density,
+        "asked_head_density": row.head_density,
+        "mlp_candidate_density": _rounded(_candidate_density(quality)) if row.selection == "predicted" else None,
+        "mlp_density": _rounded(mlp.density if sparse else 1.0),
+        "head_density": _rounded(heads.density if sparse_heads else 1.0),
+        "sparse_from": row.sparse_from,
+        "perplexity": _rounded(math.exp(nats / held.tokens)),
+        "increase": _rounded(change),
+        "increase_error": _rounded(error),
+        "bits_per_byte": _rounded(nats / math.log(2) / held.bytes),
+        "mlp_recall": _rounded(mlp.recall if sparse else 1.0),
+        "mlp_retained_mass": _rounded(mlp.retained_mass if sparse else 1.0),
+        "head_recall": _rounded(heads.recall) if sparse_heads else None,
+        "head_retained_mass": _rounded(heads.retained_mass) if sparse_heads else None,
+        "mlp_bytes": _rounded(quality.mlp_bytes if sparse else 1.0),
+        "tokens": held.tokens,
+    }
+
+
+def _candidate_density(quality: EvalResult) -> float:
+    """Share of the neurons that passed the first stage; without a cascade what was selected."""
+    passed = units = 0
+    for (layer, target), sums in quality.sums.items():
+        if target == "mlp":
+            passed += quality.candidates.get(layer, int(sums.tp + sums.fp))
+            units += int(sums.units)
+    return passed / units if units else math.nan
+
+
+def layer_rows(scored: Sequence[EvalResult], mlp_density: float | None = None) -> list[dict[str, Any]]:
+    """Density, recall, precision and mass per layer, of each target's first predicted row (at ``mlp_density``)."""
+    rows: list[dict[str, Any]] = []
+    for target in ("mlp", "heads"):
+        chosen = next((q for q in scored if q.row.selection == "predicted" and _told(q.row, target, mlp_density)), None)
+        if chosen is None:
+            continue
+        for (layer, name), sums in chosen.sums.items():
+            if name == target:
+                metrics = {
+                    "density": sums.density,
+                    "recall": sums.recall,
+                    "precision": sums.precision,
+                    "retained_mass": sums.retained_mass,
+                }
+                rows.append({"layer": layer, "target": target} | {k: _rounded(v) for k, v in metrics.items()})
+    return sorted(rows, key=lambda row: (row["target"] != "mlp", row["layer"]))
+
+
+def _told(row: EvalSetting, target: str, mlp_density: float | None) -> bool:
+    """Whether the table per layer is about this row: sparse in the target, and at the density that is asked for."""
+    density = row.mlp_density if target == "mlp" else row.head_density
+    return density < 1 and (mlp_density is None or row.mlp_density == mlp_density)
+
+
+def _of_target(quality: EvalResult, target: str) -> SelectionSums:
+    """Sums over all layers: layers are equally wide, so this density is the mean of theirs."""
+    total = SelectionSums()
+    for (_, name), sums in quality.sums.items():
+        if name == target:
+            for field in dataclasses.fields(SelectionSums):
+                setattr(total, field.name, getattr(total, field.name) + getattr(sums, field.name))
+    return total
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six significant digits: more would be noise in a file that people read. Not a number becomes null."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns, the first left-aligned.
+
+    >>> print(table(["a", "b"], [["x", "10"], ["yy", "5"]]))
+    a    b
+    x   10
+    yy   5
+    """
+    widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
+    lines = []
+    for line in [headings, *rows]:
+        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The content of results.json for people: the texts, all texts by predicted row, then the first text in full."""
+    parts = [f"{found['model']}, bundle {found['bundle']}"]
+    if found["quality"]:
+        first = found["texts"][0]["name"]
+        parts += [_text_table(found), _drift_table(found), f"{first}, all rows:\n{_full_table(found, first)}"]
+        layers = [row for row in found["layers"] if row["text"] == first]
+        if layers:
+            names = ("density", "recall", "precision", "retained_mass")
+            cells = [[f"{r['target']} {r['layer']}", *(_number(r[name], 3) for name in names)] for r in layers]
+            parts.append(table([f"{first}, layer", "density", "recall", "precision", "mass"], cells))
+    if found["timing"]:
+        headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80"]
+        cells = [
+            [t["backend"], t["device"], *(str(t[name]) for name in ("batch", "prompt", "new_tokens"))]
+            + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
+            for t in found["timing"]
+        ]
+        parts.append(table(headings, cells))
+    return "\n\n".join(parts)
+
+
+def _text_table(found: dict[str, Any]) -> str:
+    dense = {row["text"]: row for row in found["quality"] if row["selection"] == "dense"}
+    cells = [
+        [
+            text["name"],
+            text["domain"],
+            "whole" if text["whole"] else f"set {text['set']}" if text["set"] else "a part",
+            f"{text['documents']:,}",
+            f"{text['tokens']:,}",
+            f"{text['bytes']:,}",
+            f"{dense[text['name']]['perplexity']:.5g}" if text["name"] in dense else "-",
+            _number(dense[text["name"]]["bits_per_byte"], 4) if text["name"] in dense else "-",
+        ]
+        for text in found["texts"]
+    ]
+    return table(["text", "domain", "scored", "documents", "tokens", "bytes", "dense perplexity", "bits/byte"], cells)
+
+
+def _drift_table(found: dict[str, Any]) -> str:
+    """Predicted rows of all texts, with the yardsticks at the same counts beside them."""
+    headings = ["increase of perplexity on", "candidates", "selected", "recall", "mass", "heads", "mass", "mlp bytes"]
+    headings += ["predicted", "+-"]
+    yardsticks = [
+        name
+        for name in ("oracle", "noncontextual", "static", "random")
+        if any(row["selection"] == name for row in found["quality"])
+    ]
+    asked = ("text", "asked_mlp_density", "asked_head_density", "sparse_from")
+    increases = {(*(row[k] for k in asked), row["selection"]): row["increase"] for row in found["quality"]}
+    cells = []
+    for row in found["quality"]:
+        if row["selection"] == "predicted" and row["sparse_from"] == 0:
+            cells.append(
+                [
+                    row["text"],
+                    f"{_number(row['mlp_candidate_density'], 3)} of {row['asked_mlp_density']:g}",
+                    *(_number(row[name], 3) for name in ("mlp_density", "mlp_recall", "mlp_retained_mass")),
+                    *(_number(row[name], 3) for name in ("head_density", "head_retained_mass", "mlp_bytes")),
+                    _percent(row["increase"]),
+                    _percent(row["increase_error"]),
+                    *(_percent(increases.get((*(row[k] for k in asked), name))) for name in yardsticks),
+                ]
+            )
+    cells.sort(key=lambda line: (line[5] != "1.000", float(line[1].split()[-1])))  # one density's texts side by side
+    return table([*headings, *yardsticks], cells)
+
+
+def _full_table(found: dict[str, Any], text: str) -> str:
+    headings = ["selection", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte", "recall", "mass"]
+    rows = [
+        [
+            row["selection"],
+            _number(row["mlp_density"], 3),
+            _number(row["head_density"], 3),
+            str(row["sparse_from"]),
+            f"{row['perplexity']:.5g}",
+            _percent(row["increase"]),
+            _percent(row["increase_error"]),
+            _number(row["bits_per_byte"], 4),
+            _number(row["mlp_recall"], 3),
+            _number(row["mlp_retained_mass"], 3),
+            _number(row["head_recall"], 3),
+            _number(row["mlp_bytes"], 3),
+        ]
+        for row in found["quality"]
+        if row["text"] == text
+    ]
+    return table([*headings, "head recall", "mlp bytes"], rows)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value >= 10:
+        return f"x {1 + value:,.0f}"
+    return f"{100 * value:z.2f}%"
+
+
+def write_results(found: dict[str, Any], folder: str | Path) -> None:
+    """Write results.json atomically."""
+    write_json(Path(folder) / "results.json", found)

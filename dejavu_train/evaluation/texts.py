@@ -1,0 +1,191 @@
+"""Which texts an evaluation scores, which of their documents, and whether the bundle or the model has seen them.
+
+A text is asked for as ``SOURCE`` or ``NAME=SOURCE``. Documents of a source that is split into sets for training are
+taken from one of the held-out sets; any other source is scored whole.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.data.text import (
+    INSTALLED,
+    INSTALLED_DOCS,
+    Document,
+    TextSource,
+    hash_paragraphs,
+    load_documents,
+    read_paragraph_hashes,
+    require_one_sequence,
+    split_documents,
+    without_pretrained,
+)
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.perplexity import EvalCorpus, hold_out
+from dejavu_train.files import read_json, sha256_text
+
+logger = logging.getLogger(__name__)
+
+IN_DOMAIN, UNSEEN = "in domain", "unseen"
+_FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
+_TOLD_FROM = 0.01  # share of paragraphs that the model was pretrained on from which a file is worth a warning
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalText:
+    """A text cut into windows, and what the results say of it.
+
+    ``sha256`` is that of the whole source (as in the manifest of activations), ``set_name`` the set that was taken of
+    it, None for all documents; ``whole`` says that all documents were scored to their end. ``domain`` is ``in domain``
+    when the bundle's predictors were trained on the same source, else ``unseen``. ``pretrained_paragraphs`` of an
+    installed source were left out, because the model was pretrained on them.
+    """
+
+    name: str
+    source: str
+    sha256: str
+    set_name: str | None
+    whole: bool
+    domain: str
+    pretrained_paragraphs: int
+    window: int
+    held: EvalCorpus
+
+
+def name_texts(texts: Sequence[str]) -> dict[str, str]:
+    """Source by name, in the order asked for.
+
+    Args:
+        texts: each ``NAME=SOURCE`` or ``SOURCE``; without a name a file is named by its stem, another source by itself.
+
+    Raises:
+        UserError: no text, an empty name or source, or a name given twice.
+
+    >>> name_texts(["installed-code", "stories=prose/short.txt", "b.jsonl.gz"])
+    {'installed-code': 'installed-code', 'stories': 'prose/short.txt', 'b': 'b.jsonl.gz'}
+    """
+    named: dict[str, str] = {}
+    for text in texts:
+        if "=" in text and not Path(text).is_file():
+            name, source = (part.strip() for part in text.split("=", 1))
+        else:
+            name, source = _default_name(text), text
+        if not name or not source:
+            raise UserError(f"--text {text!r}: give SOURCE or NAME=SOURCE, neither of them empty")
+        if name in named:
+            raise UserError(f"--text: two texts are named {name}; tell them apart with NAME={source}")
+        named[name] = source
+    if not named:
+        raise UserError("--text: give at least one text")
+    return named
+
+
+def _default_name(source: str) -> str:
+    path = Path(source)
+    if path.suffix not in _FILE_SUFFIXES:
+        return path.stem if path.is_file() else source
+    while path.suffix in _FILE_SUFFIXES:
+        path = path.with_suffix("")
+    return path.name
+
+
+def trained_text(bundle: Bundle, folder: str) -> dict[str, Any]:
+    """What the bundle in ``folder`` says of the text its predictors were trained on; empty if nothing is known."""
+    text = bundle.metadata.get("text")
+    beside = Path(folder).parent / "activations" / "manifest.json"
+    if not isinstance(text, dict) and beside.is_file():
+        text = read_json(beside, "the manifest of the activation shards").get("text")
+    return text if isinstance(text, dict) else {}
+
+
+def load_text(
+    name: str,
+    source: TextSource,
+    set_name: str,
+    model: str,
+    trained: dict[str, Any],
+    tokenizer: Any,
+    window: int,
+    tokens: int | None,
+    seed: int = 0,
+) -> EvalText:
+    """Read a source, choose its documents, warn of what was trained on, and cut windows.
+
+    Args:
+        name: of the text in results and messages.
+        set_name: the set that is scored of a source that is split: the one that the predictors were trained on,
+            ``installed-docs`` (on whose ``train`` documents the embedded model was pretrained) and hub datasets.
+        model: folder or hub id; the folder may carry hashes of the paragraphs it was pretrained on.
+        trained: of :func:`trained_text`.
+        window: ``</s>`` and ``window`` - 1 new tokens.
+        tokens: how many to score, about; None for all.
+        seed: of the order in which documents are drawn where ``tokens`` limits them.
+
+    Raises:
+        UserError: what :func:`load_documents` raises, an empty set, or less text than one window.
+    """
+    documents, _ = load_documents(source)
+    digest = sha256_text("".join(sha256_text(document.text) for document in documents))
+    is_file = Path(source.source).is_file()
+    # Two files may have one name; an installed source of other versions stays the same domain and keeps its split.
+    same = trained.get("source") == source.key and (not is_file or trained.get("sha256") == digest)
+    seen_by_predictors = 0
+    pretrained = read_paragraph_hashes(model)
+    skipped = 0
+    chosen = set_name if same or source.source == INSTALLED_DOCS or _is_hub(source) else None
+    if chosen is not None:
+        sets, skipped = split_documents(documents, source.key, pretrained)
+        documents = sets[chosen]
+    else:
+        seen_by_predictors = _trained_on(name, documents, trained)
+        if source.source in INSTALLED and pretrained is not None:
+            documents, skipped = _without_pretrained_paragraphs(documents, pretrained)
+        elif pretrained is not None:
+            _warn_of_pretraining(name, documents, pretrained)
+    if skipped:
+        logger.info("%s: %d paragraphs left out, the model was pretrained on them", name, skipped)
+    held = hold_out(documents, tokenizer, window, tokens, seed)
+    require_one_sequence(held.tokens, window, name)
+    domain = IN_DOMAIN if same or seen_by_predictors else UNSEEN
+    whole = chosen is None and not held.truncated
+    return EvalText(name, source.source, digest, chosen, whole, domain, skipped, window, held)
+
+
+def _is_hub(source: TextSource) -> bool:
+    return source.source not in INSTALLED and not Path(source.source).is_file()
+
+
+def _without_pretrained_paragraphs(documents: Sequence[Document], hashes: np.ndarray) -> tuple[list[Document], int]:
+    kept, skipped = [], 0
+    for document in documents:
+        text, dropped = without_pretrained(document.text, hashes)
+        skipped += dropped
+        if text.strip():
+            kept.append(Document(document.name, text))
+    return kept, skipped
+
+
+def _trained_on(name: str, documents: Sequence[Document], trained: dict[str, Any]) -> int:
+    """How many of the documents trained the predictors, by the hashes in the bundle; warns if there are any."""
+    known = set(trained.get("train_sha256", ()))
+    seen = sum(sha256_text(document.text)[:16] in known for document in documents)
+    if seen:
+        logger.warning(
+            "warning: %d of %d documents of %s trained the predictors: its figures are not held-out",
+            seen,
+            len(documents),
+            name,
+        )
+    return seen
+
+
+def _warn_of_pretraining(name: str, documents: Sequence[Document], pretrained: np.ndarray) -> None:
+    mine = hash_paragraphs(document.text for document in documents)
+    share = float(np.isin(mine, pretrained).mean()) if len(mine) else 0.0
+    if share > _TOLD_FROM:
+        logger.warning("warning: the model was pretrained on %.0f%% of the paragraphs of %s", 100 * share, name)

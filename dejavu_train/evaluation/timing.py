@@ -1,0 +1,99 @@
+"""Reads a model and a prompt, writes milliseconds per decoded token: median, 20th and 80th percentile.
+
+The prompt is processed once, dense, and not counted; the first steps warm up and are not counted either. What a
+predictor costs is inside the measured time. Greedy, batch rows alike. Models are timed call by call, as a loop of
+Hugging Face's would; the decode engine by its captured step.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 3
+DENSE_ENGINE = "dense-engine"  # the decode engine without a bundle; with one its name is that of the backend, triton
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Conditions and milliseconds per token of one backend."""
+
+    backend: str
+    device: str
+    batch: int
+    prompt: int
+    new_tokens: int
+    ms_per_token: dict[str, float]
+
+
+@torch.no_grad()
+def time_decoding(model: OPTForCausalLM, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
+    """Decode ``new_tokens`` tokens one by one, each step timed.
+
+    Args:
+        model: a dense OPTForCausalLM or a SparseOPTForCausalLM with ``sparse_from="prompt"``.
+        backend: its name, for the result.
+        prompt: (B, P) token ids; P + new_tokens + 3 must fit the model's positions.
+    """
+    assert prompt.shape[1] + new_tokens + WARM_UP <= model.config.max_position_embeddings, "the prompt is too long"
+    options: dict[str, Any] = {"use_cache": True}
+    out = model(prompt.to(model.device), logits_to_keep=1, **options)
+
+    def step() -> None:
+        nonlocal out
+        token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        out = model(token, past_key_values=out.past_key_values, **options)
+
+    return Timing(backend, *_conditions(model.device, prompt, new_tokens), _per_step(step, model.device, new_tokens))
+
+
+@torch.no_grad()
+def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
+    """The same through the decode engine, step by step, on a copy of the model's weights. bundle: None = dense.
+
+    Raises:
+        UserError: what the engine refuses, for instance a machine without a GPU.
+    """
+    from dejavu_train.engine.decode import DecodeEngine, Sampling  # imports triton
+
+    batch, length = prompt.shape
+    engine = DecodeEngine(model, bundle, batch=batch, context=length + new_tokens + WARM_UP)
+    logger.info("%s", engine.describe())
+    rows = prompt.tolist()
+    engine.begin(rows, [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
+    engine.core.tail("greedy", score=False)
+    times = _per_step(engine.step, model.device, new_tokens - 1)  # the first new token came with the prompt
+    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
+
+
+def _conditions(device: torch.device, prompt: Tensor, new_tokens: int) -> tuple[str, int, int, int]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return name, prompt.shape[0], prompt.shape[1], new_tokens
+
+
+def _per_step(step: Callable[[], None], device: torch.device, n: int) -> dict[str, float]:
+    """Milliseconds of one step: 20th, 50th and 80th percentile of n, after those that warm up."""
+    milliseconds = []
+    for _ in range(WARM_UP + n):
+        _wait(device)
+        start = time.perf_counter()
+        step()
+        _wait(device)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+    points = np.percentile(milliseconds[WARM_UP:], [20, 50, 80])
+    return dict(zip(("p20", "p50", "p80"), (round(float(point), 4) for point in points), strict=True))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

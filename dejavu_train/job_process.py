@@ -1,0 +1,31 @@
+"""One fit in a process of its own: ``python -m dejavu_train.job_process CONFIG.yaml LAYER TARGET TITLE``.
+
+:func:`dejavu_train.training.job.run_job` starts it where a fit takes several devices; under DDP every rank runs it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from dejavu_train.cli import parse_config, set_up_logging
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.training.job import fit
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the job's resolved configuration and fit its predictor.
+
+    Args:
+        argv: path of the configuration, layer, target and title; None takes the arguments of the process.
+
+    Raises:
+        UserError: a configuration that cannot be read, shards or trainer arguments that are wrong.
+    """
+    path, layer, target, title = sys.argv[1:] if argv is None else argv
+    set_up_logging()
+    config = parse_config(["--config", path])
+    fit(dataclasses.replace(config, layers=None), (int(layer), target), title)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))

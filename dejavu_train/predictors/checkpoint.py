@@ -1,0 +1,75 @@
+"""Reads a predictor as training left it, and gives its tensors as a bundle stores them.
+
+Calibration scores the predictor through exactly these stored weights, so that a threshold means the same when deployed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json
+from dejavu_train.models.opt import torch_dtype
+from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.predictors.quantization import SCALED, row_codes, stored_rows
+
+
+class Stored(NamedTuple):
+    """A finished predictor: the metadata of ``predictor.json``, and the predictor in fp32."""
+
+    metadata: dict[str, Any]
+    predictor: LowRankPredictor
+
+
+def read_predictor(folder: str | Path) -> Stored:
+    """Read ``predictor.json`` and ``predictor.safetensors``.
+
+    Raises:
+        UserError: missing, damaged, or tensors that do not fit the metadata.
+    """
+    folder = Path(folder)
+    metadata = read_json(folder / "predictor.json", "a finished predictor")
+    try:
+        tensors = load_file(folder / "predictor.safetensors")
+        predictor = LowRankPredictor(
+            metadata["d_in"], metadata["rank"], metadata["n_out"], metadata["nonlinearity"], bias=metadata["bias"]
+        )
+        predictor.load_state_dict(tensors)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"the predictor in {folder} is damaged ({str(error).splitlines()[0]}); train it again"
+        ) from None
+    return Stored(metadata, predictor.requires_grad_(False))
+
+
+def stored_tensors(predictor: LowRankPredictor, dtype: str) -> dict[str, Tensor]:
+    """The tensors of a bundle spec on the CPU: ``down`` (rank, d_in), ``up`` (n_out, rank), ``bias`` (n_out).
+
+    With ``int8`` and ``int4`` the matrices come with ``down_scale`` (rank) and ``up_scale`` (n_out), the bias in fp16.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in predictor.named_parameters():
+        weight = parameter.data.cpu()
+        if dtype not in SCALED:
+            tensors[name] = weight.to(torch_dtype(dtype))
+        elif name == "bias":
+            tensors[name] = weight.half()
+        else:
+            tensors[name], tensors[f"{name}_scale"] = stored_rows(weight, dtype)
+    return tensors
+
+
+def as_stored(predictor: LowRankPredictor, tensors: Mapping[str, Tensor]) -> LowRankPredictor:
+    """Set ``predictor`` to what ``tensors`` read back as, in fp32; returns it."""
+    for name, parameter in predictor.named_parameters():
+        scale = tensors.get(f"{name}_scale")
+        if scale is None:
+            parameter.data = tensors[name].float()
+        else:
+            parameter.data = row_codes(tensors[name], parameter.shape[1]) * scale.float()[:, None]
+    return predictor

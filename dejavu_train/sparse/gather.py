@@ -1,0 +1,279 @@
+"""The backend ``gather``: reads the selected rows of the weights and no others, one token at a time.
+
+The reference for the semantics of sparse decoding, in plain torch, for any device. Weights are laid out so that a unit
+is a row: fc1 as stored, fc2 and the output projection transposed once (the model's own parameters become views of the
+transposed memory, nothing is kept twice), q, k and v as stored, where a head's rows lie together. The union of the
+batch's selections decides what is read; each row is masked by its own selection.
+
+Letters: B batch rows, T columns, S columns in the cache, d model width, h heads, e head width, u units in the union.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.errors import UserError
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.predictors.bit_planes import SecondStage
+from dejavu_train.sparse.cache import SparseCache, SparseLayer
+
+KV_POLICIES = ("backfill", "always", "stale")
+OnSelect = Callable[[int, str, int, Tensor], None]
+
+
+class GatherDecoder:
+    """Runs the blocks of an OPT with a SparseCache.
+
+    Args:
+        model: its fc2 and output projection weights are re-laid in place (same values, other strides).
+        bundle: predictors and thresholds.
+        kv_policy: what happens to K and V of heads that were skipped: ``backfill`` computes them when the head is
+            selected again (exact), ``always`` computes K and V of all heads at every step (exact, reads more),
+            ``stale`` leaves them out of the attention (inexact, for study).
+    """
+
+    def __init__(self, model: OPTForCausalLM, bundle: Bundle, kv_policy: str = "backfill") -> None:
+        if kv_policy not in KV_POLICIES:
+            raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
+        self.kv_policy = kv_policy
+        self.blocks = decoder_layers(model)
+        self.final_norm = model.model.decoder.final_layer_norm
+        self.selector = Predicted(bundle, self.blocks[0].fc1.weight.device)  # of a cascade: the candidates
+        self.second_stages = {
+            layer: second_stage
+            for layer, second_stage in bundle.second_stages(self.blocks).items()
+            if not bundle.specs[layer, "mlp"].dense
+        }
+        self.on_select: OnSelect | None = None
+        """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
+        for block in self.blocks:
+            for linear in (block.fc2, block.self_attn.out_proj):
+                if not linear.weight.t().is_contiguous():
+                    linear.weight.data = linear.weight.data.t().contiguous().t()
+        # A mean that stands in for skipped heads is read with the bias: W (keep ? o - mean : 0) + (b + W mean).
+        self.head_means: list[Tensor | None] = []
+        self.out_biases: list[Tensor | None] = []
+        means = bundle.head_means()
+        for number, block in enumerate(self.blocks):
+            projection = block.self_attn.out_proj
+            mean = means[number].to(projection.weight) if number in means else None
+            self.head_means.append(mean)
+            self.out_biases.append(_folded_bias(projection, mean))
+
+    @torch.no_grad()
+    def forward(
+        self, hidden: Tensor, cache: SparseCache, sparse: Tensor, visible: Tensor, live: Tensor | None = None
+    ) -> Tensor:
+        """Append T columns to the cache.
+
+        Args:
+            hidden: (B, T, d), embeddings with positions.
+            sparse: (B, T) bool; false where a row is dense (before ``sparse_from``).
+            visible: (B, S + T) bool; false for padding.
+            live: (B,) bool; rows that ``generate`` has ended are false, they select nothing.
+        Returns: (B, T, d), after the last LayerNorm.
+        """
+        past = cache.get_seq_length()
+        real = visible[:, past:]
+        sparse = sparse & real
+        sparse_columns = sparse.any(dim=0).nonzero()
+        first = int(sparse_columns[0]) if len(sparse_columns) else hidden.shape[1]
+        parts = []
+        if first:
+            parts.append(self._chunk(hidden[:, :first], cache, visible[:, : past + first]))
+        for column in range(first, hidden.shape[1]):
+            alive = real[:, column] if live is None else real[:, column] & live
+            dense_rows = alive & ~sparse[:, column]
+            parts.append(
+                self._step(hidden[:, column], cache, visible[:, : past + column + 1], alive, dense_rows)[:, None]
+            )
+        out = torch.cat(parts, dim=1)
+        return out if self.final_norm is None else self.final_norm(out)
+
+    def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
+        """Dense columns, all at once: hidden (B, T, d), visible (B, S + T)."""
+        for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            attention = block.self_attn
+            hidden = hidden.to(block.fc1.weight.device)
+            attn_in = block.self_attn_layer_norm(hidden)
+            start = layer.extend(attn_in, attention.num_heads)
+            assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
+            assert layer.watermark is not None and layer.valid is not None
+            low = start if self.kv_policy == "stale" else int(layer.watermark.min())
+            source = layer.attn_in[:, low : layer.length]
+            layer.keys[:, :, low : layer.length] = _heads(attention.k_proj(source), attention.num_heads)
+            layer.values[:, :, low : layer.length] = _heads(attention.v_proj(source), attention.num_heads)
+            layer.valid[:, :, low : layer.length] = True
+            layer.watermark.fill_(layer.length)
+            allowed = visible.to(hidden.device)[:, None, None, :].expand(-1, 1, attn_in.shape[1], -1)
+            columns = torch.arange(layer.length, device=hidden.device)
+            own = columns[start:, None]
+            # A padded query may see itself only: a softmax over nothing would be NaN and spread through the cache.
+            allowed = (allowed & (columns <= own)) | (columns == own)
+            if self.kv_policy == "stale":
+                allowed = allowed & layer.valid[:, :, None, : layer.length]
+            query = _heads(attention.q_proj(attn_in) * attention.scaling, attention.num_heads)
+            keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=1.0)
+            hidden = hidden + attention.out_proj(mixed.transpose(1, 2).flatten(2))
+            hidden = hidden + block.fc2(torch.relu(self._fc1(number, block.final_layer_norm(hidden))))
+        return hidden
+
+    def _fc1(self, number: int, mlp_in: Tensor) -> Tensor:
+        """All of fc1 (B, T, n), from its planes where the layer has a cascade."""
+        fc1 = self.blocks[number].fc1
+        if number not in self.second_stages:
+            return fc1(mlp_in)
+        return F.linear(mlp_in, self.second_stages[number].planes.weight().to(mlp_in), fc1.bias)
+
+    def _step(self, hidden: Tensor, cache: SparseCache, visible: Tensor, alive: Tensor, dense_rows: Tensor) -> Tensor:
+        """One column: hidden (B, d), visible (B, S + 1), alive and dense_rows (B,) bool."""
+        sites: dict[tuple[str, int], Tensor] = {}
+        column = visible.shape[1] - 1
+
+        def selection(number: int, target: str, n_units: int, device: torch.device) -> Tensor:
+            keep = self.selector(number, target, sites)
+            if keep is None:
+                keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device)
+            return (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
+
+        def report_selection(number: int, target: str, keep: Tensor) -> None:
+            if self.on_select is not None:
+                self.on_select(number, target, column, keep)
+
+        for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            device = block.fc1.weight.device
+            hidden = hidden.to(device)
+            sites["attn_in", number] = attn_in = block.self_attn_layer_norm(hidden)
+            layer.extend(attn_in[:, None], block.self_attn.num_heads)
+            keep = selection(number, "heads", block.self_attn.num_heads, device)
+            report_selection(number, "heads", keep)
+            hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device))
+            sites["mlp_in", number] = mlp_in = block.final_layer_norm(hidden)
+            keep = selection(number, "mlp", block.fc1.out_features, device)
+            if number in self.second_stages:
+                out, keep = _cascade(block, self.second_stages[number], mlp_in, keep, dense_rows.to(device))
+            else:
+                out = _mlp(block, mlp_in, keep)
+            report_selection(number, "mlp", keep)
+            hidden = hidden + out
+        return hidden
+
+    def _attention(self, number: int, layer: SparseLayer, attn_in: Tensor, keep: Tensor, visible: Tensor) -> Tensor:
+        """Attention of the last column over the selected heads, projected: (B, d)."""
+        assert layer.keys is not None and layer.values is not None and layer.valid is not None
+        attention, mean, bias = self.blocks[number].self_attn, self.head_means[number], self.out_biases[number]
+        self._compute_kv(attention, layer, keep, visible)
+        heads = keep.any(dim=0).nonzero().flatten()
+        if len(heads) == 0:
+            return torch.zeros_like(attn_in) if bias is None else bias.expand_as(attn_in)
+        query = _project(attention.q_proj, heads, attention.head_dim, attn_in) * attention.scaling  # (B, u, e)
+        keys = _units(layer.keys, heads, dim=1)[:, :, : layer.length]
+        values = _units(layer.values, heads, dim=1)[:, :, : layer.length]
+        allowed = visible[:, None, :]
+        if self.kv_policy == "stale":
+            allowed = allowed & _units(layer.valid, heads, dim=1)[:, :, : layer.length]
+        scores = (keys @ query[..., None]).squeeze(-1).masked_fill(~allowed, torch.finfo(query.dtype).min)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        mixed = (weights[:, :, None] @ values).squeeze(2)
+        if mean is not None:
+            mixed = mixed - _units(mean, heads)
+        mixed = torch.where(keep[:, heads, None], mixed, 0.0)  # a row is masked by its own selection
+        rows = _units(attention.out_proj.weight.t().unflatten(0, (attention.num_heads, -1)), heads)  # (u, e, d)
+        out = mixed.flatten(1) @ rows.flatten(0, 1)
+        return out if bias is None else out + bias
+
+    def _compute_kv(self, attention: Any, layer: SparseLayer, keep: Tensor, visible: Tensor) -> None:
+        """K and V of the last column for the heads that need them, and whatever the policy says is missing."""
+        assert layer.watermark is not None and layer.valid is not None
+        column = layer.length - 1
+        wanted = torch.ones_like(keep) if self.kv_policy == "always" else keep
+        if self.kv_policy == "stale":
+            lowest = torch.full((keep.shape[1],), column, device=keep.device)
+        else:
+            lowest = torch.where(wanted, layer.watermark, column).amin(dim=0)
+        union = wanted.any(dim=0)
+        fresh = (union & (lowest == column)).nonzero().flatten()
+        if len(fresh):
+            self._write_kv(attention, layer, fresh, column, wanted)
+        for head in (union & (lowest < column)).nonzero().flatten():
+            self._write_kv(attention, layer, head[None], int(lowest[head]), wanted)
+        layer.watermark[wanted] = layer.length
+        # Padding is never looked at, so nothing is missing where a row has only had padding.
+        skipped = ~visible[:, column, None] & (layer.watermark == column)
+        layer.watermark[skipped] = layer.length
+
+    def _write_kv(self, attention: Any, layer: SparseLayer, heads: Tensor, low: int, wanted: Tensor) -> None:
+        """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that want and lack them."""
+        assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
+        assert layer.watermark is not None and layer.valid is not None
+        source = layer.attn_in[:, low : layer.length]  # (B, L, d)
+        columns = torch.arange(low, layer.length, device=source.device)
+        write = wanted[:, heads, None]  # (B, u, L)
+        if self.kv_policy != "stale":
+            write = write & (columns >= layer.watermark[:, heads, None])
+        for linear, stored in ((attention.k_proj, layer.keys), (attention.v_proj, layer.values)):
+            made = _project(linear, heads, attention.head_dim, source).transpose(1, 2)  # (B, u, L, e)
+            old = stored[:, heads, low : layer.length]
+            stored[:, heads, low : layer.length] = torch.where(write[..., None], made, old)
+        layer.valid[:, heads, low : layer.length] |= write
+
+
+def _folded_bias(projection: Any, mean: Tensor | None) -> Tensor | None:
+    """The output projection's bias (d,), with the projected means of all heads (h, e) added."""
+    if mean is None:
+        return projection.bias
+    folded = projection.weight.float() @ mean.float().flatten()
+    return (
+        (folded if projection.bias is None else folded + projection.bias.float()).to(projection.weight.dtype).detach()
+    )
+
+
+def _cascade(
+    block: Any, second_stage: SecondStage, mlp_in: Tensor, keep: Tensor, dense_rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_mlp` over the candidates ``keep`` (B, n) that pass the second stage, and which those are: (B, d), (B, n) bool.
+
+    Reads the upper plane of the candidates and both planes of what passes. Rows of ``dense_rows`` (B,) skip the test.
+    """
+    units = keep.any(dim=0).nonzero().flatten()
+    passed = keep.clone()
+    passed[:, units] &= second_stage.passed(mlp_in, units) | dense_rows[:, None]
+    units = passed.any(dim=0).nonzero().flatten()
+    return _mlp(block, mlp_in, passed, second_stage.planes.weight(units).to(mlp_in)), passed
+
+
+def _mlp(block: Any, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = None) -> Tensor:
+    """fc2(relu(fc1 x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of fc1, if read."""
+    units = keep.any(dim=0).nonzero().flatten()
+    hidden = F.linear(mlp_in, _units(block.fc1.weight, units) if rows is None else rows, _bias(block.fc1, units))
+    hidden = torch.where(keep[:, units], torch.relu(hidden), 0.0)
+    out = hidden @ _units(block.fc2.weight.t(), units)
+    return out if block.fc2.bias is None else out + block.fc2.bias
+
+
+def _units(tensor: Tensor, units: Tensor, dim: int = 0) -> Tensor:
+    """The rows ``units`` of ``tensor``; all of them are not copied."""
+    return tensor if len(units) == tensor.shape[dim] else tensor.index_select(dim, units)
+
+
+def _bias(linear: Any, units: Tensor) -> Tensor | None:
+    return None if linear.bias is None else _units(linear.bias, units)
+
+
+def _project(linear: Any, heads: Tensor, head_dim: int, x: Tensor) -> Tensor:
+    """x (..., d) through the rows of ``heads`` (u) of a q, k or v projection: (..., u, e)."""
+    rows = _units(linear.weight.unflatten(0, (-1, head_dim)), heads).flatten(0, 1)
+    bias = None if linear.bias is None else _units(linear.bias.unflatten(0, (-1, head_dim)), heads).flatten()
+    return F.linear(x, rows, bias).unflatten(-1, (-1, head_dim))
+
+
+def _heads(x: Tensor, n_heads: int) -> Tensor:
+    """(B, T, h * e) -> (B, h, T, e)."""
+    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)

@@ -1,0 +1,121 @@
+"""The backend ``mask``: computes everything, then takes out what was not selected. The reference for quality.
+
+Hooks on the Hugging Face model: fc2 and the output projection see zeros in place of unselected neurons and heads, or
+the mean output of a head where the bundle holds one.
+Whole sequences at once, any attention implementation, any cache: K and V are computed for all heads, which is what the
+back-fill of the other backends reproduces.
+
+Letters: B batch, T positions, n units.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dejavu_train.bundle.selector import Sites
+from dejavu_train.models.hooks import decoder_layers
+
+
+class Select(Protocol):
+    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for fc1's weight.
+
+    None is a dense layer, and fc1 as it is.
+    """
+
+    @property
+    def sites(self) -> Any: ...
+
+    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None: ...
+
+    def fc1(self, layer: int) -> Tensor | None: ...
+
+
+Observe = Callable[[int, str, Tensor | None, Tensor], None]
+
+
+@contextmanager
+def masking(
+    model: nn.Module,
+    selector: Select,
+    sparse: Tensor | None = None,
+    observe: Observe | None = None,
+    means: Mapping[int, Tensor] | None = None,
+) -> Iterator[None]:
+    """Within the context every forward pass of ``model`` is sparse.
+
+    Args:
+        model: an OPTForCausalLM.
+        selector: gives the selection of every layer and target.
+        sparse: (B, T) bool, false where everything is selected (before ``sparse_from``, padding); None: all true.
+        observe: called as ``observe(layer, target, keep, values)`` before anything is taken out; ``keep`` (B, T, n)
+            bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
+        means: by layer the (n_heads, head_dim) that stands in for skipped heads; zero where a layer is not there.
+    """
+    sites: dict[tuple[str, int], Tensor] = {}
+    needed = set(selector.sites)
+    handles: list[Any] = []
+    exchanged: list[tuple[Any, Tensor]] = []
+    for layer, block in enumerate(decoder_layers(model)):
+        weight = selector.fc1(layer)
+        if weight is not None:
+            exchanged.append((block.fc1.weight, block.fc1.weight.data))
+            block.fc1.weight.data = weight.to(block.fc1.weight)
+        handles += _hook_layer(layer, block, selector, needed, sites, sparse, observe, (means or {}).get(layer))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, own in exchanged:
+            parameter.data = own
+
+
+def _hook_layer(
+    layer: int,
+    block: Any,
+    selector: Select,
+    needed: set[tuple[str, int]],
+    sites: dict[tuple[str, int], Tensor],
+    sparse: Tensor | None,
+    observe: Observe | None,
+    mean: Tensor | None,
+) -> list[Any]:
+    rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
+
+    def keep_site(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            if name == "attn_in":
+                rows[0] = (output.shape[0], output.shape[1])
+                if layer == 0:
+                    sites.clear()
+            if (name, layer) in needed:
+                sites[name, layer] = output.reshape(*rows[0], -1)
+
+        return hook
+
+    def zero_unselected(target: str, units: int) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            keep = selector(layer, target, sites)
+            values = args[0].view(*rows[0], units, -1)  # (B, T, n, width of a unit)
+            if keep is not None and sparse is not None:
+                keep = keep | ~sparse.to(keep.device)[..., None]
+            if observe is not None:
+                observe(layer, target, keep, values.squeeze(-1) if target == "mlp" else values)
+            if keep is None:
+                return None
+            instead = 0.0 if mean is None or target == "mlp" else mean.to(values)
+            kept = torch.where(keep.to(values.device)[..., None], values, instead)
+            return (kept.reshape(args[0].shape), *args[1:])
+
+        return hook
+
+    attention = block.self_attn
+    return [
+        block.self_attn_layer_norm.register_forward_hook(keep_site("attn_in")),
+        attention.out_proj.register_forward_pre_hook(zero_unselected("heads", attention.num_heads)),
+        block.final_layer_norm.register_forward_hook(keep_site("mlp_in")),
+        block.fc2.register_forward_pre_hook(zero_unselected("mlp", block.fc2.in_features)),
+    ]

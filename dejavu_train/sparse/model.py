@@ -1,0 +1,371 @@
+"""A sparse OPT that is used as ``OPTForCausalLM`` is: the same signature, ``generate()``, config and device.
+
+Three backends select the same units:
+
+- ``mask``: the dense model with the unselected taken out; whole sequences, for study.
+- ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.
+- ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
+
+``auto`` takes the engine where it runs here, else ``gather``; a call that the engine refuses then runs through
+``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, one
+per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import OPTConfig, OPTForCausalLM
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dejavu_train.bundle.artifact import METADATA, Bundle
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.sparse.cache import SparseCache
+from dejavu_train.sparse.gather import KV_POLICIES, GatherDecoder
+from dejavu_train.sparse.inputs import (
+    SparseFrom,
+    kept_columns,
+    positions_of,
+    prompt_lengths,
+    sparse_positions,
+    visible_columns,
+)
+from dejavu_train.sparse.masked import masking
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "mask", "gather", "triton")
+PREDICTORS_FOLDER = "predictors"
+
+# Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dejavu_train_sparse_opt"] = "SparseOPTForCausalLM"
+
+
+class SparseOPTForCausalLM(OPTForCausalLM):
+    """An OPT whose blocks use the units that the predictors of a bundle select.
+
+    Make one with :meth:`from_pretrained` or, around a model in memory, :meth:`from_model`.
+
+    Attributes:
+        backend: ``mask``, ``gather`` or ``triton``, in use.
+        sparse_from: may be changed between calls.
+        kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
+    """
+
+    def __init__(self, config: OPTConfig) -> None:
+        super().__init__(config)
+        self.backend = "mask"
+        self.sparse_from: SparseFrom = 0
+        self.kv_policy = "backfill"
+        self._bundle: Bundle | None = None
+        self._selector: Predicted | None = None
+        self._means: dict[int, Tensor] = {}
+        self._auto = False  # whether gather may stand in for the engine
+        self._ops = "triton"
+        self._decoder: GatherDecoder | None = None
+        self._engines: Any = None  # an EngineBackend, which imports triton
+        self._gathering = False  # within a call that gather runs in place of the engine
+        self._told: set[str] = set()
+        self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
+
+    @classmethod
+    def from_model(
+        cls,
+        model: OPTForCausalLM,
+        bundle: Bundle,
+        backend: str = "auto",
+        sparse_from: SparseFrom = 0,
+        kv_policy: str = "backfill",
+        ops: str = "triton",
+    ) -> "SparseOPTForCausalLM":
+        """Wrap a dense model; the weights are shared, not copied. The caller knows that the bundle belongs to it.
+
+        ``gather`` and ``triton`` lay some weights of the model out anew, in place; the dense model keeps its values and
+        goes on working. Through ``triton`` its q, k and v projections become views of the engine's tensor, see
+        ``decode_share``.
+
+        Args:
+            ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
+        Raises:
+            UserError: an unknown backend or policy, or a backend that cannot run here.
+        """
+        if backend not in BACKENDS:
+            raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend}")
+        if kv_policy not in KV_POLICIES:
+            raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
+        if isinstance(sparse_from, str) and sparse_from != "prompt":
+            raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
+        made = _adopt(cls, model)
+        made.backend, made.sparse_from, made.kv_policy = backend, sparse_from, kv_policy
+        made._auto, made._ops = backend == "auto", ops
+        made.set_bundle(bundle)
+        return made.eval()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        predictors: Bundle | str | Path | None = None,
+        backend: str = "auto",
+        sparse_from: SparseFrom = 0,
+        kv_policy: str = "backfill",
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device = "cpu",
+        device_map: Any = None,
+        revision: str | None = None,
+    ) -> "SparseOPTForCausalLM":
+        """Load a model and its predictors.
+
+        Args:
+            pretrained_model_name_or_path: folder or hub id of an OPT.
+            predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
+            backend: ``auto``, ``mask``, ``gather`` or ``triton``.
+            device_map: as in transformers, for models larger than one GPU.
+        Raises:
+            UserError: no such model or bundle, or a bundle of other weights.
+        """
+        name = str(pretrained_model_name_or_path)
+        if predictors is None:
+            predictors = Path(name) / PREDICTORS_FOLDER
+            if not (predictors / METADATA).is_file():
+                raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
+        bundle = predictors if isinstance(predictors, Bundle) else Bundle.from_pretrained(predictors)
+        bundle.check_model(name, revision)
+        model = load_opt(name, str(dtype).removeprefix("torch."), device, device_map, revision)
+        return cls.from_model(model, bundle, backend, sparse_from, kv_policy)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write the dense model and, in its folder ``predictors``, the bundle."""
+        _adopt(OPTForCausalLM, self).save_pretrained(save_directory, **kwargs)
+        name = str(save_directory)
+        saved = dataclasses.replace(self.bundle, model=name, weight_hash=weight_hash(name))
+        saved.save_pretrained(Path(save_directory) / PREDICTORS_FOLDER)
+
+    @property
+    def bundle(self) -> Bundle:
+        """The predictors and thresholds in use; change them with :meth:`set_bundle`."""
+        assert self._bundle is not None, "make this model with from_pretrained or from_model"
+        return self._bundle
+
+    def set_bundle(self, bundle: Bundle) -> None:
+        """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
+        self._bundle = bundle
+        self._selector, self._decoder, self._engines, self._means = None, None, None, {}
+        if self._auto or self.backend == "triton":
+            self.backend = "triton"
+            try:
+                self._engines = _engine_backend(self, bundle)
+            except Unsupported as refusal:
+                if not self._auto:
+                    raise
+                self._tell(refusal)
+                self.backend = "gather"
+        if self.backend == "mask":
+            self._selector, self._means = Predicted(bundle, self.device, self), bundle.head_means(self.device)
+        elif self.backend == "gather":
+            self._gather()
+
+    def _gather(self) -> GatherDecoder:
+        """Made when it is first needed: for ``triton`` it takes the output projections a second time."""
+        if self._decoder is None:
+            self._decoder = GatherDecoder(self, self.bundle, self.kv_policy)
+        return self._decoder
+
+    def _tell(self, refusal: UserError) -> None:
+        """One line for each reason why gather runs in place of the engine."""
+        text = str(refusal).removesuffix("; use backend='gather'")
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s: the backend gather runs instead", text)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What ``to``, ``cuda``, ``half`` and the like do: predictors and folded weights follow the model."""
+        moved = super()._apply(fn, recurse)
+        if getattr(self, "_bundle", None) is not None:
+            self.set_bundle(self.bundle)
+        return moved
+
+    def new_cache(self) -> SparseCache | None:
+        """An empty cache for this backend; None where transformers makes its own."""
+        return None if self.backend == "mask" else SparseCache(self.config.num_hidden_layers)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> tuple | CausalLMOutputWithPast:
+        """As ``OPTForCausalLM.forward``.
+
+        Through ``triton`` every position of whole rows is scored by the engine's steps; no cache comes back.
+
+        Raises:
+            UserError: ``gather`` with another cache than a SparseCache, a mask that is not (B, S), or asked for
+                attentions or hidden states; ``triton`` with any cache, ``use_cache=True``, embeddings or positions.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if self.backend != "mask":
+            attention_mask = visible_columns(attention_mask, shape, past, self.device)
+        positions = positions_of(shape, attention_mask, position_ids, past, self.device)
+        sparse = sparse_positions(self.sparse_from, positions, past)
+        common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
+        if self.backend == "mask":
+            assert self._selector is not None
+            with masking(self, self._selector, sparse, means=self._means):
+                return super().forward(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    inputs_embeds=inputs_embeds,
+                    position_ids=position_ids,
+                    **common,
+                )
+        assert attention_mask is not None
+        if self.backend == "triton" and not self._gathering:
+            try:
+                _check_forward(past_key_values, inputs_embeds, position_ids, common)
+                logits = self._engines.logits(input_ids, attention_mask, self.sparse_from)
+                return self._output(logits[:, kept_columns(logits_to_keep)], labels, None, kwargs)
+            except Unsupported as refusal:
+                if not self._auto:
+                    raise
+                self._tell(refusal)
+        tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
+        return self._forward_sparse(*tokens, positions, sparse, **common)
+
+    def _output(
+        self, logits: Tensor, labels: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
+    ) -> tuple | CausalLMOutputWithPast:
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
+
+    def _forward_sparse(
+        self,
+        input_ids: Tensor | None,
+        visible: Tensor,
+        cache: Cache | None,
+        embeds: Tensor | None,
+        positions: Tensor,
+        sparse: Tensor,
+        labels: Tensor | None,
+        use_cache: bool | None,
+        logits_to_keep: int | Tensor,
+        **kwargs: Any,
+    ) -> tuple | CausalLMOutputWithPast:
+        """The forward pass of ``gather``."""
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(name):
+                raise UserError(f"the backend gather gives no {name.removeprefix('output_')}; use backend='mask'")
+        if cache is not None and not isinstance(cache, SparseCache):
+            raise UserError(
+                f"the backend gather needs a SparseCache, got {type(cache).__name__};"
+                " leave past_key_values out, or make one with model.new_cache()"
+            )
+        cache = cache if cache is not None else SparseCache(self.config.num_hidden_layers)
+        live = self._note_ended_rows(input_ids, cache)
+        decoder = self.model.decoder
+        hidden = decoder.embed_tokens(input_ids) if embeds is None else embeds
+        hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
+        hidden = self._gather().forward(hidden, cache, sparse, visible, live)
+        logits = self.lm_head(hidden[:, kept_columns(logits_to_keep)])
+        return self._output(logits, labels, None if use_cache is False else cache, kwargs)
+
+    def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
+        """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
+        if self._ending_tokens is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
+            return None
+        ended = torch.isin(input_ids[:, 0], self._ending_tokens.to(input_ids.device))
+        cache.finished = ended if cache.finished is None else cache.finished | ended
+        return ~cache.finished
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As ``OPTForCausalLM.generate``.
+
+        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), stop tokens, minimum and maximum
+        lengths, padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate``
+        (sequences only).
+
+        Raises:
+            UserError: ``triton`` was asked for anything else.
+        """
+        if self.backend == "triton":
+            try:
+                return self._engines.generate(self, inputs, generation_config, kwargs, self.sparse_from)
+            except Unsupported as refusal:
+                if not self._auto:
+                    raise
+                self._tell(refusal)
+        settings = generation_config or self.generation_config
+
+        def setting(name: str) -> Any:
+            return kwargs.get(name, getattr(settings, name, None))
+
+        cache = kwargs.get("past_key_values")
+        if cache is None and self.backend != "mask" and setting("use_cache") is not False:
+            cache = kwargs["past_key_values"] = self.new_cache()
+        if isinstance(cache, SparseCache):
+            cache.finished = None
+        ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
+        start = self.sparse_from
+        if isinstance(start, str):
+            start = prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
+        with self._generating(start, None if ending is None else torch.as_tensor(ending).reshape(-1)):
+            return super().generate(inputs, generation_config, **kwargs)
+
+    @contextmanager
+    def _generating(self, sparse_from: SparseFrom, ending_tokens: Tensor | None) -> Iterator[None]:
+        before = self.sparse_from
+        self.sparse_from, self._ending_tokens, self._gathering = sparse_from, ending_tokens, True
+        try:
+            yield
+        finally:
+            self.sparse_from, self._ending_tokens, self._gathering = before, None, False
+
+
+def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
+    """A model of class ``cls`` with the modules of ``model``: nothing is copied, nothing initialised."""
+    with torch.device("meta"):
+        made = cls(model.config)
+    made.model, made.lm_head = model.model, model.lm_head
+    made.generation_config = model.generation_config
+    if hasattr(model, "hf_device_map"):
+        made.hf_device_map = model.hf_device_map
+    return made
+
+
+def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:
+    """The engines for a model. Raises Unsupported where they do not run."""
+    try:
+        from dejavu_train.engine.backend import EngineBackend
+    except ImportError as error:
+        raise Unsupported(f"the decode engine cannot be loaded ({error})") from None
+    return EngineBackend(model, bundle, model.kv_policy, model._ops)
+
+
+def _check_forward(cache: Cache | None, embeds: Tensor | None, positions: Tensor | None, rest: dict[str, Any]) -> None:
+    """Raises Unsupported for what a forward pass through the engine cannot take or give."""
+    from dejavu_train.engine.request import check_forward
+
+    named = {name: rest.get(name) for name in ("use_cache", "output_attentions", "output_hidden_states")}
+    check_forward(past_key_values=cache, inputs_embeds=embeds, position_ids=positions, **named)

@@ -1,0 +1,133 @@
+"""What watches a training run: resumable checkpoints, progress, and rows per second of loader and step."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from tqdm import tqdm
+
+from dejavu_train.files import replacing
+
+logger = logging.getLogger(__name__)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoints are written aside and renamed: a kill while saving leaves the one before."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        with replacing(path) as temporary:
+            torch.save(checkpoint, temporary)
+
+
+class SaveLast(Checkpoint):
+    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        super().__init__()
+        self.path, self.seconds = path, seconds
+        self._saved_at = 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._saved_at = time.monotonic()
+
+    def _save(self, trainer: lightning.Trainer) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+            self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = time.monotonic() - self._saved_at > self.seconds
+        if trainer.world_size > 1 and trainer.global_step % 20 == 0:  # all ranks must take part in a save
+            due = bool(trainer.strategy.reduce_boolean_decision(due, all=False))
+        elif trainer.world_size > 1:
+            due = False
+        if due:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if time.monotonic() - self._saved_at > 1 or trainer.world_size > 1:
+            self._save(trainer)
+
+
+class Rates(Callback):
+    """Rows per second that the loader makes and that the step takes, on this rank; read after fit."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = max(1, workers)
+        self._began = 0.0
+        self.rows, self.step_seconds, self.loader_seconds = 0, 0.0, 0.0
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.device.type == "cuda" and trainer.global_step % 50 == 0:
+            torch.cuda.synchronize()  # without it only the launches would be counted
+        self.step_seconds += time.perf_counter() - self._began
+        self.loader_seconds += batch["seconds"]
+        self.rows += len(batch["inputs"])
+
+    @property
+    def loader(self) -> float:
+        return self.rows * self.workers / max(self.loader_seconds, 1e-9)
+
+    @property
+    def step(self) -> float:
+        return self.rows / max(self.step_seconds, 1e-9)
+
+
+class Progress(Callback):
+    """Shows one job to a person: a bar of its steps with the latest figures, or, where stderr is no terminal and a bar
+    would only fill the log, a line per validation."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._bar: Any = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.is_global_zero and sys.stderr.isatty():
+            steps, done = int(trainer.estimated_stepping_batches), trainer.global_step
+            self._bar = tqdm(total=steps, initial=done, desc=self.title, unit="step", leave=False, dynamic_ncols=True)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._bar is not None:
+            self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        metrics = metrics_line({name: float(value) for name, value in trainer.callback_metrics.items()})
+        if self._bar is not None:
+            self._bar.set_postfix_str(metrics)
+        else:
+            steps = int(trainer.estimated_stepping_batches)
+            logger.info("%s: step %d of %d, %s", self.title, trainer.global_step, steps, metrics)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def metrics_line(metrics: Mapping[str, float]) -> str:
+    return (
+        f"recall {metrics['val/recall']:.4f}, retained mass {metrics['val/retained_mass']:.4f}"
+        f" at density {metrics['val/density']:.3f}"
+    )

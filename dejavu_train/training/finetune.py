@@ -1,0 +1,280 @@
+"""Tunes neuron predictors inside the sparse model: reads a calibrated bundle and windows of text, returns predictors.
+
+Forward is the true selection, by the bundle's thresholds and second stages; backward passes through a sigmoid of the
+logit (straight-through). The loss is the divergence of the sparse model's output from the dense model's, so what a miss
+costs is what it does to the output, and every layer sees the errors of earlier ones. A price on the bytes read is
+steered so that they stay what the bundle reads; how they are shared over layers and tokens is learned with the rest.
+Head predictors select as they are calibrated and are not changed. Calibrate again afterwards.
+
+It takes a GPU to be worth it: on a CPU the minutes are better spent on more steps of training.
+
+Letters: B windows, T positions, n units, e width of a unit, d model width, V vocabulary.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dejavu_train.bundle.allocation import read_curve
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.cost_model import mlp_share, predictor_bytes, spec_bytes
+from dejavu_train.bundle.selector import select
+from dejavu_train.bundle.spec import PredictorSpec
+from dejavu_train.config import TuneConfig
+from dejavu_train.errors import UserError
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.predictors.bit_planes import SecondStage
+from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.predictors.quantization import SCALED
+
+logger = logging.getLogger(__name__)
+Sites = dict[tuple[str, int], Tensor]
+UNKNOWN_PRICE = 0.1  # nats, where no sensitivity was measured
+HIGHEST_TURN = 0.2  # of the price's logarithm, in one step
+
+
+class Gate(torch.autograd.Function):
+    """values where logit > 0 and ``rest`` elsewhere, and the mean cost of what is kept; backward as if by a sigmoid.
+
+    ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) is what one kept unit costs.
+    ``curvature`` (..., n), or 0, is the loss's second derivative along a unit's switch: near the dense model the
+    gradient of what is kept vanishes although dropping it would cost half the curvature, so a logit is told
+    f(1) - f(0) = f'(s) + (1/2 - s) f'', not f'(s).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, logits: Tensor, cost: Tensor, rest: Tensor, curvature: Tensor, width: float
+    ) -> Any:
+        keep = logits > 0
+        ctx.save_for_backward(values, logits, cost, rest, curvature)
+        ctx.width = width
+        wide = keep if values.dim() == logits.dim() else keep[..., None]
+        return torch.where(wide, values, rest), (keep * cost).sum(-1).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        grad, grad_cost = gradients
+        values, logits, cost, rest, curvature = ctx.saved_tensors
+        keep = logits > 0
+        wide = keep if values.dim() == logits.dim() else keep[..., None]
+        soft = torch.sigmoid(logits / ctx.width)
+        slope = soft * (1 - soft) / ctx.width
+        gain = grad * (values - rest)
+        if values.dim() > logits.dim():
+            gain = gain.sum(-1)
+        rows = logits.numel() // logits.shape[-1]
+        gain = gain + (0.5 - keep.to(gain.dtype)) * curvature
+        grad_logits = slope * (gain + grad_cost * cost / rows)
+        grad_rest = None
+        if ctx.needs_input_grad[3]:
+            grad_rest = (grad * ~wide).sum(tuple(range(grad.dim() - rest.dim())))
+        return grad * wide, grad_logits, None, grad_rest, None, None
+
+
+def next_price(price: float, share: float, wanted: float) -> float:
+    """The price of bytes after a step that read ``share`` where ``wanted`` was asked."""
+    turn = 0.7 * (share / wanted - 1)
+    return price * float(torch.tensor(min(max(turn, -HIGHEST_TURN), HIGHEST_TURN)).exp())
+
+
+class _Gates:
+    """The differentiable counterpart of ``mask``: hooks that gate every layer's neurons and select its heads."""
+
+    def __init__(self, model: Any, bundle: Bundle, width: float) -> None:
+        self.blocks = decoder_layers(model)
+        device = next(model.parameters()).device
+        self.bundle, self.width = bundle, width
+        self.means = bundle.head_means(device)
+        self.second_stages = bundle.second_stages(self.blocks)
+        self.predictors: dict[tuple[int, str], LowRankPredictor] = {}
+        for (layer, target), spec in bundle.specs.items():
+            if not spec.dense:
+                self.predictors[layer, target] = bundle.predictor(layer, target).to(device)
+                if target == "mlp":
+                    made = self.predictors[layer, target]
+                    made.requires_grad_(True).train()
+                    made.rounded_to = spec.dtype if spec.dtype in SCALED else None
+        self.spent: list[Tensor] = []
+
+    @property
+    def trained(self) -> dict[int, LowRankPredictor]:
+        return {layer: made for (layer, target), made in self.predictors.items() if target == "mlp"}
+
+    @contextmanager
+    def on(self, shape: tuple[int, int]) -> Iterator[None]:
+        """Within the context passes of (B, T) = ``shape`` are gated; ``spent`` collects bytes per token and layer."""
+        sites: Sites = {}
+        self.spent.clear()
+        handles: list[Any] = []
+        for layer, block in enumerate(self.blocks):
+
+            def keep(name: str, layer: int = layer) -> Callable[[nn.Module, Any, Tensor], None]:
+                def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+                    sites[name, layer] = output.reshape(*shape, -1)
+
+                return hook
+
+            def gated(target: str, layer: int = layer) -> Callable[[nn.Module, Any], tuple[Tensor, ...]]:
+                def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                    gate = self._neurons if target == "mlp" else self._heads
+                    return (gate(layer, args[0].reshape(*shape, -1), sites).reshape(args[0].shape), *args[1:])
+
+                return hook
+
+            handles.append(block.self_attn_layer_norm.register_forward_hook(keep("attn_in")))
+            handles.append(block.final_layer_norm.register_forward_hook(keep("mlp_in")))
+            for target, module in (("heads", block.self_attn.out_proj), ("mlp", block.fc2)):
+                if (layer, target) in self.predictors:
+                    handles.append(module.register_forward_pre_hook(gated(target)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _neurons(self, layer: int, activation: Tensor, sites: Sites) -> Tensor:
+        spec = self.bundle.specs[layer, "mlp"]
+        logits = self.predictors[layer, "mlp"](sites[spec.site, spec.site_layer].float())
+        assert spec.threshold is not None
+        d = self.bundle.shape.d_model
+        live = (activation > 0).to(activation.dtype)
+        if layer in self.second_stages:
+            passed = self._passed(self.second_stages[layer], sites["mlp_in", layer]).to(activation.dtype)
+            activation = activation * passed
+            cost = (d / 2 + 8) + passed * ((1.5 * d + 4) + 2 * d * live)
+        else:
+            cost = 2 * d * (1 + live)
+        zero = activation.new_zeros(())
+        out, spent = Gate.apply(activation, logits - spec.threshold, cost, zero, zero, self.width)
+        self.spent.append(spent)
+        return out
+
+    @torch.no_grad()
+    def _passed(self, second_stage: SecondStage, mlp_in: Tensor) -> Tensor:
+        return second_stage.passed(mlp_in)
+
+    def _heads(self, layer: int, values: Tensor, sites: Sites) -> Tensor:
+        spec: PredictorSpec = self.bundle.specs[layer, "heads"]
+        with torch.no_grad():
+            keep = select(self.predictors[layer, "heads"](sites[spec.site, spec.site_layer].float()), spec)
+        by_head = values.unflatten(-1, (keep.shape[-1], -1))
+        instead = self.means[layer].to(values) if layer in self.means else values.new_zeros(())
+        return torch.where(keep[..., None], by_head, instead).flatten(-2)
+
+
+def finetune(
+    model: Any, bundle: Bundle, windows: Sequence[Sequence[int]], config: TuneConfig, seed: int = 0
+) -> tuple[dict[int, LowRankPredictor], list[dict[str, float]]]:
+    """Tune the neuron predictors of ``bundle`` at the bytes it reads.
+
+    Args:
+        model: the dense OPTForCausalLM in fp32, on the device where it is done; its weights are not changed.
+        bundle: calibrated with thresholds; layers that it keeps dense stay so.
+        windows: token ids of train documents; the longest ones of one length are used.
+        seed: of the windows' order.
+    Returns: by layer the predictor in fp32 on the CPU, and some steps' figures: step, nats, share of the MLPs' bytes.
+
+    Raises:
+        UserError: nothing to tune, a bundle without thresholds, or no windows.
+    """
+    config.check()
+    sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == "mlp" and not spec.dense}
+    if not sparse:
+        raise UserError("tune.steps: every MLP of the bundle is dense, there is nothing to tune; ask for fewer bytes")
+    if any(spec.threshold is None for spec in sparse.values()):
+        raise UserError("tune.steps needs thresholds; set calibrate.selection to threshold")
+    if not windows:
+        raise UserError("tune.steps: the train set has no windows; collect more documents")
+    length = max(map(len, windows))
+    whole = [list(window) for window in windows if len(window) == length]
+    was_grad = [parameter.requires_grad for parameter in model.parameters()]
+    model.requires_grad_(False)
+    gates = _Gates(model, bundle, config.width)
+    parameters = [parameter for made in gates.trained.values() for parameter in made.parameters()]
+    optimiser = torch.optim.Adam(parameters, lr=config.learning_rate, betas=(0.9, 0.95))
+    warm = max(1, config.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: min((step + 1) / warm, 1.0) * (1.0 - 0.95 * max(0, step - warm) / config.steps)
+    )
+    batches = _batches(whole, max(1, config.batch_tokens // length), seed)
+    passes = max(1, round(config.tokens / max(config.batch_tokens, length)))
+    ledger = _Ledger(bundle, sparse)
+    price = ledger.first_price() if config.price is None else config.price
+    metrics = []
+    for step in range(config.steps):
+        nats = share = 0.0
+        optimiser.zero_grad(set_to_none=True)
+        for _ in range(passes):
+            ids = torch.tensor(next(batches), device=next(model.parameters()).device)
+            divergence = _divergence(model, gates, ids)
+            spent = torch.stack(gates.spent).sum()
+            ((divergence + price * spent / ledger.dense) / passes).backward()
+            nats += float(divergence.detach()) / passes
+            share += ledger.share(float(spent.detach())) / passes
+        optimiser.step()
+        schedule.step()
+        price = next_price(price, share, ledger.wanted)
+        if step % max(1, config.steps // 10) == 0 or step == config.steps - 1:
+            metrics.append({"step": float(step), "nats": nats, "share": share, "price": price})
+            logger.info("tuning: step %d of %d, %.4f nats, %.2f %% of the bytes", step, config.steps, nats, 100 * share)
+    for parameter, before in zip(model.parameters(), was_grad, strict=True):
+        parameter.requires_grad_(before)
+    return {layer: _plain(made) for layer, made in gates.trained.items()}, metrics
+
+
+class _Ledger:
+    """Bytes of the MLPs: of the dense ones, of what a tuned model reads whatever it selects, and of what was asked."""
+
+    def __init__(self, bundle: Bundle, sparse: Mapping[tuple[int, str], PredictorSpec]) -> None:
+        shape = bundle.shape
+        self.shape, self.sparse = shape, sparse
+        self.dense = 4.0 * shape.d_model * shape.d_ffn * shape.n_layers
+        self.fixed = sum(predictor_bytes(spec) for spec in sparse.values())
+        self.fixed += 4.0 * shape.d_model * shape.d_ffn * (shape.n_layers - len(sparse))
+        self.wanted = mlp_share(bundle)
+
+    def first_price(self) -> float:
+        """What the sensitivities say: nats saved by 15 % more density, per share of the bytes that it costs."""
+        saved = cost = 0.0
+        for spec in self.sparse.values():
+            if "loss_increase" not in spec.curve:
+                return UNKNOWN_PRICE
+            more = spec.at(min(0.99, 1.15 * spec.density))
+            here, there = (read_curve(spec.curve, e.density)["loss_increase"] for e in (spec, more))
+            saved += here - there
+            cost += spec_bytes(more, self.shape) - spec_bytes(spec, self.shape)
+        return max(saved, 1e-6) * self.dense / max(cost, 1.0)
+
+    def share(self, spent: float) -> float:
+        return (self.fixed + spent) / self.dense
+
+
+def _divergence(model: Any, gates: _Gates, ids: Tensor) -> Tensor:
+    """Mean KL(dense || sparse) of the next-token distributions over ids (B, T), in nats."""
+    with torch.no_grad():
+        dense = F.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), dim=-1)
+    with gates.on((ids.shape[0], ids.shape[1])):
+        sparse = F.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), dim=-1)
+    return (dense.exp() * (dense - sparse)).sum(-1)[:, :-1].mean()
+
+
+def _batches(windows: Sequence[list[int]], size: int, seed: int) -> Iterator[list[list[int]]]:
+    """Windows in random orders, ``size`` at a time, without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(windows), generator=generator).tolist()
+        for first in range(0, max(1, len(order) - size + 1), size):
+            yield [windows[i] for i in order[first : first + size]]
+
+
+def _plain(made: LowRankPredictor) -> LowRankPredictor:
+    plain = copy.deepcopy(made).requires_grad_(False).float().cpu()
+    plain.rounded_to = None
+    return plain

@@ -1,0 +1,334 @@
+"""Trains the predictor of one (layer, target): reads shards, writes ``predictors/layer_XX/<target>/``.
+
+    predictor.safetensors, predictor.json   the finished predictor; without both the job is open
+    stage.json                              what decides what it is; with other keys it is trained anew
+    config.yaml                             the resolved configuration it was trained with
+    csv/version_N/metrics.csv               its curves, one version per attempt
+    checkpoints/                            best.ckpt and last.ckpt, gone when the job is finished
+
+Jobs are independent. With one device a job runs in this process. With several it runs in a child process of its own,
+because a script under DDP is executed again by every rank, and nothing but the fit may happen there:
+``dejavu_train.job_process`` is its command.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import yaml
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dejavu_train.config import RunConfig
+from dejavu_train.data.datamodule import ShardDataModule
+from dejavu_train.data.shard_reader import ShardReader, active_densities
+from dejavu_train.data.shards import ActivationManifest, LayerWeights
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.stages import Stage
+from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line
+from dejavu_train.training.lit_predictor import LitPredictor
+from dejavu_train.training.trainer import as_list, build_loggers, build_trainer, count_devices, quiet, start_device
+
+logger = logging.getLogger(__name__)
+
+SAVE_SECONDS = 60.0
+COVARIANCE_ROWS = 16_384
+Job = tuple[int, str]
+
+
+def job_folder(output: str | Path, job: Job) -> Path:
+    return Path(output) / "predictors" / f"layer_{job[0]:02d}" / job[1]
+
+
+def has_predictor(output: str | Path, job: Job) -> bool:
+    """Whether the job's folder holds a finished predictor, of whatever settings."""
+    folder = job_folder(output, job)
+    return (folder / "predictor.json").is_file() and (folder / "predictor.safetensors").is_file()
+
+
+def is_finished(output: str | Path, job: Job, stage: Stage) -> bool:
+    """Whether the job's folder holds the finished predictor of this stage."""
+    return has_predictor(output, job) and stage.made(stored_stage(job_folder(output, job)))
+
+
+def stored_stage(folder: Path) -> Any:
+    """What ``stage.json`` of an artefact's folder says; None where there is none."""
+    path = folder / "stage.json"
+    return read_json(path, "the description of a stage") if path.is_file() else None
+
+
+def begin_stage(folder: Path, stage: Stage) -> None:
+    """Note the stage in the folder; what another stage left there goes first."""
+    before = stored_stage(folder)
+    if stage.made(before):
+        return
+    for path in folder.iterdir():
+        if path.name != ".lock":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_json(folder / "stage.json", stage.to_json())
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Hold the job's lock for the duration, or yield False where another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        os.set_inheritable(file.fileno(), True)  # a child process keeps the lock if we are killed
+        yield True
+
+
+def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
+    """Train one predictor to its end, from its last checkpoint if there is one of the same ``stage``.
+
+    Returns: False if another process is at it.
+
+    Raises:
+        UserError: shards or trainer arguments that are wrong.
+    """
+    folder = job_folder(config.output, job)
+    with claimed(folder) as free:
+        if not free:
+            return False
+        if is_finished(config.output, job, stage):
+            return True
+        begin_stage(folder, stage)
+        write_text(folder / "config.yaml", yaml.safe_dump(config.to_json(), sort_keys=False))
+        if count_devices(config.trainer) == 1:
+            fit(config, job, title)
+        else:
+            command = [
+                sys.executable,
+                "-m",
+                "dejavu_train.job_process",
+                str(folder / "config.yaml"),
+                str(job[0]),
+                job[1],
+                title,
+            ]
+            root = str(Path(__file__).resolve().parents[2])  # wherever train.py was called from
+            paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = os.environ | {"PYTHONPATH": paths}
+            code = subprocess.run(command, close_fds=False, check=False, env=environment).returncode
+            if code:
+                raise SystemExit(code)
+    return True
+
+
+def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
+    """The density at which this predictor will be used, as far as it is known before calibration."""
+    layer, target = job
+    section = config.predictor(target)
+    density = section.density
+    if density is None:
+        density = config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density
+    if target == "heads" or not section.density_allocation or density == 1.0:
+        return density
+    active = active_densities(activations)
+    return min(1.0, density * active[layer] * len(active) / max(sum(active), 1e-12))
+
+
+def second_moments(
+    site: ShardReader, name: str, own: ShardReader | None = None, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Of a site's first rows x: (d, d) mean of x x', and with ``own`` that of y x' for the same rows y of its mlp_in.
+
+    Returns: both float64, computed on ``device``; without ``own`` the second is the first.
+    """
+    width = site.manifest.shape.d_model
+    totals = torch.zeros(2, width, width, dtype=torch.float64, device=device)
+    seen = 0
+    for start, stop in site.blocks():
+        rows = site.read(name, start, stop).to(device).float()
+        totals[0] += (rows.T @ rows).double()
+        if own is not None:
+            totals[1] += (own.read("mlp_in", start, stop).to(device).float().T @ rows).double()
+        seen += len(rows)
+        if seen >= COVARIANCE_ROWS:
+            break
+    return totals[0] / seen, totals[0 if own is None else 1] / seen
+
+
+def init_module(module: LitPredictor, config: RunConfig, job: Job, activations: Path, weight_hash: str) -> None:
+    """Set the first values of a job's predictor, from its layer's weights and the first rows of its site."""
+    layer, target = job
+    section = config.predictor(target)
+    site, site_layer = section.site(target, layer)
+    device = start_device(config.trainer)
+    weights = LayerWeights.load(activations, layer, weight_hash).to(device)
+    covariance = site_to_mlp_in = None
+    if section.init == "whitened_svd":
+        ahead = None if (site, site_layer) == ("mlp_in", layer) else ShardReader(activations, layer, "train")
+        covariance, cross = second_moments(ShardReader(activations, site_layer, "train"), site, ahead, device)
+        if ahead is not None:
+            # What fc1 reads is not seen yet; the best linear guess of it from the site stands in.
+            ridge = torch.eye(len(cross), dtype=cross.dtype, device=device) * covariance.trace() / len(cross) * 1e-4
+            site_to_mlp_in = torch.linalg.solve(covariance + ridge, cross, left=False)
+    module.init_predictor(section.init, weights, covariance, site_to_mlp_in)
+
+
+def fit(config: RunConfig, job: Job, title: str) -> None:
+    """Train, score the best checkpoint and export it. Every rank of a DDP run comes through here."""
+    layer, target = job
+    activations, folder = Path(config.output) / "activations", job_folder(config.output, job)
+    section = config.predictor(target)
+    manifest = ActivationManifest.load(activations)
+    torch.manual_seed(config.seed * 1000 + 2 * layer + (target == "mlp"))
+    site, site_layer = section.site(target, layer)
+    data = ShardDataModule(activations, layer, target, site, site_layer, config.data, config.seed)
+    density = deployed_density(config, job, activations)
+    module = LitPredictor(
+        target,
+        data.d_in,
+        section.rank_of(layer),
+        data.n_units,
+        section.nonlinearity,
+        section.bias,
+        density,
+        section.loss,
+        section.learning_rate,
+        section.weight_decay,
+        section.warmup,
+        config.calibrate.dtype_of(target),
+    )
+    init_module(module, config, job, activations, manifest.weight_hash)
+
+    monitor = f"val/{section.monitor}"
+    rates = Rates(config.data.num_workers)
+    best = ModelCheckpoint(
+        folder / "checkpoints", "best", monitor, mode="max", save_weights_only=True, enable_version_counter=False
+    )
+    callbacks = [rates, Progress(title)]
+    if section.patience:
+        callbacks.append(EarlyStopping(monitor, mode="max", patience=section.patience, min_delta=1e-5))
+    last = folder / "checkpoints" / "last.ckpt"
+    callbacks += [best, SaveLast(last, SAVE_SECONDS)]
+    trainer = build_trainer(config, job, folder, callbacks)
+    began = time.perf_counter()
+    with quiet():
+        if section.steps == 0:  # the first values are the predictor
+            trainer.validate(module, datamodule=data, verbose=False)
+        else:
+            _fit_from(trainer, module, data, last)
+            if trainer.interrupted:
+                raise KeyboardInterrupt
+            path = best.best_model_path
+            if not path or not Path(path).is_file():
+                raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")
+            trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    if trainer.is_global_zero:
+        metrics |= {
+            "steps": float(trainer.global_step),
+            "seconds": time.perf_counter() - began,
+            "loader_rows_per_s": rates.loader * trainer.world_size,
+            "step_rows_per_s": rates.step * trainer.world_size,
+        }
+        logger.info(
+            "%s: done after %d steps, %s; rows/s: loader %.0f, step %.0f",
+            title,
+            trainer.global_step,
+            metrics_line(metrics),
+            metrics["loader_rows_per_s"],
+            metrics["step_rows_per_s"],
+        )
+        export(folder, config, job, module, metrics)
+    for each in trainer.loggers:
+        finish = getattr(each.experiment, "finish", None) if trainer.is_global_zero else None
+        if callable(finish):  # a wandb run must end before the next one begins
+            finish()
+
+
+def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataModule, last: Path) -> None:
+    resume = last if last.is_file() else None
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    except MisconfigurationException as error:
+        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        if resume is None or trainer.global_step > 0:
+            raise
+        raise UserError(f"cannot resume from {last} ({type(error).__name__}); delete it to start anew") from None
+
+
+def export(folder: Path, config: RunConfig, job: Job, module: LitPredictor, metrics: dict[str, float]) -> None:
+    """Write the finished predictor, the metadata last, and drop its checkpoints."""
+    layer, target = job
+    section = config.predictor(target)
+    site, site_layer = section.site(target, layer)
+    predictor = module.predictor
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in predictor.state_dict().items()}
+    with replacing(folder / "predictor.safetensors") as path:
+        save_file(tensors, path)
+    metadata = {
+        "layer": layer,
+        "target": target,
+        "kind": "low_rank",
+        "site": site,
+        "site_layer": site_layer,
+        "rank": predictor.rank,
+        "d_in": predictor.down.shape[1],
+        "n_out": predictor.up.shape[0],
+        "nonlinearity": predictor.nonlinearity,
+        "bias": predictor.bias is not None,
+        "loss": section.loss,
+        "sha256": sha256_file(folder / "predictor.safetensors"),
+        "metrics": {name.removeprefix("val/"): value for name, value in metrics.items()},
+    }
+    write_json(folder / "predictor.json", metadata)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and one row per finished predictor, for tables."""
+    columns = [
+        "layer",
+        "target",
+        "rank",
+        "active",
+        "density",
+        "recall",
+        "precision",
+        "retained mass",
+        "steps",
+        "seconds",
+    ]
+    columns += ["loader rows/s", "step rows/s"]
+    names = ["active_density", "density", "recall", "precision", "retained_mass", "steps", "seconds"]
+    rows = []
+    for job in jobs:
+        if has_predictor(output, job):
+            metadata = read_json(job_folder(output, job) / "predictor.json", "a finished predictor")
+            metrics = metadata["metrics"]
+            rates = [metrics["loader_rows_per_s"], metrics["step_rows_per_s"]]
+            rows.append([job[0], job[1], metadata["rank"], *(metrics[name] for name in names), *rates])
+    return columns, rows
+
+
+def log_summary(config: RunConfig, jobs: Sequence[Job]) -> None:
+    """One table of all predictors, as its own run of the group, in loggers that take tables (wandb)."""
+    entries = [e for e in as_list(config.trainer.get("logger")) if isinstance(e, dict) and "Wandb" in e["class_path"]]
+    if entries:
+        columns, rows = summary_rows(config.output, jobs)
+        with quiet():
+            for each in build_loggers(config, entries, Path(config.output) / "predictors", "summary")[1:]:
+                each.log_table("predictors", columns, rows)
+                each.experiment.finish()

@@ -1,0 +1,170 @@
+"""The LightningModule of one (layer, target): a low-rank predictor, one loss, one optimiser, and its figures."""
+
+import math
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from dejavu_train.data.shards import LayerWeights, unpack_bits
+from dejavu_train.errors import UserError
+from dejavu_train.predictors.losses import NEEDS_CONTRIBUTION, Batch, get_loss
+from dejavu_train.predictors.low_rank import LowRankPredictor, Nonlinearity, svd_init
+from dejavu_train.predictors.metrics import N_BINS, at_density, logit_histograms, top_units
+
+
+class SelectionMetric(Metric):
+    """Sums of all rows and ranks, from which the ratios at any density follow."""
+
+    full_state_update = False
+    histograms: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("histograms", torch.zeros(3, N_BINS, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, active: Tensor, contribution: Tensor) -> None:
+        # Not in place: after validate() the state may be an inference tensor.
+        self.histograms = self.histograms + logit_histograms(logits, active, contribution)
+
+    def compute(self) -> Tensor:
+        return self.histograms
+
+
+class LitPredictor(lightning.LightningModule):
+    """Trains ``logits = predictor(inputs)`` for one layer and target.
+
+    Args:
+        target: ``mlp`` (labels: active neurons) or ``heads`` (labels: the heads of largest contribution).
+        d_in, rank, n_out, nonlinearity, bias: of the predictor.
+        density: share of units that will be selected when deployed; figures and stopping are taken there.
+        loss: name of a loss in losses.py.
+        learning_rate, weight_decay: of AdamW.
+        warmup: share of the steps in which the rate rises; after it falls along a cosine to a hundredth.
+        stored_as: dtype of the deployed weights; int4 trains through its rounding (int8 selects what fp32 selects).
+
+    A batch is what ShardDataModule makes.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        d_in: int,
+        rank: int,
+        n_out: int,
+        nonlinearity: Nonlinearity = "none",
+        bias: bool = True,
+        density: float = 0.1,
+        loss: str = "contribution",
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.0,
+        warmup: float = 0.05,
+        stored_as: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.target, self.density, self.n_out = target, density, n_out
+        self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
+        self.predictor = LowRankPredictor(d_in, rank, n_out, nonlinearity, bias)
+        self.predictor.rounded_to = stored_as if stored_as == "int4" else None
+        self.loss = get_loss(loss)
+        self._train_contribution = loss in NEEDS_CONTRIBUTION
+        self.metrics = SelectionMetric()
+        # Neither a buffer (DDP would send it around at every step) nor state: it belongs to the model, not to us.
+        self._weights: LayerWeights | None = None
+
+    def init_predictor(
+        self,
+        init: str,
+        weights: LayerWeights,
+        covariance: Tensor | None = None,
+        site_to_mlp_in: Tensor | None = None,
+    ) -> None:
+        """Take the layer's weights (for contributions) and set the first values of the predictor.
+
+        Args:
+            init: ``random``; ``small`` (logits near the bias at first); ``svd`` of fc1; ``whitened_svd``, weighed with
+            the
+                inputs' second moment ``covariance`` (d_in, d_in).
+            site_to_mlp_in: (d, d_in), for look-ahead the linear guess of what fc1 reads from the predictor's input.
+
+        Raises:
+            UserError: an SVD initialisation for heads, which have no weight to decompose.
+        """
+        self._weights = weights
+        if init in ("svd", "whitened_svd"):
+            if self.target != "mlp":
+                raise UserError(f"init {init} is for the target mlp; use random or small for {self.target}")
+            weighed = covariance if init == "whitened_svd" else None
+            weight = weights.fc1_weight if site_to_mlp_in is None else weights.fc1_weight.double() @ site_to_mlp_in
+            svd_init(self.predictor, weight, weights.fc1_bias, weighed)
+        elif init == "small":
+            with torch.no_grad():
+                self.predictor.up.mul_(0.01)
+
+    def make_batch(self, raw: dict[str, Tensor], need_contribution: bool) -> Batch:
+        """Labels and contributions of a raw batch, float32 on the batch's device."""
+        inputs = raw["inputs"].float()
+        if self.target == "heads":
+            contribution = raw["contribution"].float()
+            count = max(1, round(self.density * contribution.shape[1]))
+            return Batch(inputs, top_units(contribution, count), contribution)
+        active = unpack_bits(raw["active"], self.n_out)
+        if not need_contribution:
+            return Batch(inputs, active)
+        assert self._weights is not None, "start_from gives the layer's weights"
+        mlp_in = raw["mlp_in"].float() if "mlp_in" in raw else inputs
+        if self._weights.fc1_weight.device != mlp_in.device:
+            self._weights = self._weights.to(mlp_in.device)
+        weights = self._weights
+        activation = torch.addmm(weights.fc1_bias, mlp_in, weights.fc1_weight.T).relu_()
+        # The stored label decides what is active, so that label and contribution cannot disagree by a rounding.
+        return Batch(inputs, active, activation.mul_(weights.fc2_norm).mul_(active))
+
+    def _loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """In float32 whatever the precision of the products: it sums over millions of units."""
+        with torch.autocast(logits.device.type, enabled=False):
+            contribution = None if batch.contribution is None else batch.contribution.float()
+            return self.loss(logits.float(), Batch(batch.inputs, batch.active, contribution))
+
+    def training_step(self, raw: dict[str, Tensor], _index: int) -> Tensor:
+        with torch.no_grad():
+            batch = self.make_batch(raw, self._train_contribution)
+        loss = self._loss_of(self.predictor(batch.inputs), batch)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.inputs))
+        return loss
+
+    def validation_step(self, raw: dict[str, Tensor], _index: int) -> None:
+        batch = self.make_batch(raw, need_contribution=True)
+        logits = self.predictor(batch.inputs).float()
+        assert batch.contribution is not None
+        self.metrics.update(logits, batch.active, batch.contribution)
+        self.log("val/loss", self._loss_of(logits, batch), sync_dist=True, batch_size=len(batch.inputs))
+
+    def on_validation_epoch_end(self) -> None:
+        histograms = self.metrics.compute().cpu()
+        self.metrics.reset()
+        active_density = float(histograms[1].sum() / histograms[0].sum())
+        for name, value in at_density(histograms, self.density).items():
+            self.log(f"val/{name}", value, prog_bar=name in ("recall", "retained_mass"))
+        self.log("val/active_density", active_density)
+        self.log("val/recall_at_active_density", at_density(histograms, active_density)["recall"])
+
+    def configure_optimizers(self) -> Any:
+        # One kernel a step on a GPU; not with a gradient scaler, which could not clip what such an optimiser unscales.
+        fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, fused=fused
+        )
+        steps = max(1, int(self.trainer.estimated_stepping_batches))
+        warm = max(1, round(self.warmup * steps))
+
+        def rate(step: int) -> float:
+            if step < warm:
+                return (step + 1) / warm
+            return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm))))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

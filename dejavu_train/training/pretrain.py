@@ -1,0 +1,435 @@
+"""Reads text, writes a small OPT in Hugging Face format: ``python -m dejavu_train.training.pretrain --help``.
+
+Trains with an L1 penalty on the post-ReLU activations, because a ReLU model trained for minutes is not as sparse as
+a real OPT by itself, and predictors studied on it would not carry over. Matrices are trained with Muon (Jordan 2024,
+torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on from the last checkpoint.
+"""
+
+import argparse
+import dataclasses
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+
+from dejavu_train.data.text import (
+    PARAGRAPH_HASHES,
+    START_TOKEN,
+    TextSource,
+    hash_paragraphs,
+    load_documents,
+    split_of,
+    windows,
+    write_paragraph_hashes,
+)
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.files import replacing, write_json
+from dejavu_train.models.opt import load_tokenizer, resolve_device
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]  # ids 0 to 3, as in OPT
+SHARD_SIZE = "14MB"
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """What is trained, on what, for how long."""
+
+    output: str
+    text: tuple[str, ...]
+    heldout: tuple[str, ...] = ()
+    vocab_size: int = 8192
+    d_model: int = 384
+    n_layers: int = 6
+    n_heads: int = 12
+    d_ffn: int = 1536
+    max_positions: int = 1024
+    context: int = 1024
+    l1: float = 0.2
+    learning_rate: float = 2e-3
+    optimizer: str = "muon"
+    weight_decay: float = 0.1
+    warmup_steps: int = 200
+    batch_rows: int = 64
+    steps: int | None = None
+    seconds: float | None = None
+    checkpoint_seconds: float = 60.0
+    heldout_window: int = 512
+    seed: int = 0
+    device: str = "auto"
+    compile: bool = False
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE with OPT's special ids (``<s>`` 0, ``<pad>`` 1, ``</s>`` 2, ``<unk>`` 3).
+
+    As OPT's own, it puts ``</s>`` before a text when special tokens are asked for.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", pair="</s> $A $B", special_tokens=[("</s>", START_TOKEN)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def make_model(config: PretrainConfig, vocab_size: int) -> OPTForCausalLM:
+    """A random pre-norm OPT with embeddings tied to the LM head."""
+    torch.manual_seed(config.seed)
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=vocab_size,
+            hidden_size=config.d_model,
+            word_embed_proj_dim=config.d_model,
+            ffn_dim=config.d_ffn,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            max_position_embeddings=config.max_positions,
+            do_layer_norm_before=True,
+            activation_function="relu",
+            dropout=0.0,
+            init_std=0.02,
+            bos_token_id=START_TOKEN,
+            eos_token_id=START_TOKEN,
+            pad_token_id=1,
+        )
+    )
+
+
+def forward_with_activations(model: OPTForCausalLM, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """OPT's forward pass on unpadded rows, from the model's own modules.
+
+    A plain function compiles into one graph, needs no mask and hands out the post-ReLU activations.
+
+    Args:
+        ids: (B, T) int64.
+
+    Returns:
+        Final hidden states (B, T, d_model) and per layer the activations (B, T, d_ffn).
+    """
+    decoder = model.model.decoder
+    batch, length = ids.shape
+    # OPT's learned positions are stored with an offset of 2.
+    hidden = decoder.embed_tokens(ids) + decoder.embed_positions.weight[2 : 2 + length]
+    activations = []
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        x = layer.self_attn_layer_norm(hidden)
+        q, k, v = (
+            projection(x).view(batch, length, attention.num_heads, attention.head_dim).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + attention.out_proj(heads.transpose(1, 2).reshape(batch, length, -1))
+        activation = F.relu(layer.fc1(layer.final_layer_norm(hidden)))
+        hidden = hidden + layer.fc2(activation)
+        activations.append(activation)
+    return decoder.final_layer_norm(hidden), activations
+
+
+def training_loss(model: OPTForCausalLM, rows: Tensor, l1: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy (nats a token) plus ``l1`` times the summed mean activations; and the cross-entropy alone.
+
+    Args:
+        rows: (B, T + 1) int64, inputs and targets shifted by one.
+    """
+    hidden, activations = forward_with_activations(model, rows[:, :-1])
+    logits = model.lm_head(hidden).float()
+    entropy = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    penalty = torch.stack([activation.float().mean() for activation in activations]).sum()
+    return entropy + l1 * penalty, entropy.detach()
+
+
+def read_text(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs (source, text) of all documents that may be trained on.
+
+    Each name is a file, a hub dataset or ``installed-docs``. A JSONL file whose name starts with installed-docs and
+    ``installed-docs`` itself give their ``train`` documents only; the other sets stay unseen.
+    """
+    texts = []
+    for name in names:
+        source = TextSource(source=name)
+        documents, _ = load_documents(source)
+        is_docs = Path(name).name.startswith("installed-docs")
+        key = "installed-docs" if is_docs else source.key
+        kept = [document for document in documents if not is_docs or split_of(key, document.name) == "train"]
+        logger.info("%s: %d of %d documents", name, len(kept), len(documents))
+        texts += [(key, document.text) for document in kept]
+    return texts
+
+
+def token_stream(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
+    """All texts as one row of token ids (uint16 where they fit), each started by ``</s>``."""
+    pieces = []
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    for start in tqdm(range(0, len(texts), 64), desc="tokenising", unit="batch", disable=None):
+        batch = tokenizer(list(texts[start : start + 64]), add_special_tokens=True, verbose=False)["input_ids"]
+        pieces += [np.asarray(ids, dtype=dtype) for ids in batch]
+    return np.concatenate(pieces)
+
+
+class RowSampler:
+    """Rows of ``</s>`` and ``context`` tokens from random places: the same rows for the same step, also after a resume.
+
+    Every epoch cuts the stream at another phase and shuffles the pieces.
+    """
+
+    def __init__(self, stream: Tensor, context: int, rows: int, seed: int) -> None:
+        self.stream, self.context, self.rows, self.seed = stream, context, rows, seed
+        self.pieces = (len(stream) - context) // context
+        if self.pieces < 1:
+            raise UserError(f"the text has {len(stream)} tokens, fewer than one sequence of {context}; give more text")
+        self._epoch, self._starts = -1, torch.empty(0)
+
+    def __call__(self, step: int) -> Tensor:
+        """The (rows, context + 1) int64 batch of a step."""
+        wanted = range(step * self.rows, (step + 1) * self.rows)
+        starts = torch.stack([self._start(index) for index in wanted])
+        offsets = torch.arange(self.context, device=self.stream.device)
+        rows = self.stream[starts.to(self.stream.device)[:, None] + offsets].long()
+        return F.pad(rows, (1, 0), value=START_TOKEN)
+
+    def _start(self, index: int) -> Tensor:
+        epoch, place = divmod(index, self.pieces)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            phase = torch.randint(self.context, (1,), generator=generator)
+            self._starts = torch.randperm(self.pieces, generator=generator) * self.context + phase
+            self._epoch = epoch
+        return self._starts[place]
+
+
+def make_optimizers(model: OPTForCausalLM, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers (unless ``adamw``), AdamW for embeddings, biases and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    inside = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    lr = config.learning_rate
+    adam: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": torch.cuda.is_available()}
+    if config.optimizer == "adamw":
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        return [torch.optim.AdamW(groups, **adam)]
+    # match_rms_adamw: updates have the size of AdamW's, so that one learning rate serves both.
+    muon = torch.optim.Muon(
+        matrices, lr=lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, torch.optim.AdamW(rest, weight_decay=0.0, **adam)]
+
+
+def learning_rate_factor(progress: float, step: int, warmup_steps: int) -> float:
+    """Linear warm-up by step, then a cosine to 2 % by progress (0 to 1)."""
+    warm = min(1.0, (step + 1) / max(1, warmup_steps))
+    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+@torch.no_grad()
+def bits_per_byte(model: OPTForCausalLM, tokenizer: Any, texts: Sequence[str], window: int) -> dict[str, Any]:
+    """Score whole texts with the model as it is (fp32 sums): bits per byte, perplexity, tokens, density per layer."""
+    device = next(model.parameters()).device
+    nats, tokens, n_bytes = 0.0, 0, 0
+    active = torch.zeros(model.config.num_hidden_layers, dtype=torch.float64)
+    pad = 1
+    for text in texts:
+        n_bytes += len(text.encode())
+        rows = windows(tokenizer, text, window)
+        for start in range(0, len(rows), 16):
+            part = rows[start : start + 16]
+            width = max(map(len, part))
+            ids = torch.tensor([row + [pad] * (width - len(row)) for row in part], device=device)
+            hidden, activations = forward_with_activations(model, ids)
+            logits = model.lm_head(hidden).float()[:, :-1]
+            real = ids[:, 1:] != pad
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            nats += losses[real.flatten()].double().sum().item()
+            tokens += int(real.sum())
+            for layer, activation in enumerate(activations):
+                active[layer] += (activation[:, 1:] > 0)[real].float().mean(dim=1).double().sum().cpu()
+    return {
+        "bits_per_byte": nats / math.log(2) / n_bytes,
+        "perplexity": math.exp(nats / tokens),
+        "tokens": tokens,
+        "bytes": n_bytes,
+        "density": [round(value, 5) for value in (active / tokens).tolist()],
+    }
+
+
+def _heldout_texts(name: str) -> list[str]:
+    documents, _ = load_documents(TextSource(source=name))
+    if Path(name).name.startswith("installed-docs"):
+        documents = [document for document in documents if split_of("installed-docs", document.name) == "test"]
+    return [document.text for document in documents]
+
+
+def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, device: torch.device) -> dict[str, Any]:
+    optimizers = make_optimizers(model, config)
+    state_path = Path(config.output) / "pretraining.ckpt"
+    step, elapsed = 0, 0.0
+    if state_path.is_file():
+        state = torch.load(state_path, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, elapsed = state["step"], state["elapsed"]
+        logger.info("going on from step %d (%.0f s trained)", step, elapsed)
+
+    def save() -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "step": step,
+            "elapsed": elapsed,
+        }
+        with replacing(state_path) as temporary:
+            torch.save(state, temporary)
+
+    loss_function = torch.compile(training_loss) if config.compile else training_loss
+    model.train()
+    bar = tqdm(total=config.steps, initial=step, desc="pretraining", unit="step", disable=None)
+    first, began, saved_at, offset = step, time.monotonic(), time.monotonic(), elapsed
+    entropy = torch.zeros(())
+    while True:
+        progress = max(
+            step / config.steps if config.steps else 0.0, elapsed / config.seconds if config.seconds else 0.0
+        )
+        if progress >= 1:
+            break
+        factor = learning_rate_factor(progress, step, config.warmup_steps)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * factor
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, entropy = loss_function(model, sampler(step), config.l1)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step == first + 1:
+            began = time.monotonic()  # the first step compiles; it is not training time
+        if step % 20 == 0 or device.type == "cpu":
+            if not math.isfinite(entropy.item()):  # also keeps the queue of kernels short, so that the clock is true
+                raise UserError(f"the loss is not finite at step {step}; lower --learning-rate and remove {state_path}")
+            elapsed = offset + time.monotonic() - began
+            if step % 500 == 0:
+                logger.info("step %d, %.0f s, %.4f nats a token", step, elapsed, entropy.item())
+            bar.set_postfix(nats=f"{entropy.item():.3f}", seconds=f"{elapsed:.0f}")
+        bar.update()
+        if time.monotonic() - saved_at >= config.checkpoint_seconds:
+            save()
+            saved_at = time.monotonic()
+    bar.close()
+    return {"steps": step, "seconds": round(elapsed, 1), "tokens": step * config.batch_rows * config.context}
+
+
+def pretrain(config: PretrainConfig) -> Path:
+    """Train and write the model folder ``config.output``; returns it.
+
+    Raises:
+        UserError: no text, no end (neither steps nor seconds), a loss that is not finite.
+    """
+    if config.steps is None and config.seconds is None:
+        raise UserError("say how long to train: --steps N or --seconds S")
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    device = resolve_device(config.device)
+    pairs = read_text(config.text)
+    if (output / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(str(output)) if (output / "config.json").is_file() else _bare_tokenizer(output)
+    else:
+        tokenizer = train_tokenizer((text for _, text in pairs), config.vocab_size)
+        tokenizer.save_pretrained(output)
+    # int32: CUDA has no indexing of uint16.
+    stream = torch.from_numpy(token_stream(tokenizer, [text for _, text in pairs]).astype(np.int32)).to(device)
+    logger.info("%d tokens of text", len(stream))
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    model = make_model(config, len(tokenizer)).to(device)
+    metadata = _train(model, RowSampler(stream, config.context, config.batch_rows, config.seed), config, device)
+
+    model.eval()
+    # What is shipped is fp16, so what is measured is the fp16 weights (computed in fp32).
+    model.half().float()
+    heldout = {
+        Path(name).name: bits_per_byte(
+            model, tokenizer, _heldout_texts(name), min(config.heldout_window, config.max_positions)
+        )
+        for name in config.heldout
+    }
+    for name, metrics in heldout.items():
+        logger.info("%s: %s", name, metrics)
+    model.half()
+    model.save_pretrained(output, max_shard_size=SHARD_SIZE)
+    write_paragraph_hashes(output / PARAGRAPH_HASHES, hash_paragraphs(text for _, text in pairs))
+    # Names without folders: the file travels with the model.
+    names = {"output": output.name, "text": _names(config.text), "heldout": _names(config.heldout)}
+    metadata |= {
+        "torch": torch.__version__,
+        "device": _device_name(device),
+        "config": dataclasses.asdict(config) | names,
+    }
+    write_json(output / "pretraining.json", metadata | {"stream_tokens": len(stream), "heldout": heldout})
+    (output / "pretraining.ckpt").unlink(missing_ok=True)
+    return output
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    return [Path(path).name for path in paths]
+
+
+def _bare_tokenizer(folder: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the flags (one per field of :class:`PretrainConfig`) and train."""
+    parser = argparse.ArgumentParser(prog="python -m dejavu_train.training.pretrain", description=__doc__)
+    parser.add_argument("--output", required=True, help="model folder to write")
+    parser.add_argument("--text", nargs="+", required=True, help="files, hub datasets, or installed-docs")
+    parser.add_argument("--heldout", nargs="*", default=[], help="texts to score at the end, never trained on")
+    for field in dataclasses.fields(PretrainConfig):
+        if field.name in ("output", "text", "heldout"):
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "compile":
+            parser.add_argument(flag, action="store_true", help="torch.compile the training step")
+        else:
+            kind = {"steps": int, "seconds": float}.get(field.name, type(field.default))
+            parser.add_argument(flag, type=kind, default=field.default, help=f"default {field.default}")
+    values = vars(parser.parse_args(argv))
+    config = PretrainConfig(**values | {"text": tuple(values["text"]), "heldout": tuple(values["heldout"])})
+    if config.optimizer not in ("muon", "adamw"):
+        raise UserError(f"--optimizer must be muon or adamw, got {config.optimizer}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    print(pretrain(config))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))

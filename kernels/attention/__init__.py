@@ -1,0 +1,1 @@
+"""Attention over selected heads. Imports kernels.common, kernels.dense and kernels.mlp."""

@@ -1,0 +1,153 @@
+# mypy: disable-error-code="assignment"
+"""Head selection and the attention's input of one decoding step.
+
+    n[b] = LayerNorm(x[b])                                  rounded to the cache's dtype
+    attn_in[b, position[b]] = n[b]                          kept, so that skipped K/V can be computed later
+    head i of row b is selected where <predictor[i], n[b]> + bias[i] > threshold; a tie or a NaN is not
+
+The selection is a `Selection` with one id a block: counts[i] = any row selects head i, row_bits[i] = which rows do.
+B rows, d model dimension, h heads, T positions of the cache. x (B, d) fp32; predictor (h, d); bias (h), threshold (1)
+fp32; position (B) int32; row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything; attn_in (B, T, d).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.checks import check_device, check_shape, use_pdl
+from kernels.common.launch import column_block, load_vector, wait_for_predecessor
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.dense_gemv import normalised_pieces
+from kernels.mlp.select import Selection
+
+WARPS = 8
+
+
+def head_select_reference(
+    x, ln, predictor, bias, threshold, position, row_state, attn_in, selection, pdl=False
+) -> None:
+    """Plain torch, in place: writes `attn_in` at `position`, and where a predictor is given the selection."""
+    n = layer_norm_reference(x, ln, attn_in.dtype)
+    attn_in[torch.arange(len(x), device=x.device), position.long()] = n
+    if predictor is None:
+        return
+    logits = n.float() @ predictor.float().T + bias
+    state = row_state[:, None]
+    selection.set_mask(((logits > threshold) & (state > 0)) | (state == 2))
+
+
+@triton.jit
+def _head_select_kernel(
+    x,
+    norm_weight,
+    norm_bias,
+    predictor,
+    bias,
+    threshold,
+    position,
+    row_state,
+    attn_in,
+    row_bits,
+    counts,
+    capacity,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+    HAS_PREDICTOR: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Program i normalises every row, keeps its slice of columns and decides head i for all rows. Everything but x is
+    # read before the wait: parameters are static, positions and states are those that the step before left.
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    head = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    if HAS_PREDICTOR:
+        w = load_vector(predictor + head * D, c, D, BLOCK)
+        offset = tl.load(bias + head)
+        limit = tl.load(threshold)
+    gains = load_vector(norm_weight, c, D, BLOCK)
+    shifts = load_vector(norm_bias, c, D, BLOCK)
+    places = ()
+    states = ()
+    for b in tl.static_range(B):
+        places = places + (tl.load(position + b),)
+        states = states + (tl.load(row_state + b),)
+    wait_for_predecessor(PDL)
+    bits = 0
+    for b in tl.static_range(B):
+        xs = load_vector(x + b * D, c, D, BLOCK)
+        n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
+        kept_row = attn_in + (b * capacity + places[b]).to(tl.int64) * D
+        for j in tl.static_range(STEPS):
+            column = j * BLOCK + c
+            own = (column >= head * SLICE) & (column < tl.minimum(head * SLICE + SLICE, D))
+            tl.store(kept_row + column, n[j].to(attn_in.dtype.element_ty), mask=own)
+        if HAS_PREDICTOR:
+            products = w[0].to(tl.float32) * n[0]
+            for j in tl.static_range(1, STEPS):
+                products += w[j].to(tl.float32) * n[j]
+            logit = tl.sum(products, 0)
+            chosen = (((logit + offset) > limit) & (states[b] > 0)) | (states[b] == 2)
+            bits |= chosen.to(tl.int32) << b
+    if HAS_PREDICTOR:
+        tl.store(row_bits + head, bits)
+        tl.store(counts + head, tl.where(bits != 0, 1, 0))
+
+
+def head_select(
+    x: torch.Tensor,
+    ln: LayerNormWeights,
+    predictor: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    threshold: torch.Tensor | None,
+    position: torch.Tensor,
+    row_state: torch.Tensor,
+    attn_in: torch.Tensor,
+    selection: Selection,
+    pdl: bool = False,
+) -> None:
+    """See the module's formula. Without a predictor only `attn_in` is written. position and row_state are older
+    than the launch before this one. Errors: shapes, a CPU tensor."""
+    check_device("x", x)
+    batch, d = x.shape
+    n_heads = selection.n
+    check_shape("x", x, batch, d)
+    check_shape("attn_in", attn_in, batch, attn_in.shape[1], d)
+    check_shape("position", position, batch)
+    if predictor is not None:
+        check_shape("counts", selection.counts, n_heads)
+        check_shape("predictor", predictor, n_heads, d)
+    block = column_block(d, WARPS)
+    pdl = use_pdl(pdl, x.device)
+    _head_select_kernel[(n_heads,)](
+        x,
+        ln.weight,
+        ln.bias,
+        x if predictor is None else predictor,
+        x if bias is None else bias,
+        x if threshold is None else threshold,
+        position,
+        row_state,
+        attn_in,
+        selection.row_bits,
+        selection.counts,
+        attn_in.shape[1],
+        B=batch,
+        D=d,
+        BLOCK=block,
+        SLICE=triton.cdiv(d, n_heads),
+        HAS_PREDICTOR=predictor is not None,
+        EPS=ln.eps,
+        PDL=pdl,
+        num_warps=min(WARPS, max(1, block // 32)),
+        launch_pdl=pdl,
+    )
+
+
+def head_selection(n_heads: int, device: torch.device | str) -> Selection:
+    """An empty selection of heads in the form this kernel writes: one id a block."""
+    selection = Selection.empty(n_heads, device, block=1)
+    selection.ids.copy_(torch.arange(n_heads, dtype=torch.int32))
+    return selection

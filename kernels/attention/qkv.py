@@ -1,0 +1,344 @@
+"""Query, key and value rows of the selected heads, with exact back-fill of the K/V that were skipped earlier.
+
+    q[b, i]           = W_q[i] n(b, t) + b_q[i]                        t = position[b], for heads i that row b selects
+    k_cache[b, i, p]  = W_k[i] n(b, p) + b_k[i]   (v likewise)         p = watermark[b, i] .. t
+    n(b, p)           = attn_in[b, p], the kept LayerNorm outputs
+
+weight (h, 3, head_dim, d) head-major: one head's rows are one contiguous range. bias (h, 3, head_dim). q (B, h,
+head_dim) fp32. k_cache, v_cache (B, h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel,
+the next stage, advances it, because other programs of the same head may still be reading it.
+A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores: the (batch row,
+position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
+and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
+long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
+Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
+K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.checks import check_projection, check_shape, use_pdl
+from kernels.common.launch import wait_for_predecessor
+from kernels.mlp.select import Selection
+
+POLICIES = {"backfill": 0, "always": 1, "stale": 2}
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
+
+    wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
+    """
+
+    rows: int
+    pairs: int
+    block: int
+    stages: int
+    warps: int
+    wide: int
+
+
+def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
+    """Launch settings, from whole steps under the carveout of `launch.share_carveout`: a chain of this stage alone
+    misleads, because its programs then start beside those of the same kernel. A tile is of one of a head's q, k, v."""
+    if batch == 1:
+        rows, stages = (32, 4) if 7168 <= d < 8192 else (16, 6)
+        pairs, block, warps, wide = 8, 128, 1, 8
+    elif batch <= 8:
+        rows, pairs, block, stages, warps, wide = 16, 16, 128, 6, 1, 32
+    else:
+        rows, pairs, block, stages, warps, wide = 32, 32, 128, 4, 4, 32
+    rows = min(rows, head_dim & -head_dim)
+    block = min(block * 2 // max(2, element_size), max(32, triton.next_power_of_2(d)))
+    return TileSettings(rows, pairs, block, stages, warps, wide)
+
+
+def qkv_reference(
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy="backfill",
+    pdl=False,
+) -> None:  # fmt: skip
+    """Plain torch, one (row, head) at a time."""
+    batch, n_heads, head_dim = q.shape
+    mask = selection.to_mask(batch)
+    for b in range(batch):
+        t = int(position[b])
+        for head in range(n_heads):
+            chosen = bool(mask[b, head])
+            if not chosen and policy != "always":
+                continue
+            first = int(watermark[b, head]) if policy == "backfill" else t
+            n = attn_in[b, first : t + 1].float()
+            rows = n @ weight[head].float().transpose(1, 2) + bias[head].float()[:, None]
+            k_cache[b, head, first : t + 1] = rows[1].to(k_cache.dtype)
+            v_cache[b, head, first : t + 1] = rows[2].to(v_cache.dtype)
+            if chosen:
+                q[b, head] = rows[0, -1]
+            if policy == "stale":
+                valid[b, head, t] = 1
+
+
+@triton.jit
+def _fill(
+    head,
+    row,
+    start,
+    n_pairs,
+    first,
+    ends,
+    attn_in,
+    weight,
+    bias,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Values of ROWS rows of a head for the pairs start .. start + PAIRS - 1 of n_pairs.
+
+    Batch row b lacks positions from first[b] on; ends[b]: how many pairs there are up to its last one.
+    """
+    c = tl.arange(0, BLOCK)
+    r = tl.arange(0, ROWS)
+    i = tl.arange(0, PAIRS)
+    j = start + i
+    exists = j < n_pairs
+    # Scalar bases and constant offsets: little is left to compute before the first load.
+    if B == 1:
+        of_row = tl.zeros_like(j)
+        present = tl.sum(first) + start
+        p = present + i
+        x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
+    else:
+        b = tl.arange(0, first.shape[0])
+        passed = ends[None, :] <= j[:, None]
+        of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
+        begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
+        p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
+        x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+    line = head * (3 * HEAD_DIM) + row
+    w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
+    offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
+    rows = row + r
+    values = tl.zeros((ROWS, PAIRS), tl.float32)
+    for column in tl.range(0, D, BLOCK, num_stages=STAGES):
+        if D % BLOCK == 0:
+            w = tl.load(w_ptrs + column, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
+            x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
+        values = tl.dot(w, x, values, input_precision="ieee")
+    values += offset.to(tl.float32)[:, None]
+    pair = of_row * H + head
+    slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
+    mask = exists[None, :] & (rows >= 0)[:, None]
+    if row < HEAD_DIM:
+        tl.store(q + pair[None, :] * HEAD_DIM + rows[:, None], values, mask=mask)
+    elif row < 2 * HEAD_DIM:
+        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty), mask=mask)
+    else:
+        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty), mask=mask)
+        if POLICY == 2:
+            if row == 2 * HEAD_DIM:
+                tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
+
+
+@triton.jit
+def qkv_tile(
+    tile,
+    n_tiles,
+    attn_in,
+    weight,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's whole work, its wait included: items tile, tile + n_tiles, ... Other kernels' grids may carry it too.
+
+    An item is ROWS rows of a head and up to WIDE of the pairs that it lacks: first the rows of q, which need the
+    present position only, then those of k and v for each group of pairs. All take about as long, so that none is late.
+    """
+    TILES: tl.constexpr = HEAD_DIM // ROWS  # of each of q, k, v
+    b = tl.arange(0, B_TILE)
+    heads = tl.arange(0, H_TILE)
+    inside = (b < B)[:, None] & (heads < H)[None, :]
+    # Positions and watermarks are those that the step before left.
+    last = tl.load(position + b, mask=b < B, other=0)
+    lacking = tl.where(inside, 1, 0)  # pairs by (row, head)
+    if POLICY == 0:
+        marks = tl.load(watermark + b[:, None] * H + heads[None, :], mask=inside, other=0)
+        lacking = tl.where(inside, last[:, None] + 1 - tl.minimum(marks, last[:, None]), 0)
+    groups = (tl.sum(lacking, 0) + WIDE - 1) // WIDE
+    wait_for_predecessor(PDL)
+    head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+    chosen = head_bits != 0
+    if POLICY == 1:
+        items = tl.where(chosen, TILES, 0) + 2 * TILES * groups
+    else:
+        if B > 1:
+            lacking = tl.where(((head_bits[None, :] >> b[:, None]) & 1) != 0, lacking, 0)
+            groups = (tl.sum(lacking, 0) + WIDE - 1) // WIDE
+        items = tl.where(chosen, TILES + 2 * TILES * groups, 0)
+    ends = tl.cumsum(items, 0)
+    begins = ends - items
+    if POLICY == 1:
+        begins -= tl.where(chosen, 0, TILES)  # no rows of q
+    for item in range(tile, tl.sum(items), n_tiles):
+        own = (ends > item) & (ends - items <= item)
+        head = tl.sum(tl.where(own, heads, 0))
+        place = item - tl.sum(tl.where(own, begins, 0))
+        group = tl.maximum(place - TILES, 0) // (2 * TILES)
+        row = (place - group * (2 * TILES)) * ROWS
+        start = group * WIDE
+        # The pairs (row b, position first[b] .. last[b]) that the head lacks, counted on through the rows.
+        n = tl.sum(tl.where(own[None, :], lacking, 0), 1)
+        if POLICY == 1:
+            wanted = (tl.sum(tl.where(own, head_bits, 0)) >> b) & 1
+            n = tl.where(place < TILES, wanted, n)
+        else:
+            n = tl.where(place < TILES, tl.minimum(n, 1), n)
+        n_pairs = tl.sum(n)
+        if WIDE > PAIRS and n_pairs > PAIRS:  # in steps of half the columns: the same shared memory
+            _fill(
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
+                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
+            )  # fmt: skip
+        else:
+            _fill(
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
+                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
+            )  # fmt: skip
+
+
+@triton.jit
+def _qkv_kernel(
+    attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
+    B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    qkv_tile(
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
+        v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+    )  # fmt: skip
+
+
+def qkv(
+    attn_in: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    selection: Selection,
+    position: torch.Tensor,
+    watermark: torch.Tensor,
+    valid: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    policy: str = "backfill",
+    pdl: bool = False,
+    settings: TileSettings | None = None,
+) -> None:
+    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
+    pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, constants, warps = qkv_launch(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl, settings
+    )
+    _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
+
+
+def qkv_launch(
+    attn_in: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    selection: Selection,
+    position: torch.Tensor,
+    watermark: torch.Tensor,
+    valid: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    policy: str,
+    pdl: bool,
+    settings: TileSettings | None = None,
+) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
+    """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
+
+    As many tiles as all heads have: the hardware hands them out, and those beyond the selected heads' leave.
+    """
+    batch, n_heads, head_dim, d = check_projection(attn_in, weight, bias, q, k_cache, v_cache, position)
+    check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
+    check_shape("watermark", watermark, batch, n_heads)
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
+    if policy == "stale" and valid is None:
+        raise ValueError('the policy "stale" needs the tensor of valid positions')
+    settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
+    arguments = (
+        attn_in,
+        weight,
+        bias,
+        selection.row_bits,
+        position,
+        watermark,
+        row_or(valid, watermark),
+        q,
+        k_cache,
+        v_cache,
+        k_cache.shape[2],
+    )
+    constants = {
+        "B": batch,
+        "B_TILE": triton.next_power_of_2(batch),
+        "H": n_heads,
+        "H_TILE": triton.next_power_of_2(n_heads),
+        "HEAD_DIM": head_dim,
+        "D": d,
+        "ROWS": settings.rows,
+        "PAIRS": settings.pairs,
+        "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
+        "BLOCK": settings.block,
+        "STAGES": settings.stages,
+        "POLICY": POLICIES[policy],
+        "PDL": pdl,
+    }
+    return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
+
+
+def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """A kernel's pointer argument may not be None; what stands in is never read."""
+    return stand_in if tensor is None else tensor

@@ -1,0 +1,1 @@
+"""What every kernel needs: launches, checks, LayerNorm. Imports torch and triton only."""

@@ -1,0 +1,1 @@
+"""Dense products of the step. Imports kernels.common."""

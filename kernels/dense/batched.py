@@ -1,0 +1,127 @@
+"""Dense layers of several batch rows: cuBLAS does the products, two small kernels what lies between them.
+
+    q, k_cache, v_cache <- n W^T + b                      n = LayerNorm(x), head-major rows (`dense_qkv`)
+    out = residual + bias + y W^T  or  y W                (`dense_add`)
+    hidden = act(n W^T + b)                               (`dense_hidden`)
+
+B > 1 rows x (B, d) fp32; weights fp16, bf16 or fp32; products accumulate in fp32 and are rounded to the weights' dtype.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.common.checks import use_pdl
+from kernels.common.launch import wait_for_predecessor
+from kernels.common.layer_norm import LayerNormWeights, layer_norm
+
+BLOCK = 1024
+
+
+@triton.jit
+def _split_kernel(
+    rows,
+    bias,
+    position,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    H: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_predecessor(PDL)
+    b = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < 3 * H * HEAD_DIM
+    value = tl.load(rows + b * (3 * H * HEAD_DIM) + i, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    head = i // (3 * HEAD_DIM)
+    row = i % (3 * HEAD_DIM)
+    kind = row // HEAD_DIM
+    last = tl.load(position + b)
+    slot = ((b * H + head) * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+    tl.store(q + (b * H + head) * HEAD_DIM + row, value, mask=inside & (kind == 0))
+    tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty), mask=inside & (kind == 1))
+    tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty), mask=inside & (kind == 2))
+
+
+@triton.jit
+def _add_kernel(y, bias, residual, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_predecessor(PDL)
+    b = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < D
+    value = tl.load(y + b * D + i, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + b * D + i, mask=inside, other=0.0)
+    tl.store(out + b * D + i, value, mask=inside)
+
+
+def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) -> Tensor:
+    n = torch.empty(x.shape, dtype=dtype, device=x.device)
+    layer_norm(x, ln, n, pdl)
+    return n
+
+
+def dense_qkv(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Tensor,
+    bias: Tensor,
+    position: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pdl: bool = False,
+) -> None:
+    """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
+    batch, n_heads, head_dim = q.shape
+    rows = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]))
+    pdl = use_pdl(pdl, x.device)
+    _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](
+        rows,
+        bias,
+        position,
+        q,
+        k_cache,
+        v_cache,
+        k_cache.shape[2],
+        H=n_heads,
+        HEAD_DIM=head_dim,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def dense_hidden(
+    x: Tensor, ln: LayerNormWeights, weight: Tensor, bias: Tensor | None, activation: str, pdl: bool = False
+) -> Tensor:
+    """(B, n) in the weight's dtype: act(LayerNorm(x) W^T + b), weight (n, d)."""
+    y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight, bias)
+    return y.relu_() if activation == "relu" else y
+
+
+def dense_add(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    transposed: bool = False,
+    pdl: bool = False,
+) -> None:
+    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d)."""
+    y = y.to(weight.dtype)
+    product = y @ weight if transposed else F.linear(y, weight)
+    batch, d = out.shape
+    pdl = use_pdl(pdl, out.device)
+    _add_kernel[(batch, triton.cdiv(d, BLOCK))](
+        product, bias, residual, out, D=d, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )

@@ -1,0 +1,192 @@
+# mypy: disable-error-code="assignment"
+"""A dense matrix times one normalised vector: y[i] = act(sum_j w[i, j] n[j] + bias[i]),  n = LayerNorm(x).
+
+x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. Programs stride over the rows, ROWS at a time; the rows
+that come next are always on their way before these are summed, the first ones before the wait for the stage before
+(weights depend on nothing). x stays in registers, in one-dimensional pieces spread over all threads of a program: a
+width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.checks import check_device, check_shape, n_sms, use_pdl
+from kernels.common.launch import load_vector, wait_for_predecessor
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.batched import dense_hidden
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """programs: per multiprocessor; rows: of a step; width: columns of a piece of a row, at most."""
+
+    programs: int
+    rows: int
+    warps: int
+    width: int = 1024
+
+    def block(self, d: int) -> int:
+        """Columns of a piece of a row of d."""
+        return min(self.width, max(16, triton.next_power_of_2(d)))
+
+    def warps_for(self, d: int) -> int:
+        """No more threads than a piece has columns: threads that hold the same value would write it to one place."""
+        return min(self.warps, max(1, self.block(d) // 32))
+
+
+def row_settings(d: int) -> RowSettings:
+    """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
+    if d < 2048:
+        return RowSettings(4, 2, 4, 512)
+    return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
+
+
+def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
+    """Plain torch, any batch."""
+    y = torch.nn.functional.linear(layer_norm_reference(x, ln, weight.dtype), weight)
+    if bias is not None:
+        y = y + bias
+    out.copy_(y.relu() if activation == "relu" else y)
+
+
+@triton.jit
+def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read."""
+    tiles = ()
+    for r in tl.static_range(ROWS):
+        width = tl.where(line + r < n_rows, D, 0)
+        at = weight + (line + r).to(tl.int64) * D
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+            column = j * BLOCK + c
+            tiles = tiles + (tl.load(at + column, mask=column < width, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def normalised_vector(
+    x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
+):
+    """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D."""
+    xs = load_vector(x, c, D, BLOCK)
+    gains = load_vector(norm_weight, c, D, BLOCK)
+    shifts = load_vector(norm_bias, c, D, BLOCK)
+    return normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, TYPE)
+
+
+@triton.jit
+def normalised_pieces(
+    xs, gains, shifts, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
+):
+    """`normalised_vector` of loaded pieces: the parameters are static, and may be on their way before a wait."""
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    total = xs[0]
+    for j in tl.static_range(1, STEPS):
+        total += xs[j]
+    mean = tl.sum(total, 0) / D
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(STEPS):
+        centred = xs[j] - mean
+        if (j + 1) * BLOCK > D:
+            centred = tl.where(j * BLOCK + c < D, centred, 0.0)
+        squares += centred * centred
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + EPS)
+    n = ()
+    for j in tl.static_range(STEPS):
+        value = (xs[j] - mean) * scale * gains[j].to(tl.float32) + shifts[j].to(tl.float32)
+        n = n + (value.to(TYPE).to(tl.float32),)
+    return n
+
+
+@triton.jit
+def _dense_rows_kernel(
+    x,
+    norm_weight,
+    norm_bias,
+    weight,
+    bias,
+    out,
+    n_rows,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    c = tl.arange(0, BLOCK)
+    first = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+    w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
+    wait_for_predecessor(PDL)
+    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    for begin in range(first, n_rows, step):
+        coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
+        offsets = ()
+        for r in tl.static_range(ROWS):
+            if HAS_BIAS:
+                offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < n_rows, other=0.0),)
+        for r in tl.static_range(ROWS):
+            acc = w[r * STEPS].to(tl.float32) * n[0]
+            for j in tl.static_range(1, STEPS):
+                acc += w[r * STEPS + j].to(tl.float32) * n[j]
+            if begin + r < n_rows:
+                value = tl.sum(acc, 0)
+                if HAS_BIAS:
+                    value += offsets[r].to(tl.float32)
+                if RELU:
+                    value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+                tl.store(out + begin + r, value)
+        w = coming
+
+
+def dense_rows(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+    pdl: bool = False,
+    settings: RowSettings | None = None,
+) -> None:
+    """x (B, d) fp32, weight (n, d), bias (n) or None, activation "none" or "relu" -> out (B, n) fp32.
+
+    One row runs in one kernel, bitwise deterministic; several as a matrix product.
+    Errors: shapes, a CPU tensor, an unknown activation.
+    """
+    check_device("x", x)
+    batch, d = x.shape
+    n = weight.shape[0]
+    check_shape("weight", weight, n, d)
+    check_shape("out", out, batch, n)
+    if activation not in ("none", "relu"):
+        raise ValueError(f"activation must be none or relu, got {activation}")
+    if batch > 1:
+        out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
+        return
+    settings = settings or row_settings(d)
+    pdl = use_pdl(pdl, x.device)
+    _dense_rows_kernel[(min(n_sms(x.device) * settings.programs, triton.cdiv(n, settings.rows)),)](
+        x,
+        ln.weight,
+        ln.bias,
+        weight,
+        x if bias is None else bias,
+        out,
+        n,
+        D=d,
+        BLOCK=settings.block(d),
+        ROWS=settings.rows,
+        HAS_BIAS=bias is not None,
+        RELU=activation == "relu",
+        EPS=ln.eps,
+        PDL=pdl,
+        num_warps=settings.warps_for(d),
+        launch_pdl=pdl,
+    )

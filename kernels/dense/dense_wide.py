@@ -1,0 +1,99 @@
+"""A dense matrix of long rows times one vector: out[i] = residual[i] + bias[i] + sum_j w[i, j] y[j].
+
+w (d, n) row-major with n beyond what registers hold (fc2 as stored, n = ffn), y (1, n) fp32. A program owns ROWS
+outputs and walks over the columns, the next CHUNK of them on its way before the present one is used; the first one is
+asked for before the wait for the stage before. One owner an output: no partial sums, bitwise deterministic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.checks import check_device, check_shape, use_pdl
+from kernels.common.launch import wait_for_predecessor
+from kernels.dense.batched import dense_add
+
+
+def wide_settings(d: int) -> tuple[int, int, int]:
+    """(rows of a program, columns of a step, warps) by width."""
+    return (16, 512, 8) if d <= 4096 else (4, 1024, 4)
+
+
+def dense_wide_reference(y, weight, bias, residual, out, pdl=False) -> None:
+    """Plain torch, any batch."""
+    out.copy_(torch.nn.functional.linear(y.float(), weight.float()) + bias.float() + residual)
+
+
+@triton.jit
+def _dense_wide_kernel(
+    y,
+    weight,
+    bias,
+    residual,
+    out,
+    n_rows,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    c = tl.arange(0, CHUNK)
+    at = weight + rows.to(tl.int64)[:, None] * N + c[None, :]
+    limit = tl.where(inside, N, 0)[:, None]
+    w = tl.load(at, mask=c[None, :] < limit, other=0.0, eviction_policy="evict_first")
+    wait_for_predecessor(PDL)
+    acc = tl.zeros((ROWS, CHUNK), tl.float32)
+    for column in range(0, N, CHUNK):
+        ahead = tl.load(
+            at + column + CHUNK, mask=c[None, :] < limit - column - CHUNK, other=0.0, eviction_policy="evict_first"
+        )
+        x = tl.load(y + column + c, mask=c < N - column, other=0.0)
+        acc += w.to(tl.float32) * x[None, :]
+        w = ahead
+    value = tl.sum(acc, 1)
+    value += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + rows, mask=inside, other=0.0)
+    tl.store(out + rows, value, mask=inside)
+
+
+def dense_wide(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    pdl: bool = False,
+    settings: tuple[int, int, int] | None = None,
+) -> None:
+    """y (B, n), weight (d, n), bias (d), residual and out (B, d) fp32; several rows as a matrix product.
+
+    settings: rows and columns of a program's step, warps. Errors: shapes, a CPU tensor.
+    """
+    check_device("y", y)
+    batch, n = y.shape
+    d = weight.shape[0]
+    check_shape("weight", weight, d, n)
+    check_shape("residual", residual, batch, d)
+    check_shape("out", out, batch, d)
+    if batch > 1:
+        dense_add(y, weight, bias, residual, out, pdl=pdl)
+        return
+    rows, chunk, warps = settings or wide_settings(d)
+    pdl = use_pdl(pdl, y.device)
+    _dense_wide_kernel[(triton.cdiv(d, rows),)](
+        y,
+        weight,
+        bias,
+        residual,
+        out,
+        d,
+        N=n,
+        ROWS=rows,
+        CHUNK=min(chunk, triton.next_power_of_2(n)),
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,1 @@
+"""Prediction beside other work of the step. Imports every other folder of kernels."""

@@ -1,0 +1,1 @@
+"""Prediction, selection and the sparse MLP. Imports kernels.common and kernels.dense."""

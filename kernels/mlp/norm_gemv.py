@@ -1,0 +1,326 @@
+# mypy: disable-error-code="assignment, misc"
+"""A short matrix times a normalised vector, the LayerNorm folded into the product: y[r] = act(sum_j w[r, j] n[j]).
+
+    n = LayerNorm(x) = (x - mean) rstd g + b,  so  y[r] = rstd (sum_j w[r, j] g[j] x[j] - mean sum_j w[r, j] g[j])
+                                                          + sum_j w[r, j] b[j]
+
+x (1, d), w (rank, d), y (1, rank) fp32, sums in fp32. The two last sums depend on weights alone (`norm_sums`). The rows
+are in registers before the wait for the stage before; after it one pass over x gives products, mean and variance
+together, and one reduction adds them all up: a barrier, where a sum each would take a dozen. A program also normalises
+its slice of x for fc1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.launch import (
+    FLOAT_TYPES,
+    INTERPRET,
+    QUANTIZED_TYPES,
+    check_input,
+    check_tensor,
+    load_vector,
+    next_power_of_two,
+    programmatic,
+    require,
+    start_dependents_and_wait,
+    wait_for_predecessor,
+)
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+
+INTERPRETED = tl.constexpr(INTERPRET)
+PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
+MAX_ROWS = 7
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """rows: of a program, at most MAX_ROWS; block: columns a piece of a row; warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def norm_settings(d: int, rank: int) -> NormSettings:
+    """Launch settings by shape."""
+    if INTERPRET:
+        return NormSettings(1 + rank % MAX_ROWS, min(64, max(16, next_power_of_two(d))), 4)
+    block = min(2048, max(16, next_power_of_two(d)))
+    return NormSettings(min(MAX_ROWS, -(-rank // PROGRAMS)), block, 8)
+
+
+def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
+    """Sums of every row of weight (n, d) with the LayerNorm's weight and bias: (n,) fp32 each, without scales."""
+    both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
+    # In parts: a wide copy of a whole fc1 may not fit beside the model.
+    gains, shifts = torch.cat([part.float() @ both for part in weight.split(4096)]).T.contiguous()
+    return gains, shifts
+
+
+def norm_gemv_reference(
+    x: Tensor, ln: LayerNormWeights, weight: Tensor, scale: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """(1, rank) in plain torch; fp64 when x is fp64."""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    y = layer_norm_reference(x, ln, wide) @ weight.to(wide).T
+    if scale is not None:
+        y = y * scale.to(wide)
+    return y.relu() if relu else y
+
+
+@triton.jit
+def to_float(tile):
+    """fp32, exactly. The GPU converts int8 at a quarter of its rate for sums: here a code's byte becomes the end of
+    the mantissa of 2^23, four codes at a time, and 2^23 (and the 128 that makes it positive) is subtracted."""
+    if tile.dtype == tl.int8 and not INTERPRETED:
+        floats = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes;
+            xor.b32 bytes, $4, 0x80808080;
+            prmt.b32 $0, bytes, 0x4B000000, 0x7650;
+            prmt.b32 $1, bytes, 0x4B000000, 0x7651;
+            prmt.b32 $2, bytes, 0x4B000000, 0x7652;
+            prmt.b32 $3, bytes, 0x4B000000, 0x7653;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [tile],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        floats = floats - 8388736.0
+    else:
+        floats = tile.to(tl.float32)
+    return floats
+
+
+@triton.jit
+def row_tiles(w_ptr, first, n_rows, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows first .. first + ROWS - 1 in pieces (BLOCK,), row by row; the last row again beyond n_rows."""
+    tiles = ()
+    for r in tl.static_range(ROWS):
+        at = w_ptr + tl.minimum(first + r, n_rows - 1).to(tl.int64) * D
+        tiles = tiles + load_vector(at, columns, D, BLOCK)
+    return tiles
+
+
+@triton.jit
+def sums_together(tiles, N: tl.constexpr):
+    """The sums of N <= 16 tiles (BLOCK,) as scalars, by one reduction: joined in pairs, summed, split again."""
+    LEVELS: tl.constexpr = 1 if N <= 2 else 2 if N <= 4 else 3 if N <= 8 else 4
+    for _ in tl.static_range(N, 1 << LEVELS):
+        tiles = tiles + (tl.zeros_like(tiles[0]),)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
+            joined = joined + (tl.join(tiles[k], tiles[k + 1]),)
+        tiles = joined
+    sums = (tl.sum(tiles[0], 0),)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for k in tl.static_range(1 << level):
+            first, second = tl.split(sums[k])
+            halves = halves + (first, second)
+        sums = halves
+    return sums
+
+
+@triton.jit
+def mean_and_rstd(total, squares, D: tl.constexpr, eps):
+    """Of D values, from their sum and the sum of their squares in fp32."""
+    mean = total / D
+    return mean, tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
+
+
+@triton.jit
+def norm_products(tiles, x, gain, STEPS: tl.constexpr, ROWS: tl.constexpr):
+    """Sums of rows times gain times x, of x and of its squares (ROWS + 2 scalars) from pieces in registers."""
+    scaled = ()
+    for j in tl.static_range(STEPS):
+        part = x[j].to(tl.float32)
+        scaled = scaled + (part * gain[j].to(tl.float32),)
+        if j == 0:
+            total = part
+            squares = part * part
+        else:
+            total += part
+            squares += part * part
+    products = ()
+    for r in tl.static_range(ROWS):
+        product = to_float(tiles[r * STEPS]) * scaled[0]
+        for j in tl.static_range(1, STEPS):
+            product += to_float(tiles[r * STEPS + j]) * scaled[j]
+        products = products + (product,)
+    return sums_together(products + (total, squares), ROWS + 2)
+
+
+@triton.jit
+def row_values(ptr, first, n_rows, ROWS: tl.constexpr):
+    """One scalar a row."""
+    values = ()
+    for r in tl.static_range(ROWS):
+        values = values + (tl.load(ptr + tl.minimum(first + r, n_rows - 1)),)
+    return values
+
+
+@triton.jit
+def normalised_rows(
+    pid,
+    x_ptr,
+    gain_ptr,
+    shift_ptr,
+    w_ptr,
+    gains_ptr,
+    shifts_ptr,
+    normalised_ptr,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):
+    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n.
+
+    EARLY: lets the next kernel start before the wait.
+    """
+    first = pid * ROWS
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    columns = tl.arange(0, BLOCK)
+    tiles = row_tiles(w_ptr, first, n_rows, columns, D, BLOCK, ROWS)
+    gain = load_vector(gain_ptr, columns, D, BLOCK)
+    gains = row_values(gains_ptr, first, n_rows, ROWS)
+    shifts = row_values(shifts_ptr, first, n_rows, ROWS)
+    own = pid * SLICE + tl.arange(0, SLICE)
+    if normalised_ptr is not None:
+        own_gain = tl.load(gain_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+        own_shift = tl.load(shift_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+    if EARLY:
+        start_dependents_and_wait(PDL)
+    else:
+        wait_for_predecessor(PDL)
+    x = load_vector(x_ptr, columns, D, BLOCK)
+    if normalised_ptr is not None:
+        own_x = tl.load(x_ptr + own, mask=own < D, other=0.0).to(tl.float32)
+    sums = norm_products(tiles, x, gain, STEPS, ROWS)
+    mean, rstd = mean_and_rstd(sums[ROWS], sums[ROWS + 1], D, eps)
+    if normalised_ptr is not None:
+        value = (own_x - mean) * rstd * own_gain + own_shift
+        tl.store(normalised_ptr + own, value.to(normalised_ptr.dtype.element_ty), mask=own < D)
+    y = ()
+    for r in tl.static_range(ROWS):
+        y = y + (rstd * (sums[r] - mean * gains[r]) + shifts[r],)
+    return y
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _norm_gemv_kernel(
+    x_ptr,
+    gain_ptr,
+    shift_ptr,
+    w_ptr,
+    scale_ptr,
+    gains_ptr,
+    shifts_ptr,
+    out_ptr,
+    normalised_ptr,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+    RELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    first = pid * ROWS
+    if scale_ptr is not None:
+        scales = row_values(scale_ptr, first, n_rows, ROWS)
+    # The selection that follows asks for its own weights meanwhile.
+    y = normalised_rows(
+        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
+        SLICE, PDL, EARLY=True,
+    )  # fmt: skip
+    for r in tl.static_range(ROWS):
+        value = y[r]
+        if scale_ptr is not None:
+            value = value * scales[r]
+        if RELU:
+            value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+        tl.store(out_ptr + first + r, value, mask=first + r < n_rows)
+
+
+def norm_gemv(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Tensor,
+    sums: tuple[Tensor, Tensor],
+    out: Tensor,
+    scale: Tensor | None = None,
+    relu: bool = False,
+    normalised_out: Tensor | None = None,
+    pdl: bool = False,
+    settings: NormSettings | None = None,
+) -> None:
+    """x (1, d) fp32/fp16/bf16; weight (rank, d) as x, or int8/fp8 with scale (rank,) fp32; out (1, rank) fp32.
+
+    sums: as `norm_sums` gives them. normalised_out: (1, d), receives LN(x). Sums in fp32, in a fixed order.
+    Errors: shapes, dtypes, a CPU tensor.
+    """
+    batch, d = check_input("x", x)
+    require(batch == 1, f"the LayerNorm is folded into the product of one row, got {batch}")
+    rank = weight.shape[0]
+    check_tensor("weight", weight, (rank, d), FLOAT_TYPES + QUANTIZED_TYPES, x)
+    check_tensor("LayerNorm weight", ln.weight, (d,), FLOAT_TYPES, x)
+    check_tensor("LayerNorm bias", ln.bias, (d,), FLOAT_TYPES, x)
+    check_tensor("out", out, (1, rank), (torch.float32,), x)
+    require(weight.dtype not in QUANTIZED_TYPES or scale is not None, f"a weight of {weight.dtype} needs a scale a row")
+    for total in sums:
+        check_tensor("sums", total, (rank,), (torch.float32,), x)
+    if scale is not None:
+        check_tensor("scale", scale, (rank,), (torch.float32,), x)
+    if normalised_out is not None:
+        check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
+    programs, constants, warps = norm_launch(d, rank, settings)
+    has_pdl, use_pdl = programmatic(x, pdl)
+    _norm_gemv_kernel[(programs,)](
+        x,
+        ln.weight,
+        ln.bias,
+        weight,
+        scale,
+        *sums,
+        out,
+        normalised_out,
+        rank,
+        ln.eps,
+        **constants,
+        RELU=relu,
+        PDL=has_pdl,
+        num_warps=warps,
+        launch_pdl=use_pdl,
+    )
+
+
+def norm_launch(d: int, n_rows: int, settings: NormSettings | None = None) -> tuple[int, dict[str, int], int]:
+    """(programs, constants, warps) of `normalised_rows`, the same in every kernel that calls it."""
+    settings = settings or norm_settings(d, n_rows)
+    require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
+    programs = -(-n_rows // settings.rows)
+    constants = {
+        "D": d,
+        "BLOCK": settings.block,
+        "ROWS": settings.rows,
+        "SLICE": next_power_of_two(-(-d // programs)),
+    }
+    return programs, constants, min(settings.warps, max(1, settings.block // 32))  # no more threads than columns

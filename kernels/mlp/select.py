@@ -1,0 +1,354 @@
+# mypy: disable-error-code="assignment"
+"""Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
+
+x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
+device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
+its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `packed_rows.pack` closes
+the gaps. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.launch import (
+    FLOAT_TYPES,
+    QUANTIZED_TYPES,
+    check_input,
+    check_tensor,
+    dot_type,
+    next_power_of_two,
+    padded_batch,
+    programmatic,
+    require,
+    wait_for_predecessor,
+)
+from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+from kernels.mlp.batch_kernels import select_dot_kernel, store_selection
+from kernels.mlp.norm_gemv import norm_gemv, norm_sums, to_float
+from kernels.mlp.short_product import short_product
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selected rows of n, as block-local ranges on the device.
+
+    ids: (n_blocks * block,) int32, slots beyond a block's count are undefined; counts: (n_blocks,) int32;
+    row_bits: (n,) int32, bit b = selected by batch row b (defined for every i, also unselected ones).
+    """
+
+    n: int
+    block: int
+    ids: Tensor
+    counts: Tensor
+    row_bits: Tensor
+
+    @classmethod
+    def empty(cls, n: int, device: torch.device | str, block: int = 64) -> "Selection":
+        """An empty selection of n rows with fresh buffers."""
+        n_blocks = -(-n // block)
+        ids = torch.zeros(n_blocks * block, dtype=torch.int32, device=device)
+        counts = torch.zeros(n_blocks, dtype=torch.int32, device=device)
+        return cls(n, block, ids, counts, torch.zeros(n, dtype=torch.int32, device=device))
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, block: int = 64) -> "Selection":
+        """mask: (B, n) bool with B <= 32."""
+        selection = cls.empty(mask.shape[1], mask.device, block)
+        selection.set_mask(mask)
+        return selection
+
+    def set_mask(self, mask: Tensor) -> None:
+        """Fill from mask (B, n) bool; torch operations without a host synchronisation, so it can be captured."""
+        batch, n = mask.shape
+        if n != self.n:
+            raise ValueError(f"the mask has {n} columns, the selection {self.n} rows")
+        if batch > 32:
+            raise ValueError(f"a selection holds at most 32 batch rows, got {batch}")
+        shifts = torch.arange(batch, device=mask.device, dtype=torch.int64)
+        bits = (mask.to(torch.int64) << shifts[:, None]).sum(0)
+        self.row_bits.copy_(torch.where(bits >= 2**31, bits - 2**32, bits))
+        n_blocks = self.counts.numel()
+        wide = torch.zeros(n_blocks * self.block, dtype=torch.bool, device=mask.device)
+        wide[:n] = mask.any(0)
+        blocks = wide.view(n_blocks, self.block)
+        self.counts.copy_(blocks.sum(1))
+        # A stable sort of "not selected" moves the selected columns to the front in ascending order.
+        order = torch.sort((~blocks).to(torch.int8), dim=1, stable=True).indices
+        first = torch.arange(n_blocks, device=mask.device)[:, None] * self.block
+        self.ids.copy_((order + first).flatten())
+
+    def indices(self) -> Tensor:
+        """The selected rows, (count,) int64 ascending. Synchronises with the host: for tests and references."""
+        slots = torch.arange(self.block, device=self.ids.device)
+        valid = slots[None, :] < self.counts[:, None]
+        return self.ids.view(-1, self.block)[valid].long()
+
+    def to_mask(self, batch: int) -> Tensor:
+        """(B, n) bool, from row_bits."""
+        shifts = torch.arange(batch, device=self.row_bits.device)
+        return ((self.row_bits.long()[None, :] >> shifts[:, None]) & 1).bool()
+
+
+@dataclass(frozen=True)
+class PredictorWeights:
+    """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
+
+    sums: of down with the LayerNorm in front of it, where that is known (`with_norm`): a shorter kernel for one row.
+    """
+
+    down: Tensor
+    up: Tensor
+    bias: Tensor | None = None
+    down_scale: Tensor | None = None
+    up_scale: Tensor | None = None
+    relu: bool = False
+    sums: tuple[Tensor, Tensor] | None = None
+
+    def with_norm(self, ln: LayerNormWeights) -> "PredictorWeights":
+        """For inputs that `ln` normalises: `predict_select` must then be called with this LayerNorm."""
+        return replace(self, sums=norm_sums(self.down, ln))
+
+    def quantized(self, dtype: torch.dtype) -> "PredictorWeights":
+        """A copy in int8 or float8_e4m3fn with one scale per row."""
+        down, down_scale = quantize_rows(self.down, dtype)
+        up, up_scale = quantize_rows(self.up, dtype)
+        return PredictorWeights(down, up, self.bias, down_scale, up_scale, self.relu)
+
+
+def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """weight (n, d) -> (n, d) int8 or float8_e4m3fn, scales (n,) fp32, weight ~ quantized * scale[:, None]."""
+    limit = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
+    if limit is None:
+        raise ValueError(f"rows are quantised to int8 or float8_e4m3fn, not {dtype}")
+    largest = weight.float().abs().amax(1)
+    scale = torch.where(largest > 0, largest / limit, torch.ones_like(largest))
+    scaled = weight.float() / scale[:, None]
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+def unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """weight (n, d) in `dtype`, its rows times their scales (n,) where it has some."""
+    return weight.to(dtype) if scale is None else weight.to(dtype) * scale[:, None].to(dtype)
+
+
+def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeights | None = None) -> Tensor:
+    """Logits (B, n) in plain torch; fp64 when x is fp64."""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    if ln is not None:
+        x = layer_norm_reference(x, ln, wide)
+    hidden = x.to(wide) @ unscaled(predictor.down, predictor.down_scale, wide).T
+    if predictor.relu:
+        hidden = hidden.relu()
+    logits = hidden @ unscaled(predictor.up, predictor.up_scale, wide).T
+    return logits if predictor.bias is None else logits + predictor.bias.to(wide)
+
+
+def predict_select_reference(
+    x: Tensor,
+    predictor: PredictorWeights,
+    threshold: float | Tensor,
+    ln: LayerNormWeights | None = None,
+    row_state: Tensor | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """The selection as a mask (B, n) bool in plain torch."""
+    logits = predict_reference(x, predictor, ln)
+    if top_k is not None:
+        return top_k_mask(logits, top_k, row_state)
+    mask = logits > threshold
+    if row_state is not None:
+        mask = (mask & (row_state[:, None] > 0)) | (row_state[:, None] == 2)
+    return mask
+
+
+@triton.jit(do_not_specialize=["n"])
+def _select_kernel(
+    hidden_ptr,
+    up_ptr,
+    up_scale_ptr,
+    bias_ptr,
+    threshold_ptr,
+    threshold,
+    row_state_ptr,
+    ids_ptr,
+    counts_ptr,
+    row_bits_ptr,
+    logits_ptr,
+    n,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One batch row: a program owns a block. Its whole tile of `up` is static, so it is in registers before the wait.
+
+    Columns come in chunks of a power of two, and what is left of them as a rest.
+    """
+    pid = tl.program_id(0)
+    rows = pid * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    at = up_ptr + rows.to(tl.int64)[:, None] * RANK
+    r = tl.arange(0, CHUNK)
+    STEPS: tl.constexpr = RANK // CHUNK
+    REST: tl.constexpr = RANK % CHUNK
+    tiles = ()
+    for j in tl.static_range(STEPS):
+        tiles = tiles + (tl.load(at + (j * CHUNK + r)[None, :], mask=inside[:, None], other=0.0),)
+    if REST > 0:
+        # At least as many values as a program has threads, or copies of a sum would be written to one word (as happens,
+        # harmlessly, in the chunks of ranks below 8).
+        WIDE: tl.constexpr = triton.next_power_of_2(REST) if REST > 8 else 8
+        last = STEPS * CHUNK + tl.arange(0, WIDE)
+        if WIDE == REST:
+            rest = tl.load(at + last[None, :], mask=inside[:, None], other=0.0)
+        else:
+            rest = tl.load(at + last[None, :], mask=inside[:, None] & (last < RANK)[None, :], other=0.0)
+    if up_scale_ptr is not None:
+        scale = tl.load(up_scale_ptr + rows, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    if threshold_ptr is not None:
+        limit = tl.load(threshold_ptr)
+    else:
+        limit = threshold
+    if row_state_ptr is not None:
+        state = tl.load(row_state_ptr)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros((BLOCK, CHUNK), tl.float32)
+    for j in tl.static_range(STEPS):
+        acc += to_float(tiles[j]) * tl.load(hidden_ptr + j * CHUNK + r)[None, :]
+    logits = tl.sum(acc, 1)
+    if REST > 0:
+        z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
+        logits += tl.sum(to_float(rest) * z[None, :], 1)
+    if up_scale_ptr is not None:
+        logits = logits * scale
+    if bias_ptr is not None:
+        logits += bias
+    if logits_ptr is not None:
+        tl.store(logits_ptr + rows, logits, mask=inside)
+    chosen = (logits > limit) & inside  # False for NaN
+    if row_state_ptr is not None:
+        chosen = (chosen & (state > 0)) | (inside & (state == 2))
+    bits = chosen.to(tl.int32)
+    tl.store(row_bits_ptr + rows, bits, mask=inside)
+    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
+
+
+def predict_select(
+    x: Tensor,
+    predictor: PredictorWeights,
+    threshold: float | Tensor,
+    out: Selection,
+    ln: LayerNormWeights | None = None,
+    row_state: Tensor | None = None,
+    top_k: int | None = None,
+    hidden: Tensor | None = None,
+    normalised_out: Tensor | None = None,
+    logits_out: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Run the predictor on x (B, d) and write the selected rows to `out`; two kernels.
+
+    threshold: a number, or a (1,) fp32 tensor on the device. row_state: (B,) int32 on the device, 0 = the row selects
+    nothing (finished), 1 = by its logits, 2 = everything (a dense position). hidden: (B, rank) fp32 scratch.
+    normalised_out: (B, d), receives LN(x), so that fc1 need not normalise again. logits_out: (B, n) fp32.
+    top_k selects exactly that many per row (ties to the lower index) by a sort: exact, and slow.
+    pdl: launch as programmatic dependents of the kernels before; threshold and row_state must then be older than the
+    launch before this call. Errors: shapes, dtypes, a CPU tensor.
+    """
+    batch, d = check_input("x", x)
+    rank = predictor.down.shape[0]
+    if hidden is None:
+        hidden = torch.empty(batch, rank, dtype=torch.float32, device=x.device)
+    check_tensor("hidden", hidden, (batch, rank), (torch.float32,), x)
+    if batch == 1 and ln is not None:
+        sums = predictor.sums or norm_sums(predictor.down, ln)
+        norm_gemv(x, ln, predictor.down, sums, hidden, predictor.down_scale, predictor.relu, normalised_out, pdl)
+    else:
+        if ln is not None:
+            if normalised_out is None:
+                normalised_out = torch.empty_like(x)
+            layer_norm(x, ln, normalised_out, pdl)
+            x = normalised_out
+        short_product(x, predictor.down, hidden, predictor.down_scale, predictor.relu, pdl)
+    select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
+
+
+def rank_chunk(rank: int, size: int) -> int:
+    """Columns of `up` a step, of `size` bytes each: a power of two, whole lines of memory where possible.
+
+    One of 64 or more that divides the rank takes the fewest instructions, but 64 of one byte are half a line.
+    """
+    divisor = min(rank & -rank, 256)
+    return divisor if size > 1 and divisor >= 64 else min(128, 1 << (rank.bit_length() - 1))
+
+
+def select_rows(
+    hidden: Tensor,
+    predictor: PredictorWeights,
+    threshold: float | Tensor,
+    out: Selection,
+    row_state: Tensor | None = None,
+    top_k: int | None = None,
+    logits_out: Tensor | None = None,
+    pdl: bool = False,
+    warps: int | None = None,
+) -> None:
+    """The second half of `predict_select`: hidden (B, rank) fp32 times `up`, bias, threshold, list.
+
+    Errors: shapes, dtypes, a CPU tensor.
+    """
+    batch, rank = check_input("hidden", hidden)
+    n = predictor.up.shape[0]
+    check_tensor("predictor.up", predictor.up, (n, rank), FLOAT_TYPES + QUANTIZED_TYPES, hidden)
+    require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
+    check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
+    if predictor.bias is not None:
+        check_tensor("predictor.bias", predictor.bias, (n,), FLOAT_TYPES, hidden)
+    if predictor.up_scale is not None:
+        check_tensor("predictor.up_scale", predictor.up_scale, (n,), (torch.float32,), hidden)
+    if row_state is not None:
+        check_tensor("row_state", row_state, (batch,), (torch.int32,), hidden)
+    if logits_out is not None:
+        check_tensor("logits_out", logits_out, (batch, n), (torch.float32,), hidden)
+    if top_k is not None:
+        require(0 <= top_k <= n, f"top_k must be between 0 and {n}, got {top_k}")
+        if logits_out is None:
+            logits_out = torch.empty(batch, n, dtype=torch.float32, device=hidden.device)
+    if isinstance(threshold, Tensor):
+        check_tensor("threshold", threshold, (1,), (torch.float32,), hidden)
+    threshold_ptr = threshold if isinstance(threshold, Tensor) else None
+    value = 0.0 if isinstance(threshold, Tensor) else float(threshold)
+    has_pdl, use_pdl = programmatic(hidden, pdl)
+    grid = (out.counts.numel(),)
+    common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
+    outputs = (out.ids, out.counts, out.row_bits, logits_out)
+    if batch == 1:
+        tile = out.block * rank * predictor.up.element_size()
+        warps = warps or (8 if out.block > 32 and tile >= 32768 else 4)
+        chunk = rank_chunk(rank, predictor.up.element_size())
+        _select_kernel[grid](
+            hidden, *common, *outputs, n, RANK=rank, CHUNK=chunk, BLOCK=out.block, PDL=has_pdl, num_warps=warps,
+            launch_pdl=use_pdl,
+        )  # fmt: skip
+    else:
+        select_dot_kernel[grid](
+            hidden, *common, *outputs, n, batch, RANK=rank, BATCH=padded_batch(batch),
+            CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot_type(predictor.up.dtype),
+            PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
+        )  # fmt: skip
+    if top_k is not None:
+        assert logits_out is not None
+        out.set_mask(top_k_mask(logits_out, top_k, row_state))
+
+
+def top_k_mask(logits: Tensor, top_k: int, row_state: Tensor | None = None) -> Tensor:
+    """(B, n) bool: the top_k largest logits of each row, ties to the lower index, NaN never."""
+    order = torch.sort(logits.nan_to_num(nan=float("-inf")), dim=1, descending=True, stable=True).indices
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order[:, :top_k], True) & ~logits.isnan()
+    return mask if row_state is None else (mask & (row_state[:, None] > 0)) | (row_state[:, None] == 2)

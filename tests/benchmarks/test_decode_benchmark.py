@@ -1,0 +1,71 @@
+"""The decoding benchmark without a GPU: its cells, and thresholds that hit densities of a batch's union."""
+
+import pytest
+import torch
+from decode_helpers import random_bundle, random_opt
+
+from benchmarks.decode import bytes_needed
+from benchmarks.decode_cells import Cell, read_cells, required_cells
+from benchmarks.decode_plot import best
+from benchmarks.decode_problem import SHAPES, UNION, measured, set_thresholds, start
+from dejavu_train.engine.decode import DecodeEngine
+
+
+def test_cells_are_read_from_words():
+    made = read_cells("engine=dense,sparse prompt=128,512 pdl=False")
+    assert made[0] == Cell("dense", prompt=128, pdl=False) and len(made) == 4
+    assert made[-1].options == "pdl=False" and Cell("dense", 8).options == ""
+    for text, part in (("colour=red", "no 'colour=red'"), ("batch", "key=value"), ("engine=other", "dense, sparse")):
+        with pytest.raises(SystemExit, match=part):
+            read_cells(text)
+
+
+def test_the_required_cells_are_there():
+    for model in ("6.7b", "30b", "66b"):
+        found = {(cell.engine, cell.prompt) for cell in required_cells(model) if cell.batch == 1 and not cell.site}
+        assert found >= {(engine, prompt) for engine in ("dense", "sparse") for prompt in (128, 256, 512, 1024)}
+    for model in ("1.3b", "13b"):
+        assert {cell.engine for cell in required_cells(model)} >= {"dense", "sparse"}
+    for model in ("1.3b", "6.7b"):
+        assert {cell.engine for cell in required_cells(model)} >= {"hf", "hf-compile"}
+    for model in ("6.7b", "66b"):
+        batches = {cell.batch: cell.mlp_density for cell in required_cells(model) if cell.engine == "sparse"}
+        assert {batch: batches[batch] for batch in (2, 4, 8, 16, 32)} == UNION[model]
+    assert any(cell.mlp_density == 0.195 and cell.head_density == 0.37 for cell in required_cells("66b"))
+
+
+def test_bytes_of_a_cell():
+    """66B: 64 layers of 12 d^2 weights in fp16, and 2 d values a position and layer for K and V, d for kept inputs."""
+    d = SHAPES["66b"].d_model
+    assert bytes_needed(SHAPES["66b"], 1, 100) - bytes_needed(SHAPES["66b"], 1, 0) == 100 * 64 * 3 * d * 2
+    assert 130e9 < bytes_needed(SHAPES["66b"], 1, 0) < 133e9
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_thresholds_hit_the_density_of_the_union(batch):
+    model = random_opt(d_ffn=400)
+    bundle = random_bundle(model, targets=("mlp",))
+    engine = DecodeEngine(model, bundle, batch=batch, ops="reference", context=40)
+    with torch.no_grad():
+        start(engine, 4, 30)
+        set_thresholds(engine, 0.25, 1.0)
+        row = measured(engine, 6)
+    assert row["mlp_density"] == pytest.approx(0.25, abs=0.04)
+    assert row["row_density"] <= row["mlp_density"] + 1e-6 and row["head_density"] == 1
+    assert (row["row_density"] == pytest.approx(row["mlp_density"])) == (batch == 1)
+
+
+def test_the_plot_takes_the_fastest_row_of_a_prompt():
+    common = {
+        "model": "6.7b",
+        "engine": "sparse",
+        "batch": "1",
+        "mlp_density": "0.1",
+        "floor45_ms": "1",
+        "prompt": "128",
+    }
+    rows = [common | {"p50_ms": ms, "options": options} for ms, options in (("3", ""), ("2", ""), ("1", "site=2"))]
+    assert best(rows, "6.7b", "sparse") == [(128, 2.0, 1.0)]
+    rows.append(common | {"p50_ms": "1.5", "options": "site=1"})
+    assert best(rows, "6.7b", "sparse") == [(128, 2.0, 1.0)]
+    assert best(rows, "6.7b", "sparse", ahead=True) == [(128, 1.5, 1.0)]

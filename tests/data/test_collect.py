@@ -1,0 +1,174 @@
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from conftest import make_text, save_tiny_opt
+from small_runs import COLLECT, activations
+
+import dejavu_train.data.collect as collect_module
+import dejavu_train.files as files
+from dejavu_train.data.collect import collect
+from dejavu_train.data.shard_reader import ShardReader
+from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
+from dejavu_train.data.text import TextSource, load_sets
+from dejavu_train.data.windows import CollectConfig
+from dejavu_train.errors import UserError
+from dejavu_train.models.hooks import decoder_layers, head_contribution, record
+from dejavu_train.models.opt import load_opt
+
+
+def test_rows_equal_an_unbatched_forward(tiny_opt, text_file):
+    """Batching and padding change nothing, and only real tokens are recorded."""
+    folder = activations(tiny_opt, text_file)
+    model = load_opt(str(tiny_opt))
+    reader = ShardReader(folder, 1, "val")
+    mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
+    start = 0
+    for window in reader.windows():
+        with torch.no_grad(), record(model, {"attn_in", "mlp_in", "activation", "head_out"}) as kept:
+            model(torch.tensor([window]))
+        stop = start + len(window)
+        expected = kept[1]
+        for name in ("attn_in", "mlp_in"):
+            torch.testing.assert_close(reader.read(name, start, stop).float(), expected[name][0], atol=4e-3, rtol=2e-3)
+        wrong = reader.read("mlp_active", start, stop) != (expected["activation"][0] > 0)
+        assert wrong.float().mean() < 1e-3  # batching may turn the sign of a zero
+        out_proj = decoder_layers(model)[1].self_attn.out_proj.weight.detach()
+        heads = head_contribution(expected["head_out"][0] - mean, out_proj)
+        torch.testing.assert_close(reader.read("head_norm", start, stop).float(), heads, atol=1e-2, rtol=1e-2)
+        assert reader.read("position", start, stop).tolist() == list(range(len(window)))
+        start = stop
+    assert start == reader.rows
+
+
+def test_a_heads_mean_is_over_the_first_train_tokens(tiny_opt, text_file):
+    folder = activations(tiny_opt, text_file)
+    model = load_opt(str(tiny_opt))
+    reader = ShardReader(folder, 1, "train")
+    total, seen = torch.zeros(4, 12), 0
+    for window in reader.windows():
+        with torch.no_grad(), record(model, {"head_out"}) as kept:
+            model(torch.tensor([window]))
+        total += kept[1]["head_out"][0].sum(0)
+        seen += len(window)
+        if seen >= CollectConfig().mean_tokens:
+            break
+    mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
+    torch.testing.assert_close(mean, total / seen, atol=1e-4, rtol=1e-4)
+
+
+def test_heads_may_be_measured_whole(tiny_opt, text_file, tmp_path):
+    config = CollectConfig(
+        **COLLECT | {"train_tokens": 300, "val_tokens": 100, "calibration_tokens": 100}, head_criterion="norm"
+    )
+    manifest = collect(str(tiny_opt), TextSource(source=str(text_file)), config, tmp_path / "a")
+    assert 0 <= manifest.text["report_8grams_in_train"] < 1
+    assert not LayerWeights.load(tmp_path / "a", 0, manifest.weight_hash).head_mean.any()
+
+
+def test_budgets_are_exact_and_sets_disjoint(tiny_opt, text_file):
+    folder = activations(tiny_opt, text_file)
+    for name in ("train", "val", "calibration"):
+        assert ShardReader(folder, 0, name).rows == COLLECT[f"{name}_tokens"]
+    sets, _ = load_sets(TextSource(source=str(text_file)), str(tiny_opt))
+    names = [{document.name for document in documents} for documents in sets.values()]
+    assert sum(map(len, names)) == len(set().union(*names))
+
+
+def test_a_missing_shard_is_redone_and_the_rest_kept(tiny_opt, text_file, tmp_path):
+    folder = shutil.copytree(activations(tiny_opt, text_file), tmp_path / "a")
+    before = ShardReader(folder, 1, "train").read("mlp_in", 0, 12000)
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.h5")}
+    removed = shard_path(folder, 1, 1)
+    removed.unlink()
+    (folder / "statistics.json").unlink()
+    leftover = folder / "layer_00" / ".tmp-abc-shard_0001.h5"
+    leftover.write_bytes(b"half")
+    collect(str(tiny_opt), TextSource(source=str(text_file)), CollectConfig(**COLLECT), folder)
+    assert not leftover.exists()
+    redone = {path for path in folder.rglob("*.h5") if path.stat().st_mtime_ns != times[path]}
+    assert redone == {removed, shard_path(folder, 0, 1)}
+    torch.testing.assert_close(ShardReader(folder, 1, "train").read("mlp_in", 0, 12000), before)
+
+
+def test_complete_shards_are_not_touched(tiny_opt, text_file, monkeypatch):
+    folder = activations(tiny_opt, text_file)
+    monkeypatch.setattr(collect_module, "load_opt", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(collect_module, "load_sets", lambda *_: pytest.fail("the text was read"))
+    collect(str(tiny_opt), TextSource(source=str(text_file)), CollectConfig(**COLLECT), folder)
+
+
+def refused(tiny_opt, text, config, folder, *words):
+    with pytest.raises(UserError) as caught:
+        collect(str(tiny_opt), text, config, folder)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_disk_too_small(tiny_opt, text_file, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+    refused(tiny_opt, TextSource(source=str(text_file)), CollectConfig(**COLLECT), tmp_path / "a", "GB", "free")
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def test_another_request_or_model_is_refused(tiny_opt, text_file, tmp_path):
+    folder = shutil.copytree(activations(tiny_opt, text_file), tmp_path / "a")
+    config = CollectConfig(**COLLECT)
+    text = TextSource(source=str(text_file))
+    refused(tiny_opt, text, dataclasses.replace(config, train_tokens=11000), folder, "train_tokens", "12000", "11000")
+    other = save_tiny_opt(tmp_path / "other", init_std=0.2)
+    refused(other, text, config, folder, "another model")
+    (folder / "layer_00" / "shard_0000.h5").unlink()
+    changed = tmp_path / "changed" / text_file.name
+    changed.parent.mkdir()
+    changed.write_text(make_text(30000, seed=5))
+    refused(tiny_opt, TextSource(source=str(changed)), config, folder, "changed")
+
+
+def test_text_shorter_than_a_window_and_window_too_long(tiny_opt, text_file, tmp_path):
+    config = CollectConfig(**COLLECT | {"window": 1000})
+    refused(tiny_opt, TextSource(source=str(text_file)), config, tmp_path / "a", "512 positions")
+
+
+def test_text_shorter_than_one_sequence(tiny_opt, tmp_path):
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(40)))
+    config = CollectConfig(**COLLECT | {"window": 512})
+    refused(tiny_opt, TextSource(source=str(path)), config, tmp_path / "a", "short.jsonl", "fewer than one sequence")
+
+
+def test_values_beyond_fp16_name_the_remedy(tmp_path, text_file, monkeypatch):
+    folder = save_tiny_opt(tmp_path / "big")
+    model = load_opt(str(folder))
+    with torch.no_grad():
+        decoder_layers(model)[1].final_layer_norm.bias.fill_(1e5)
+    monkeypatch.setattr(collect_module, "load_opt", lambda *_: model)
+    refused(folder, TextSource(source=str(text_file)), CollectConfig(**COLLECT), tmp_path / "a", "layer 1", "bfloat16")
+    assert not ActivationManifest.load(tmp_path / "a").missing(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes(tiny_opt, text_file, tmp_path, dtype):
+    config = CollectConfig(
+        **COLLECT
+        | {"train_tokens": 600, "val_tokens": 200, "calibration_tokens": 200, "dtype": dtype, "storage": "bfloat16"}
+    )
+    collect(str(tiny_opt), TextSource(source=str(text_file)), config, tmp_path / "a")
+    reader = ShardReader(tmp_path / "a", 0, "train")
+    position = reader.read("position", 0, 600)
+    assert reader.read("mlp_in", 0, 10).dtype == torch.bfloat16
+    assert (reader.read("token", 0, 600) == 2).sum() == (position == 0).sum()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 128, "num_attention_heads": 2}, {"hidden_size": 256, "ffn_dim": 200}]
+)
+def test_other_sizes(tmp_path, text_file, sizes):
+    sizes = {"num_attention_heads": 2, **sizes, "word_embed_proj_dim": sizes["hidden_size"]}
+    folder = save_tiny_opt(tmp_path / "opt", **sizes)
+    config = CollectConfig(**COLLECT | {"train_tokens": 300, "val_tokens": 100, "calibration_tokens": 100})
+    collect(str(folder), TextSource(source=str(text_file)), config, tmp_path / "a")
+    reader = ShardReader(tmp_path / "a", 1, "train")
+    assert reader.read("mlp_in", 0, 300).shape == (300, sizes["hidden_size"])
+    assert reader.read("mlp_active", 0, 300).shape == (300, sizes.get("ffn_dim", 96))

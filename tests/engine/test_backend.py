@@ -1,0 +1,356 @@
+"""backend="triton": generate() and forward() through the engine, here with its operations in plain torch on a CPU."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_opt
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    OPTForCausalLM,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from dejavu_train.engine.backend import Stream
+from dejavu_train.engine.decode import MAX_BATCH
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_attention_heads": 2, "ffn_dim": 64}
+    return str(save_tiny_opt(tmp_path_factory.mktemp("opt16"), **sizes))
+
+
+@pytest.fixture(scope="module")
+def bundle(folder):
+    return make_bundle(folder).at(0.3, 0.5)
+
+
+def sparse(folder, bundle, backend="triton", sparse_from=0, **options):
+    ops = {} if backend == "gather" else {"ops": "reference"}
+    return SparseOPTForCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from, **ops, **options)
+
+
+def tokens(rows, columns, seed=0):
+    return torch.randint(4, 300, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(lengths, left=True, pad=1):
+    rows = [tokens(1, n, seed=n)[0].tolist() for n in lengths]
+    width = max(lengths)
+    ids = torch.tensor([[pad] * (width - len(r)) + r if left else r + [pad] * (width - len(r)) for r in rows])
+    return ids, (ids != pad).long()
+
+
+@pytest.mark.parametrize("start", [0, 4, "prompt"])
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"lookahead": True, "means": True}], ids=str)
+def test_greedy_rows_of_unequal_lengths_equal_gather(folder, start, options):
+    made, (ids, mask) = make_bundle(folder, **options).at(0.4, 0.5), padded((3, 11, 7))
+    out = {}
+    for backend in ("gather", "triton"):
+        model = sparse(folder, made, backend, start)
+        out[backend] = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(out["gather"], out["triton"])
+    assert model._decoder is None, "the engine must have done it"
+
+
+def test_right_padding_generates_as_alone(folder, bundle):
+    ids, mask = padded((5, 9), left=False)
+    model = sparse(folder, bundle)
+    out = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(out[:, :9], ids)
+    for row, length in enumerate((5, 9)):
+        alone = sparse(folder, bundle, "gather").generate(ids[row : row + 1, :length], **GREEDY)
+        assert torch.equal(out[row, 9:], alone[0, length:])
+
+
+def test_several_stop_tokens_padding_and_least_lengths(folder, bundle):
+    ids, gather, engine = tokens(2, 6), sparse(folder, bundle, "gather"), sparse(folder, bundle)
+    free = gather.generate(ids, **GREEDY)
+    ends = [int(free[0, 8]), int(free[1, 10])]
+    for settings in (
+        {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 1},
+        {"max_new_tokens": 12, "eos_token_id": ends[0], "min_new_tokens": 7, "pad_token_id": 1},
+        {"max_length": 15, "min_length": 12, "eos_token_id": ends},
+    ):
+        expected = gather.generate(ids, do_sample=False, **settings)
+        assert torch.equal(engine.generate(ids, do_sample=False, **settings), expected)
+    assert expected.shape[1] <= 15
+
+
+def test_a_default_length_and_a_dictionary(folder, bundle):
+    engine = sparse(folder, bundle)
+    made = engine.generate(tokens(1, 5), eos_token_id=None, return_dict_in_generate=True)
+    assert made.sequences.shape == (1, 25) and made.scores is None
+    assert torch.equal(made.sequences, engine.generate(tokens(1, 5), eos_token_id=None))
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": 3}, {"top_p": 0.5, "top_k": 0}, {"temperature": 0.3}])
+def test_sampling_repeats_with_the_seed_and_stays_in_its_set(folder, bundle, settings):
+    engine, ids = sparse(folder, bundle), tokens(2, 6)
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        made.append(engine.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=2, **settings))
+    assert made[0].shape[0] == 4 and torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+    with torch.no_grad():
+        logits = engine(made[0]).logits[:, 5:-1]
+    if settings.get("top_k"):
+        best = logits.topk(settings["top_k"]).indices
+        assert (best == made[0][:, 6:, None]).any(-1).all()
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.parts, self.ended = [], False
+
+    def put(self, value):
+        self.parts.append(value.clone())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamers_hear_every_token(folder, bundle):
+    engine, heard = sparse(folder, bundle, sparse_from="prompt"), Heard()
+    ids, mask = padded((3, 8))
+    free = engine.generate(ids, attention_mask=mask, **GREEDY)
+    end = int(free[0, 10])
+    out = engine.generate(
+        ids, attention_mask=mask, max_new_tokens=12, eos_token_id=end, pad_token_id=1, streamer=heard
+    )  # fmt: skip
+    assert torch.equal(heard.parts[0], ids) and heard.ended
+    assert torch.equal(torch.stack(heard.parts[1:], 1), out[:, 8:])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    out = engine.generate(ids[1:], streamer=streamer, **GREEDY)
+    assert "".join(streamer) == tokenizer.decode(out[0, 8:])
+
+
+def test_a_row_that_has_ended_holds_up_no_other():
+    heard = Heard()
+    stream = Stream(heard, 2, 1, [9])
+    for row, token in ((0, 7), (0, 9), (1, 5), (1, 6)):
+        stream.add(row, token)
+    assert [part.tolist() for part in heard.parts] == [[7, 5], [9, 6]]
+    stream.add(1, 4)
+    assert heard.parts[-1].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("sizes", [{"enable_bias": False, "layer_norm_elementwise_affine": False}, {"vocab_size": 777}])
+def test_other_models(tmp_path, sizes):
+    small = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 2, "ffn_dim": 64}
+    folder = str(save_tiny_opt(tmp_path, **small, **sizes))
+    made, ids = make_bundle(folder).at(0.3, 0.5), tokens(2, 9)
+    with torch.no_grad():
+        expected = sparse(folder, made, "mask")(ids).logits
+        torch.testing.assert_close(sparse(folder, made)(ids).logits, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_an_uncalibrated_bundle_is_refused_when_the_model_is_made(folder):
+    bare = make_bundle(folder)
+    for key, entry in bare.specs.items():
+        bare.specs[key] = dataclasses.replace(entry, curve={})
+    with pytest.raises(UserError, match="never calibrated.*python train.py"):
+        sparse(folder, bare)
+
+
+def test_a_text_generation_pipeline(folder, bundle, caplog):
+    logging.getLogger("transformers").propagate = True
+    engine, tokenizer = sparse(folder, bundle), AutoTokenizer.from_pretrained(folder)
+    with caplog.at_level(logging.WARNING):
+        made = pipeline("text-generation", model=engine, tokenizer=tokenizer)
+        text = made("the model reads", max_new_tokens=6, do_sample=False)[0]["generated_text"]
+        assert len(made(["the model reads", "a token"], max_new_tokens=6, batch_size=2)) == 2
+    assert not [record.message for record in caplog.records if "not supported" in record.message]
+    ids = tokenizer("the model reads", return_tensors="pt").input_ids
+    expected = sparse(folder, bundle, "gather").generate(ids, max_new_tokens=6, do_sample=False)
+    assert text == tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert engine._decoder is None
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is OPTForCausalLM
+
+
+REFUSED = [
+    ({"num_beams": 3}, "num_beams=3"),
+    ({"repetition_penalty": 1.3}, "repetition_penalty=1.3"),
+    ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+    ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+    ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor"),
+    ({"do_sample": True, "min_p": 0.1}, "min_p=0.1"),
+    ({"eos_token_id": list(range(4, 13))}, "at most 8 stop tokens, got 9"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+]
+
+
+@pytest.mark.parametrize(("settings", "part"), REFUSED, ids=[part for _, part in REFUSED])
+def test_what_the_engine_cannot_do_is_one_line_that_names_gather(folder, bundle, settings, part):
+    with pytest.raises(UserError) as refused:
+        sparse(folder, bundle).generate(tokens(1, 4), max_new_tokens=3, **settings)
+    text = str(refused.value)
+    assert part in text and text.endswith("use backend='gather'") and "\n" not in text
+
+
+def test_forward_passes_and_batches_that_the_engine_refuses(folder, bundle):
+    engine, ids = sparse(folder, bundle), tokens(1, 4)
+    for options in (
+        {"use_cache": True},
+        {"past_key_values": DynamicCache(config=engine.config)},
+        {"output_hidden_states": True},
+        {"position_ids": torch.arange(4)[None]},
+    ):
+        with pytest.raises(UserError, match="use backend='gather'"):
+            engine(ids, **options)
+    with pytest.raises(UserError, match="inputs_embeds"):
+        engine(inputs_embeds=engine.get_input_embeddings()(ids))
+    with pytest.raises(UserError, match="at most 32 rows at once, got 33"):
+        engine.generate(tokens(33, 4), **GREEDY)
+    with pytest.raises(UserError, match="leaves no room"):
+        engine.generate(ids, max_length=4)
+    with pytest.raises(UserError, match="model's limit is 512"):
+        engine.generate(ids, max_new_tokens=509)
+
+
+def test_auto_falls_back_to_gather_and_says_so_once(folder, bundle, caplog):
+    auto, gather = sparse(folder, bundle, "auto"), sparse(folder, bundle, "gather")
+    assert auto.backend == "triton"
+    ids, beams = tokens(2, 6), {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+    with caplog.at_level(logging.WARNING, "dejavu_train"):
+        for _ in range(2):
+            assert torch.equal(auto.generate(ids, **beams), gather.generate(ids, **beams))
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("dejavu_train")]
+    assert len(said) == 1 and "num_beams=2" in said[0] and "gather runs instead" in said[0]
+    assert torch.equal(auto.generate(ids, **GREEDY), gather.generate(ids, **GREEDY))
+    with torch.no_grad():
+        out = auto(ids, use_cache=True)
+        step = auto(ids[:, :1], past_key_values=out.past_key_values).logits
+        want = gather(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+    torch.testing.assert_close(step, want, atol=1e-4, rtol=1e-4)
+
+
+def test_auto_without_a_gpu_is_gather(folder, bundle, caplog, monkeypatch):
+    monkeypatch.setattr("dejavu_train.engine.backend.INTERPRET", False)
+    with caplog.at_level(logging.WARNING, "dejavu_train"):
+        made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle)
+    assert made.backend == "gather" and "needs a GPU" in caplog.text
+    with pytest.raises(UserError, match="needs a GPU.*use backend='gather'"):
+        SparseOPTForCausalLM.from_model(load_opt(folder), bundle, "triton")
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32, 35])
+@pytest.mark.parametrize("options", [{}, {"cascade": True}], ids=str)
+def test_forward_scores_every_position_as_mask_does(folder, batch, options):
+    made, ids = make_bundle(folder, **options).at(0.4, 0.5), tokens(batch, 14)
+    with torch.no_grad():
+        for start in (0, 5, "prompt"):
+            expected = sparse(folder, made, "mask", start)(ids, labels=ids)
+            got = sparse(folder, made, "triton", start)(ids, labels=ids)
+            torch.testing.assert_close(got.logits, expected.logits, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(got.loss, expected.loss, atol=1e-4, rtol=1e-4)
+    assert got.past_key_values is None
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_forward_with_padding(folder, bundle, left):
+    ids, mask = padded((5, 9, 2), left)
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        expected = sparse(folder, bundle, "mask")(ids, attention_mask=mask, labels=labels)
+        engine = sparse(folder, bundle)
+        got = engine(ids, attention_mask=mask, labels=labels)
+        seen = mask.bool()
+        torch.testing.assert_close(got.logits[seen], expected.logits[seen], atol=2e-4, rtol=2e-4)
+        assert engine(ids, attention_mask=mask, logits_to_keep=2).logits.shape == (3, 2, 320)
+        loss = engine(ids, attention_mask=mask, labels=labels, return_dict=False)[0]
+        torch.testing.assert_close(loss, got.loss)
+    shifted = F.cross_entropy(got.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(got.loss, shifted)
+
+
+def test_a_full_context_is_scored(folder, bundle):
+    ids = tokens(1, 512)
+    with torch.no_grad():
+        got = sparse(folder, bundle)(ids).logits
+        torch.testing.assert_close(got, sparse(folder, bundle, "mask")(ids).logits, atol=5e-4, rtol=5e-4)
+
+
+def test_engines_are_made_once_for_a_size_and_reused(folder, bundle, monkeypatch):
+    engine = sparse(folder, bundle)
+    backend, made = engine._engines, []
+    build = backend._make
+    monkeypatch.setattr(backend, "_make", lambda *size: made.append(size) or build(*size))
+    for rows, new in ((1, 5), (1, 9), (2, 5), (3, 5), (4, 5), (1, 300)):
+        engine.generate(tokens(rows, 6), max_new_tokens=new, do_sample=False)
+    assert made == [(1, 256), (2, 256), (4, 256), (1, 512)]
+    assert set(backend.engines) == {1, 2, 4} and max(backend.engines) <= MAX_BATCH
+    made.clear()
+    monkeypatch.setattr(backend, "_make", _out_of_memory_once(build, made))
+    engine.generate(tokens(20, 6), max_new_tokens=4, do_sample=False)
+    assert made == [(32, 256), (32, 256)] and set(backend.engines) == {32}
+
+
+def _out_of_memory_once(build, made):
+    def make(*size):
+        made.append(size)
+        if len(made) == 1:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return build(*size)
+
+    return make
+
+
+def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, tmp_path):
+    dense, ids = load_opt(folder), tokens(2, 9)
+    with torch.no_grad():
+        before = dense(ids).logits
+        names = {name for name in dense.state_dict()}
+        model = SparseOPTForCausalLM.from_model(dense, bundle, "triton", ops="reference")
+        model.generate(ids[:1], **GREEDY)
+        model.generate(ids, **GREEDY)
+        torch.testing.assert_close(dense(ids).logits, before)
+    own = {p.untyped_storage().data_ptr() for p in dense.parameters()}
+    for held in model._engines.engines.values():
+        for layer in held.weights.layers:
+            for name in ("qkv", "out", "fc1", "fc2"):
+                assert getattr(layer, name).untyped_storage().data_ptr() in own, f"{name} exists twice"
+        assert held.weights.embedding.data_ptr() == dense.model.decoder.embed_tokens.weight.data_ptr()
+    total = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in dense.parameters()}.values())
+    plain = sum(p.nbytes for p in load_opt(folder).parameters())
+    assert total <= 1.01 * plain
+    assert set(dense.state_dict()) == names
+    model.save_pretrained(tmp_path / "saved")
+    again = OPTForCausalLM.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, before)
+
+
+def test_other_thresholds_and_dtypes(folder, bundle):
+    model, ids = sparse(folder, bundle), tokens(2, 7)
+    model.generate(ids, **GREEDY)
+    other = make_bundle(folder).at(0.6, 1.0)
+    model.set_bundle(other)
+    assert torch.equal(model.generate(ids, **GREEDY), sparse(folder, other, "gather").generate(ids, **GREEDY))
+    moved = model.to(torch.bfloat16)
+    assert moved._engines.weights.embedding.dtype == torch.bfloat16
+    assert moved.generate(ids, **GREEDY).shape == (2, 19)
+    with pytest.raises(UserError, match="computes in float32, float16, bfloat16.*float64"):
+        model.to(torch.float64)
+
+
+def test_a_model_over_several_devices_is_refused(folder, bundle):
+    dense = load_opt(folder)
+    dense.lm_head = torch.nn.Linear(32, 320, bias=False, device="meta")
+    with pytest.raises(UserError, match="one device.*use backend='gather'"):
+        SparseOPTForCausalLM.from_model(dense, bundle, "triton")

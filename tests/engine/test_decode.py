@@ -1,0 +1,348 @@
+"""The decode engine in plain torch on the CPU: its state, back-fill, look-ahead, rows of own lengths, errors."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
+
+from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.dispatch import choose_execution, describe_execution, expected_union, heads_pay
+from dejavu_train.engine.weights import DecodeWeights, load_predictors
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.timing import time_engine
+from kernels.common.launch import sparse_pays
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_opt()
+
+
+def rows_of(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def engine(model, bundle=None, **options):
+    return DecodeEngine(model, bundle, ops="reference", **options)
+
+
+def test_dense_engine_generates_what_hugging_face_does(model):
+    prompts = rows_of(5, 3, 9)
+    for phase in ("dense", "steps"):
+        got = engine(model, batch=4).generate(prompts, 10, stop_tokens=(), prompt_phase=phase)
+        for prompt, tokens in zip(prompts, got, strict=True):
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None)
+            assert tokens == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lookahead": 1, "targets": ("mlp",), "relu": True},
+        {"relu": True},
+        {"int8": True},
+        {"cascade": True},
+        {"cascade": True, "lookahead": 1, "dense_layers": (1,)},
+        {"top_k": 0.4},
+        {"lookahead": 1},
+        {"lookahead": 2, "int8": True},
+        {"targets": ("mlp",)},
+        {"means": True},
+        {"targets": ("heads",)},
+        {"dense_layers": (1,)},
+        {"threshold": 1e9},
+        {"threshold": -1e9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_scores_equal_the_masked_forward_pass(model, options, batch):
+    bundle = random_bundle(model, **options)
+    rows = rows_of(20, 7, 13)
+    sparse = engine(model, bundle, batch=batch)
+    for sparse_from in (0, 6):
+        for row, nll in zip(rows, sparse.score(rows, sparse_from), strict=True):
+            torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+def test_policies_of_skipped_heads(model, policy):
+    bundle = random_bundle(model, threshold=0.8, targets=("heads",))
+    row = rows_of(30)[0]
+    _, masks = masked_logits(model, bundle, row)
+    assert 0.1 < masks[0, "heads"].float().mean() < 0.9, "the case must skip some heads"
+    nll = engine(model, bundle, kv_policy=policy).score([row])[0]
+    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-5, rtol=1e-5)
+
+
+def test_sparse_generation_after_a_dense_prompt(model):
+    bundle = random_bundle(model)
+    prompts = rows_of(6, 11)
+    got = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=())
+    again = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=(), prompt_phase="steps")
+    assert got == again
+    for prompt, tokens in zip(prompts, got, strict=True):
+        row = list(prompt)
+        for token in tokens:
+            logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
+            assert logits[-1].argmax() == token
+            row.append(token)
+
+
+def test_a_row_does_not_depend_on_its_mates(model):
+    bundle = random_bundle(model)
+    prompts = rows_of(6, 11, 4)
+    together = engine(model, bundle, batch=3).generate(prompts, 8, stop_tokens=())
+    shuffled = engine(model, bundle, batch=3).generate(prompts[::-1], 8, stop_tokens=())
+    alone = [engine(model, bundle).generate([prompt], 8, stop_tokens=())[0] for prompt in prompts]
+    assert together == alone == shuffled[::-1]
+
+
+def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
+    """Each arranges layers for itself; a second one must not take from the first what its graph has captured."""
+    weights = DecodeWeights.from_model(model, torch.float32, "cpu")
+    bundle, rows = random_bundle(model), rows_of(9)
+    before = {name: tensor.data_ptr() for name, tensor in vars(weights.layers[0]).items() if torch.is_tensor(tensor)}
+    sparse = engine(weights, bundle)
+    held = [body.weights.fc2 for body in (half.body for half in sparse.core.halves[1::2])]
+    copies = [tensor.clone() for tensor in held]
+    tested, dense = engine(weights, random_bundle(model, cascade=True)), engine(weights)
+    for name, pointer in before.items():
+        assert getattr(weights.layers[0], name).data_ptr() == pointer, f"{name} of the given weights was replaced"
+    assert [half.body.weights.fc2.data_ptr() for half in sparse.core.halves[1::2]] == [t.data_ptr() for t in held]
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert sparse.weights.layers[0].fc1.data_ptr() == dense.weights.layers[0].fc1.data_ptr(), (
+        "the same layout is shared"
+    )
+    torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(sparse.score(rows)[0], masked_nll(model, bundle, rows[0]), atol=2e-5, rtol=1e-5)
+    assert tested.weights.layers[0].fc1.numel() == 0, "one row reads planes only"
+
+
+def test_weights_that_are_released_exist_once(model):
+    weights = DecodeWeights.from_model(model, torch.float32, "cpu")
+    first = engine(weights, random_bundle(model))
+    row, expected = rows_of(9), first.score(rows_of(9))[0]
+    second = engine(weights, None, release=True)
+    assert not weights.layers
+    torch.testing.assert_close(second.score(row)[0], masked_nll(model, None, row[0]), atol=2e-5, rtol=1e-5)
+    assert torch.equal(first.score(row)[0], expected)
+    assert second.weights.layers[0].fc1.data_ptr() == first.weights.layers[0].fc1.data_ptr()
+
+
+def test_weights_come_back_from_planes(model):
+    """Weights arranged for a cascade, given to a dense engine: fc1 as its planes hold it, in the same dtype."""
+    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1
+    for batch in (1, 2):
+        arranged = engine(model, random_bundle(model, cascade=True), batch=batch).weights
+        limit = arranged.layers[0].cascade.scale[:, None] * 0.51
+        assert ((arranged.layers[0].whole_fc1() - exact).abs() <= limit).all()
+        rows, dense = rows_of(9), engine(arranged)
+        assert dense.weights.layers[0].cascade is None
+        torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["generate", "score", "logits"])
+def test_nan_logits_are_an_error_that_names_them(model, mode):
+    broken = engine(copy.deepcopy(model), batch=2)
+    broken.weights.embedding[7] = float("nan")  # also the LM head's row: every logit of token 7 is NaN
+    rows = rows_of(6, 9)
+    with pytest.raises(UserError, match=r"row 0 for the token at position \d+ hold NaN.*bfloat16 or float32"):
+        {"generate": lambda: broken.generate(rows, 5), "score": lambda: broken.score(rows),
+         "logits": lambda: broken.logits(rows)}[mode]()  # fmt: skip
+
+
+def test_seeds_that_overflow_are_refused(model):
+    last = Sampling(temperature=1.0, seed=2**26 - 1)
+    assert len(engine(model, batch=32).generate(rows_of(3) * 32, 2, sampling=last)) == 32
+    for seed in (2**26, -1):
+        with pytest.raises(UserError, match="seed must lie in 0 to 67108863"):
+            Sampling(temperature=1.0, seed=seed)
+
+
+def test_a_step_that_fails_while_it_is_captured_changes_nothing(model):
+    """`undone` holds what a capture runs before it records."""
+    used = engine(model, random_bundle(model))
+    used.begin(rows_of(9), [20], [9], [9], Sampling())
+    used.core.tail("greedy", False)
+    state = {name: tensor.clone() for name, tensor in vars(used.state).items()}
+    watermark = used.core.watermark.clone()
+
+    def fail():
+        used.core.eager("greedy", False)
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError), used.core.undone():
+        fail()
+    assert all(torch.equal(tensor, getattr(used.state, name)) for name, tensor in state.items())
+    assert torch.equal(used.core.watermark, watermark)
+
+
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"lookahead": 1, "means": True, "relu": True}], ids=str)
+def test_a_layer_that_computes_all_selects_the_same(model, options, monkeypatch):
+    """Whatever the crossover says, the bundle's selection counts: scores at 1, 8 and 32 rows equal the mask."""
+    bundle, rows = random_bundle(model, **options), rows_of(*range(3, 35))
+    expected = [masked_nll(model, bundle, row) for row in rows]
+    monkeypatch.setattr(
+        "dejavu_train.engine.decode.choose_execution",
+        lambda predictors, d, batch, measured, kv_policy: {
+            key: dataclasses.replace(mode, sparse=batch == 1)
+            for key, mode in choose_execution(predictors, d, batch, True, kv_policy).items()
+        },
+    )
+    for batch in (1, 8, 32):
+        made = engine(model, bundle, batch=batch)
+        assert ("computed whole and masked" in made.describe()) == (batch > 1)
+        for nll, want in zip(made.score(rows[: max(batch, 4)]), expected, strict=False):
+            torch.testing.assert_close(nll, want, atol=2e-5, rtol=1e-5)
+
+
+def test_logits_of_every_position(model):
+    bundle, rows = random_bundle(model), rows_of(128, 5)
+    made = engine(model, bundle, batch=2).logits(rows, [0, 3])
+    for b, row in enumerate(rows):
+        expected, _ = masked_logits(model, bundle, row, (0, 3)[b])
+        torch.testing.assert_close(made[b, : len(row)], expected, atol=2e-4, rtol=1e-4)
+
+
+def test_no_stop_token_before_the_least_length(model):
+    dense, prompts = engine(model, batch=2), rows_of(5, 8)
+    full = dense.generate(prompts, 10, stop_tokens=())
+    stop = full[0][3]
+    assert len(dense.generate(prompts, 10, stop_tokens=(stop,))[0]) == full[0].index(stop) + 1
+    late = dense.generate(prompts, 10, stop_tokens=(stop,), min_new_tokens=7)
+    assert all(stop not in row[:7] and len(row) >= 7 for row in late)
+    assert late[0][: full[0].index(stop)] == full[0][: full[0].index(stop)]
+
+
+def test_reset_and_reuse(model):
+    bundle = random_bundle(model)
+    used = engine(model, bundle, batch=2)
+    for tensor in [t for cache in used.core.caches for t in (cache.k, cache.v, cache.attn_in)]:
+        tensor.fill_(float("nan"))
+    first = used.generate(rows_of(9, 5), 7, stop_tokens=())
+    used.score(rows_of(30))
+    assert used.generate(rows_of(9, 5), 7, stop_tokens=()) == first
+
+
+def test_stop_tokens_and_streaming(model):
+    dense = engine(model, batch=2)
+    prompts = rows_of(5, 8)
+    full = dense.generate(prompts, 10, stop_tokens=())
+    stop = full[0][3]
+    heard: dict[int, list[int]] = {0: [], 1: []}
+    got = dense.generate(prompts, 10, stop_tokens=(stop,), callback=lambda row, token: heard[row].append(token))
+    assert got[0] == full[0][: full[0].index(stop) + 1]
+    assert got == [heard[0], heard[1]]
+
+
+def test_sampling_follows_the_distribution(model):
+    dense = engine(model)
+    prompt = rows_of(6)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    for sampler in (
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.0, top_p=0.3),
+        Sampling(temperature=1.5, top_k=4),
+        Sampling(temperature=1.5, top_k=9, top_p=0.5),
+    ):
+        draws = [
+            dense.generate([prompt], 1, sampling=dataclasses.replace(sampler, seed=seed), stop_tokens=())[0][0]
+            for seed in range(300)
+        ]
+        p = (logits / sampler.temperature).softmax(0)
+        order = p.argsort(descending=True)
+        among = p[order][: sampler.top_k or len(p)]
+        n_kept = len(among)
+        if sampler.top_p < 1:
+            n_kept = int(((among / among.sum()).cumsum(0) < sampler.top_p).sum()) + 1
+        kept = set(order[:n_kept].tolist())
+        assert set(draws) <= kept
+        top = int(order[0])
+        expected = float(p[top] / p[order[:n_kept]].sum())
+        assert abs(draws.count(top) / 300 - expected) < 4 * (expected * (1 - expected) / 300) ** 0.5 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("action", "part"),
+    [
+        (lambda m: DecodeEngine(m), "needs a CUDA device"),
+        (lambda m: time_engine(m, None, "dense-engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
+        (lambda m: engine(m, context=129), "129 tokens does not fit"),
+        (lambda m: engine(m, batch=33), "1 to 32 rows"),
+        (lambda m: engine(m, kv_policy="never"), "backfill, always, stale"),
+        (lambda m: engine(m, context=20).generate([[2] * 15], 6), "21 tokens do not fit the engine's context of 20"),
+        (lambda m: engine(m).generate([[2], [2]], 6), "holds 1 rows, got 2"),
+        (lambda m: engine(m).generate([[]], 6), "empty prompt"),
+        (lambda m: engine(m).generate([[300]], 6), "0 to 299"),
+        (lambda m: engine(m).generate([[2]], 0), "at least 1"),
+        (lambda m: engine(m).score([[2]]), "at least 2 tokens"),
+        (lambda m: Sampling(temperature=-1), "at least 0"),
+        (lambda m: Sampling(top_p=0), "above 0"),
+        (lambda m: engine(m, random_bundle(random_opt(n_layers=3))), "another shape"),
+    ],
+)
+def test_mistakes_are_one_line(model, action, part, monkeypatch):
+    monkeypatch.setattr("dejavu_train.engine.decode.INTERPRET", False)
+    with pytest.raises(UserError) as caught:
+        action(model)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_uncalibrated_bundle_is_refused(model):
+    bundle = random_bundle(model)
+    bundle.specs[1, "mlp"].threshold = None
+    with pytest.raises(UserError, match="mlp predictor of layer 1 was never calibrated"):
+        engine(model, bundle)
+
+
+def test_a_head_dim_without_kernels_is_refused(model, monkeypatch):
+    monkeypatch.setattr("dejavu_train.engine.decode.INTERPRET", True)
+    with pytest.raises(UserError, match="head dim 24 has no kernels"):
+        DecodeEngine(random_opt(d_model=48))
+
+
+def test_what_independent_rows_select_together():
+    for batch in (1, 2, 8):
+        assert expected_union(0.1, batch) == pytest.approx(1 - 0.9**batch)
+    even, skewed = torch.ones(1000), torch.linspace(0, 1, 1000) ** 4
+    assert expected_union(0.1, 8, even) == pytest.approx(1 - 0.9**8, rel=1e-3)
+    assert 0.1 < expected_union(0.1, 8, skewed) < 0.45, "units that all rows want count once"
+    masks = torch.rand(2000, 8, 1000) < (skewed * 0.1 / skewed.mean())
+    assert expected_union(0.1, 8, skewed) == pytest.approx(masks.any(1).float().mean().item(), rel=0.02)
+    assert expected_union(0.3, 4, torch.zeros(10)) == pytest.approx(1 - 0.7**4)
+    assert expected_union(0.3, 4, torch.tensor([1.0, *[0.0] * 9])) == pytest.approx(1 - 0.7**4)
+
+
+def test_several_rows_mask_their_heads(model):
+    assert heads_pay(1) and not heads_pay(2) and heads_pay(2, "stale")
+    assert not heads_pay(8, "always")
+
+
+def test_the_form_of_a_layer_follows_the_table(model, monkeypatch):
+    """The table decides by width, batch and expected union, before capture; the report says so."""
+    asked = []
+    monkeypatch.setattr(
+        "kernels.common.launch.sparse_pays", lambda d, union, batch: asked.append((d, batch)) or union < 0.9
+    )
+    bundle = random_bundle(model)
+    bundle.specs[1, "mlp"].density = 0.95
+    predictors = load_predictors(bundle, engine(model).shape, torch.float32, "cpu")
+    modes = choose_execution(predictors, 64, 2)
+    assert set(asked) == {(64, 2)}
+    assert modes[0, "mlp"].sparse and not modes[1, "mlp"].sparse
+    assert all(mode.sparse for mode in choose_execution(predictors, 64, 2, measured=False).values())
+    text = describe_execution(modes, 2)
+    assert "mlp: 2 of 2 layers sparse, density 0.725 a row" in text
+    assert "computed whole and masked, which is faster: layers 1 (0.9" in text
+    assert all(mode.sparse for mode in engine(model, bundle, batch=2).modes.values()), "measured on a GPU only"
+
+
+def test_sparse_pays_below_the_measured_union():
+    assert sparse_pays(64, 0.99) and sparse_pays(4096, 1.0)
+    assert sparse_pays(9216, 0.263, 16) and not sparse_pays(9216, 0.9, 16) and not sparse_pays(2048, 0.1, 2)

@@ -1,0 +1,249 @@
+"""The decode engine on a GPU: kernels against the masked forward pass, replay against eager, with and without PDL.
+
+python -m pytest -m gpu tests/engine/test_decode_gpu.py
+"""
+
+import threading
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_opt
+from decode_helpers import masked_nll, random_bundle, random_opt
+
+from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NEAR = 5e-5  # a logit this close to its threshold may fall on either side: sums in another order
+# Rows, half-blocks ahead, how.
+REPLAYS = ((1, 0, "stream"), (1, 1, "stream"), (1, 1, "fused"), (1, 1, "inline"), (4, 0, "stream"))
+SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (400, 5), 128: (384, 3)}
+
+
+def rows_of(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def mlp_ahead(bundle):
+    """A bundle of `lookahead=1` whose heads read their own site again, so that every layer can be fused."""
+    for (layer, target), spec in bundle.specs.items():
+        if target == "heads":
+            spec.site, spec.site_layer = "attn_in", layer
+    return bundle
+
+
+def poison(engine):
+    """Caches, scratch and partial sums full of NaN: nothing may be read that was not written."""
+    core = engine.core
+    kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    for tensor in [*kept, core.work.q, core.work.heads_out, core.x, core.logits]:
+        tensor.fill_(float("nan"))
+    for tensor in (core.work.attention.partial, core.work.attention.largest, core.work.attention.total):
+        tensor.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("head_dim", list(SIZES))
+def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
+    d_model, n_heads = SIZES[head_dim]
+    model = random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, positions=256)
+    cases = ({}, {"lookahead": 1}, {"relu": True}, {"int8": True, "means": True}, {"dense_layers": (0,)}, None)
+    for options, how in (*((options, "stream") for options in cases), ({"lookahead": 1, "means": True}, "fused")):
+        bundle = None if options is None else random_bundle(model, rank=16, **options)
+        bundle = mlp_ahead(bundle) if how == "fused" else bundle
+        rows = rows_of(150, 40, 77)[:batch]
+        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", crossover=False, look_ahead=how)
+        poison(engine)
+        for row, nll in zip(rows, engine.score(rows), strict=True):
+            margins: list[torch.Tensor] = []
+            expected = masked_nll(model, bundle, row, margins=margins)
+            far = (nll - expected).abs() > 2e-3 + 1e-3 * expected.abs()
+            # Only where a near-tie stands at the position or before it (one unit more or less changes later K/V), and
+            # rarely.
+            ties = torch.stack(margins).amin(0)[:-1] < NEAR if margins else torch.zeros_like(far)
+            excused = ties.cumsum(0) > 0
+            where = (
+                f"{options} {how}: {int(far.sum())} of {len(far)} differ, at most by {(nll - expected).abs().max():.2g}"
+            )
+            assert not (far & ~excused).any(), where
+            assert far.float().mean() <= 0.02, where
+            if far.any():
+                print(f"near-ties at head dim {head_dim}, batch {batch}, {where}")
+
+
+@pytest.mark.parametrize("batch", [2, 8, 32])
+@pytest.mark.parametrize("options", [{}, {"means": True, "relu": True}, {"cascade": True}], ids=str)
+def test_layers_that_compute_all_select_the_same(batch, options):
+    """At this width several rows compute all units and mask them; what is selected stays the bundle's."""
+    model = random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)
+    bundle, rows = random_bundle(model, rank=16, **options), rows_of(*range(20, 20 + batch))
+    engine = DecodeEngine(model, bundle, batch=batch, device="cuda")
+    poison(engine)
+    assert "computed whole and masked" in engine.describe()
+    for row, nll in zip(rows, engine.score(rows), strict=True):
+        margins: list[torch.Tensor] = []
+        expected = masked_nll(model, bundle, row, margins=margins)
+        far = (nll - expected).abs() > 2e-3 + 1e-3 * expected.abs()
+        assert not (far & ((torch.stack(margins).amin(0)[:-1] < NEAR).cumsum(0) == 0)).any(), row
+
+
+def test_a_captured_engine_survives_others_on_the_same_weights():
+    """The first one's graph reads tensors that the second one must neither free nor rewrite."""
+    weights = DecodeWeights.from_model(random_opt(d_model=256, n_heads=4, positions=256), torch.float16, "cuda")
+    bundle, rows = random_bundle(random_opt(d_model=256, n_heads=4, positions=256), rank=16), rows_of(100)
+    first = DecodeEngine(weights, bundle, crossover=False)
+    expected = first.score(rows)[0]
+    for other in (None, random_bundle(random_opt(d_model=256, n_heads=4, positions=256), cascade=True)):
+        DecodeEngine(weights, other).score(rows)
+        torch.empty(2**28, dtype=torch.uint8, device="cuda").fill_(255)  # what was freed is now full of NaN
+        assert torch.equal(first.score(rows)[0], expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [None, {}], ids=["dense", "sparse"])
+def test_another_device_than_the_current_one(options):
+    model = random_opt(d_model=256, n_heads=4, positions=256)
+    bundle = None if options is None else random_bundle(model, rank=16)
+    made = []
+    for device in ("cuda:0", "cuda:1"):
+        assert torch.cuda.current_device() == 0
+        engine = DecodeEngine(model, bundle, batch=2, device=device)
+        made.append(engine.generate(rows_of(9, 30), 40, stop_tokens=()))
+    assert made[0] == made[1]
+
+
+def test_capture_is_not_broken_by_another_thread():
+    """Another thread asks CUDA for memory while steps are captured."""
+    model = random_opt(d_model=256, n_heads=4, n_layers=8, positions=256)
+    ended, failed = threading.Event(), []
+
+    def work():
+        try:
+            while not ended.is_set():
+                torch.empty(2**22 + 2**20 * (torch.randint(64, ()).item()), dtype=torch.uint8, device="cuda")
+                torch.cuda.empty_cache()
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for mode in (Sampling(), Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, 5)):
+            engine = DecodeEngine(model, random_bundle(model, rank=16), device="cuda")
+            made = engine.generate(rows_of(9), 20, sampling=mode, stop_tokens=())
+            assert len(made[0]) == 20
+    finally:
+        ended.set()
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, {"lookahead": True, "means": True}], ids=str)
+def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4, "ffn_dim": 128}
+    folder = str(save_tiny_opt(tmp_path, **sizes))
+    bundle = make_bundle(folder, **options).at(0.4, 0.5)
+    prompts = rows_of(9, 5, 12)
+    ids = torch.tensor([[1] * (12 - len(row)) + row for row in prompts], device="cuda")
+    mask, made = (ids != 1).long(), {}
+    for backend in ("gather", "auto"):
+        model = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), bundle, backend, "prompt")
+        made[backend] = model.generate(
+            ids, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        )  # fmt: skip
+    assert model.backend == "triton" and model._decoder is None
+    assert torch.equal(made["gather"], made["auto"])
+    model.sparse_from = 0
+    whole = made["auto"][2:].repeat(8, 1)
+    with torch.no_grad():
+        expected = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), bundle, "mask")(whole, labels=whole)
+        for rows in (1, 8):
+            got = model(whole[:rows], labels=whole[:rows])
+            torch.testing.assert_close(got.logits, expected.logits[:rows], atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(got.loss, expected.loss, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+def test_policies(policy):
+    model = random_opt(d_model=256, n_heads=4, positions=256)
+    bundle = random_bundle(model, threshold=1.5, targets=("heads",))
+    row = rows_of(200)[0]
+    engine = DecodeEngine(model, bundle, device="cuda", kv_policy=policy, crossover=False)
+    nll = engine.score([row])[0]
+    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("batch", "lookahead", "how"), REPLAYS)
+def test_replay_equals_eager_bitwise(batch, lookahead, how):
+    model = random_opt(d_model=256, n_heads=4, n_layers=3, positions=640)
+    bundle = random_bundle(model, rank=16, lookahead=lookahead)
+    bundle = mlp_ahead(bundle) if how == "fused" else bundle
+    engines = [
+        DecodeEngine(
+            model,
+            bundle,
+            batch=batch,
+            device="cuda",
+            dtype=torch.float16,
+            graph=graph,
+            pdl=pdl,
+            look_ahead=how,
+            crossover=False,
+        )  # fmt: skip
+        for graph, pdl in ((True, True), (False, True), (True, False))
+    ]
+    for prompts in (rows_of(20, 30, 5, 9)[:batch], rows_of(9, 5, 30, 20)[:batch], rows_of(64, 3, 3, 3)[:batch]):
+        made = [engine.generate(prompts, 512, stop_tokens=()) for engine in engines]
+        assert made[0] == made[1] == made[2]
+        logits = [engine.core.logits.clone() for engine in engines]
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    together = engines[0].generate(rows_of(20, 30, 5, 9)[:batch], 100, stop_tokens=())
+    again = engines[0].generate(rows_of(20, 30, 5, 9)[:batch][::-1], 100, stop_tokens=())[::-1]
+    assert together == again, "the order of rows must not matter"
+
+
+def test_dense_engine_follows_hugging_face():
+    model = random_opt(d_model=256, n_heads=2, n_layers=3, positions=300).cuda()
+    engine = DecodeEngine(model, batch=1)
+    for prompt in rows_of(12, 100):
+        ids = torch.tensor([prompt], device="cuda")
+        expected = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
+        assert engine.generate([prompt], 60, stop_tokens=())[0] == expected
+
+
+def test_sampling_modes_run_and_repeat():
+    model = random_opt(d_model=128, n_heads=4, positions=256)
+    engine = DecodeEngine(model, batch=2, device="cuda")
+    for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4), Sampling(0.8, 0.5, 7)):
+        first = engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
+        assert first == engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
+
+
+if __name__ == "__main__":
+    import itertools
+    import time
+    import traceback
+
+    failed = 0
+    cases = [(test_dense_engine_follows_hugging_face, ()), (test_sampling_modes_run_and_repeat, ())]
+    cases += [(test_policies, (p,)) for p in ("backfill", "always", "stale")]
+    cases += [(test_replay_equals_eager_bitwise, c) for c in REPLAYS]
+    cases += [(test_kernels_equal_the_masked_forward_pass, c) for c in itertools.product((64, 80, 128, 32), (1, 3))]
+    for case, arguments in cases:
+        began = time.monotonic()
+        try:
+            case(*arguments)
+            print(f"passed {case.__name__} {arguments} {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {case.__name__} {arguments}: {type(error).__name__} {str(error)[:600]}", flush=True)
+            traceback.print_exc(limit=-4)
+    raise SystemExit(failed > 0)

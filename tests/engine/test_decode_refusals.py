@@ -1,0 +1,30 @@
+"""A CPU tensor given to a kernel is one line that says so (what the engine refuses stands in test_decode.py)."""
+
+import pytest
+import torch
+
+from kernels.attention.out_projection import project_heads
+from kernels.dense.dense_gemv import dense_rows
+from kernels.mlp.select import PredictorWeights, Selection, predict_select
+
+MODULES = ("launch", "attention_common")
+
+
+def run_select(x, w):
+    predict_select(x, PredictorWeights(w, w.T.contiguous()), 0.0, Selection.empty(8, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("run", "part"),
+    [
+        (run_select, "x is on cpu: the Triton kernels need a CUDA device"),
+        (lambda x, w: dense_rows(x, None, w, None, "none", torch.empty(1, 4)), "x: expected a CUDA tensor, got one on"),
+        (lambda x, w: project_heads(x, w, x, x, None, x), "mixed: expected a CUDA tensor, got one on cpu"),
+    ],
+)
+def test_a_cpu_tensor_given_to_a_kernel_is_one_line(run, part, monkeypatch):
+    for name in MODULES:  # another test of this process may have asked for the interpreter
+        monkeypatch.setattr(f"kernels.{name}.INTERPRET", False)
+    with pytest.raises(ValueError) as caught:
+        run(torch.randn(1, 8), torch.randn(4, 8))
+    assert part in str(caught.value) and "\n" not in str(caught.value)

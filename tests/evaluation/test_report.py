@@ -1,0 +1,85 @@
+"""Tables and pictures say what results.json says, whatever is missing."""
+
+import numpy as np
+import pytest
+
+from dejavu_train.evaluation import report
+from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting
+from dejavu_train.evaluation.picture import plot_curves
+from dejavu_train.evaluation.texts import EvalText
+from dejavu_train.evaluation.timing import Timing
+from dejavu_train.predictors.metrics import SelectionSums
+
+HELD = EvalCorpus([[2, 5, 6]] * 4, [0, 0, 1, 1], [4, 4], 30)
+TEXTS = [
+    EvalText("docs", "installed-docs", "ab", "test", False, "in domain", 3, 512, HELD),
+    EvalText("prose", "prose.txt", "cd", None, True, "unseen", 0, 512, HELD),
+]
+
+
+def quality(row, nats, tp=8, fp=2, fn=2, kept=9.0):
+    sums = {}
+    for target, units in (("mlp", 100), ("heads", 20)):
+        sums[0, target] = SelectionSums()
+        for name, value in {"tp": tp, "fp": fp, "fn": fn, "units": units, "kept": kept, "mass": 10.0}.items():
+            setattr(sums[0, target], name, getattr(sums[0, target], name) + value)
+    return EvalResult(row, np.array(nats), sums, {0: 25} if row.selection == "predicted" else {}, 0.125)
+
+
+@pytest.fixture
+def found():
+    scored = [quality(EvalSetting("dense"), [8.0, 8.0])]
+    for density in (0.1, 0.2):
+        scored += [
+            quality(EvalSetting(name, density), [8.1, 8.1]) for name in ("predicted", "oracle", "random", "static")
+        ]
+    scored.append(quality(EvalSetting("predicted", 0.1, 0.85), [8.4, 8.4]))
+    timing = Timing("gather", "cpu", 1, 32, 64, {"p20": 1.0, "p50": 1.25, "p80": 2.0})
+    others = [quality(EvalSetting("dense"), [9.0, 8.0]), quality(EvalSetting("predicted", 0.2), [9.9, 8.0])]
+    return report.results("models/mini", "bundle", [(TEXTS[0], scored), (TEXTS[1], others)], [timing])
+
+
+def test_rows(found):
+    dense, predicted = found["quality"][:2]
+    assert dense["perplexity"] == pytest.approx(np.exp(2.0), rel=1e-5)
+    assert dense["bits_per_byte"] == pytest.approx(16 / np.log(2) / 30, rel=1e-5)
+    assert predicted["increase"] == pytest.approx(np.expm1(0.2 / 8), rel=1e-5)
+    assert predicted["increase_error"] == pytest.approx(0, abs=1e-9)
+    assert predicted["mlp_density"] == 0.1 and predicted["head_density"] == 1.0 and predicted["head_recall"] is None
+    assert predicted["mlp_candidate_density"] == 0.25 and predicted["mlp_bytes"] == 0.125
+    assert dense["mlp_bytes"] == 1 and dense["mlp_candidate_density"] is None
+    mine = [row for row in found["quality"] if row["text"] == "docs"]
+    assert mine[-1]["head_density"] == 0.5 and mine[-1]["head_recall"] == 0.8
+    assert mine[-1]["asked_head_density"] == 0.85 and mine[-1]["head_retained_mass"] == 0.9
+    other = found["quality"][-1]
+    assert other["text"] == "prose" and other["increase"] == pytest.approx(np.expm1(0.9 / 8), rel=1e-5)
+    assert [(text["name"], text["domain"], text["whole"]) for text in found["texts"]] == [
+        ("docs", "in domain", False),
+        ("prose", "unseen", True),
+    ]
+    assert found["layers"][0] == {
+        "text": "docs", "layer": 0, "target": "mlp",
+        "density": 0.1, "recall": 0.8, "precision": 0.8, "retained_mass": 0.9
+    }  # fmt: skip
+    assert [(row["text"], row["target"]) for row in found["layers"]] == [
+        ("docs", "mlp"), ("docs", "heads"), ("prose", "mlp")
+    ]  # fmt: skip
+
+
+def test_table(found):
+    text = report.tables(found)
+    assert "2.53%" in text and "1.250" in text and "heads 0" in text
+    drift = next(part for part in text.split("\n\n") if part.startswith("increase of perplexity on"))
+    lines = [line.split() for line in drift.splitlines()[1:]]
+    assert [line[0] for line in lines] == ["docs", "docs", "prose", "docs"]  # texts of one density side by side
+    assert lines[2][1:4] == ["0.250", "of", "0.2"] and "11.91%" in lines[2] and lines[2][-1] == "-"
+    found |= {"texts": [], "quality": [], "layers": [], "timing": []}
+    assert report.tables(found).count("\n") == 0
+    assert report.table(["a", "b"], [["x", "10"], ["yyy", "5"]]).splitlines() == ["a     b", "x    10", "yyy   5"]
+
+
+def test_picture(found, tmp_path):
+    assert plot_curves(found, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    report.write_results(found, tmp_path / "new")
+    assert (tmp_path / "new/results.json").is_file()

@@ -1,0 +1,326 @@
+"""infer.py from its command line: results.json, table, picture; every mistake is one line and exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from bundles import make_bundle
+from conftest import REPOSITORY, make_text
+
+from dejavu_train.data.text import INSTALLED, cut_plain_text
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.run import InferConfig, main, read_config
+from dejavu_train.files import sha256_text
+
+ROW_KEYS = {
+    "text",
+    "selection",
+    "asked_mlp_density",
+    "asked_head_density",
+    "mlp_candidate_density",
+    "mlp_density",
+    "head_density",
+    "sparse_from",
+    "perplexity",
+    "increase",
+    "increase_error",
+    "bits_per_byte",
+    "mlp_recall",
+    "mlp_retained_mass",
+    "head_recall",
+    "head_retained_mass",
+    "mlp_bytes",
+    "tokens",
+}
+TEXT_KEYS = {
+    "name",
+    "source",
+    "sha256",
+    "set",
+    "whole",
+    "domain",
+    "documents",
+    "tokens",
+    "bytes",
+    "window",
+    "pretrained_paragraphs",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(tiny_opt, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "bundle"
+    make_bundle(tiny_opt).at(0.1, 0.85).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short_text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("short") / "short.txt"
+    path.write_text(make_text(2000, seed=3), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def arguments(tiny_opt, bundle_folder, short_text, tmp_path):
+    return {
+        "config": str(REPOSITORY / "configs/infer/opt-mini.yaml"),
+        "model": str(tiny_opt),
+        "bundle": str(bundle_folder),
+        "output": str(tmp_path / "out"),
+        "text": str(short_text),
+        "window": "64",
+        "tokens": "400",
+        "new_tokens": "4",
+        "device": "cpu",
+        "prompt": "8",
+        "sparse_from": "0,16",
+    }
+
+
+def flags(values):
+    """A list is a flag that is repeated."""
+    each = [(name, part) for name, value in values.items() for part in (value if isinstance(value, list) else [value])]
+    return [part for name, value in each for part in (f"--{name}", str(value))]
+
+
+def run(arguments, **changes):
+    return exit_on_user_error(main, flags({k: v for k, v in (arguments | changes).items() if v is not None}))
+
+
+def test_everything_from_the_command_line(arguments, capsys, tmp_path):
+    assert run(arguments, generate="the model reads") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("the model reads")
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert found["schema"] == 2
+    assert {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing"} == set(found)
+    (text,) = found["texts"]
+    assert text.keys() == TEXT_KEYS
+    assert text["tokens"] >= 400 and text["name"] == "short" and text["domain"] == "unseen" and not text["whole"]
+    rows = found["quality"]
+    assert all(row.keys() == ROW_KEYS for row in rows)
+    dense = rows[0]
+    assert dense["selection"] == "dense" and dense["increase"] == 0 and dense["mlp_density"] == 1
+    for row in rows[1:]:
+        assert row["increase"] == pytest.approx(row["perplexity"] / dense["perplexity"] - 1, abs=2e-5)
+        assert row["increase_error"] is None or row["increase_error"] >= 0
+        assert row["tokens"] == text["tokens"]
+        assert (row["head_recall"] is None) == (row["head_density"] == 1)
+        assert (row["mlp_bytes"] is None) == (row["selection"] not in ("dense", "predicted"))
+    for name in ("predicted", "oracle", "random", "static", "noncontextual"):
+        assert sum(row["selection"] == name and row["head_density"] == 1 for row in rows) >= 2
+    assert {row["sparse_from"] for row in rows} == {0, 16}
+    assert [(row["layer"], row["target"]) for row in found["layers"]] == [
+        (i, t) for t in ("mlp", "heads") for i in (0, 1)
+    ]
+    assert found["layers"][0].keys() == {"text", "layer", "target", "density", "recall", "precision", "retained_mass"}
+    assert [row["backend"] for row in found["timing"]] == ["dense", "gather"]
+    for row in found["timing"]:
+        assert row.keys() == {"backend", "device", "batch", "prompt", "new_tokens", "ms_per_token"}
+        assert 0 < row["ms_per_token"]["p20"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p80"]
+    for row in rows:
+        assert f"{row['perplexity']:.5g}" in printed
+    assert "ms/token" in printed and "mlp 1" in printed
+    assert (tmp_path / "out/curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list((tmp_path / "out").glob(".tmp-*"))
+
+    # The same command again writes over its own results, another model's are left alone.
+    assert run(arguments, tokens=0, timing="false") == 0
+    assert json.loads((tmp_path / "out/results.json").read_text())["quality"] == []
+    found["model"] = "another"
+    (tmp_path / "out/results.json").write_text(json.dumps(found))
+    assert run(arguments) == 2
+    assert "another run" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/results.json").read_text()) == found
+
+
+def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    values = arguments | {"densities": "0.3", "curve_densities": "", "selections": "predicted", "timing": "false"}
+    command = [sys.executable, "infer.py", *flags(values)]
+    environment = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 2 and "matplotlib is not installed" in done.stderr
+    assert (tmp_path / "out/results.json").is_file() and not (tmp_path / "out/curve.png").exists()
+
+
+def error_line(capsys) -> str:
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("error: "), captured.err
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "./nowhere"}, "no model folder ./nowhere"),
+        ({"bundle": "./nowhere"}, "no bundle folder ./nowhere"),
+        ({"text": "./nowhere.txt"}, "no text file ./nowhere.txt"),
+        ({"config": "./nowhere.yaml"}, "no config file ./nowhere.yaml"),
+        ({"densty": "0.1"}, "--densty"),
+        ({"densities": "0.1,2"}, "--densities"),
+        ({"densities": "much"}, "a number"),
+        ({"selections": "predicted,magic"}, "magic"),
+        ({"tokens": "-3"}, "--tokens"),
+        ({"tokens": "1.5"}, "whole number"),
+        ({"timing": "perhaps"}, "true or false"),
+        ({"window": "2000"}, "positions"),
+        ({"window": "1"}, "--window"),
+        ({"prompt": "500"}, "--prompt"),
+        ({"device": "warp"}, "device"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"backend": "magic"}, "--backend"),
+        ({"timing_backends": "magic"}, "--timing_backends"),
+        ({"text_set": "dev"}, "--text_set"),
+        ({"text": "=a.txt"}, "NAME=SOURCE"),
+        ({"text": "name="}, "NAME=SOURCE"),
+        ({"text": ["a/one.txt", "b/one.jsonl"]}, "two texts are named one"),
+        ({"yardstick_texts": "some"}, "--yardstick_texts"),
+        ({"verify": "full"}, "sampled hash"),
+        ({"verify": "some"}, "--verify"),
+        ({"new_tokens": "0"}, "--new_tokens"),
+        ({"generate": "the " * 600}, "--generate"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, changes, message, capsys, tmp_path):
+    assert run(arguments, **changes) == 2
+    assert message in error_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_key_in_the_config(arguments, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    for text, message in [
+        ("densty: 0.1", "densty"),
+        ("- 1", "keys and values"),
+        ("a: [", "YAML"),
+        ("tokens: [1]", "whole"),
+    ]:
+        path.write_text(text)
+        assert run(arguments, config=str(path), tokens=None) == 2
+        assert message in error_line(capsys)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "empty"), (b"\xff\xfe\x00", "UTF-8"), (b"few words", "tokens")])
+def test_bad_text_files(arguments, tmp_path, capsys, content, message):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    assert run(arguments, text=str(path)) == 2
+    assert message in error_line(capsys)
+
+
+def test_damaged_bundles(arguments, bundle_folder, tmp_path, capsys):
+    for name, damage in [
+        ("bundle.json", lambda raw: raw[: len(raw) // 2]),
+        ("predictors.safetensors", lambda raw: raw[:-7]),
+        ("predictors.safetensors", lambda raw: raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:]),
+    ]:
+        folder = tmp_path / "damaged"
+        folder.mkdir(exist_ok=True)
+        for part in bundle_folder.iterdir():
+            raw = part.read_bytes()
+            (folder / part.name).write_bytes(damage(raw) if part.name == name else raw)
+        assert run(arguments, bundle=str(folder)) == 2
+        assert name in error_line(capsys)
+
+
+def test_bundle_of_another_model(arguments, tmp_path, capsys):
+    from conftest import save_tiny_opt
+
+    other = save_tiny_opt(tmp_path / "other", init_std=0.1)
+    capsys.readouterr()
+    assert run(arguments, model=str(other)) == 2
+    assert "other weights" in error_line(capsys)
+    wider = save_tiny_opt(tmp_path / "wider", ffn_dim=64)
+    capsys.readouterr()
+    assert run(arguments, model=str(wider)) == 2
+    assert "another model" in error_line(capsys)
+
+
+def test_output_is_a_file(arguments, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(arguments, output=str(tmp_path / "file")) == 2
+    assert "is a file" in error_line(capsys)
+
+
+def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_path, caplog):
+    known = [sha256_text(document.text)[:16] for document in cut_plain_text(short_text.read_text())]
+    seen = make_bundle(tiny_opt).at(0.1, 0.85)
+    object.__setattr__(seen, "metadata", {"text": {"train_sha256": known[:1]}})
+    seen.save_pretrained(tmp_path / "seen")
+    with caplog.at_level("WARNING"):
+        assert run(arguments, bundle=str(tmp_path / "seen"), tokens=0, timing="false") == 0
+    assert "documents of short trained the predictors" in caplog.text
+
+
+def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_text, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": make_text(33, seed=i)}) + "\n" for i in range(3)))
+    texts = [str(short_text), f"stories={other}"]
+    changes = {"text": texts, "timing": "false", "densities": "0.1,0.3", "curve_densities": "0.5"}
+    assert run(arguments, **changes) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert [(text["name"], text["source"]) for text in found["texts"]] == [("short", texts[0]), ("stories", str(other))]
+    first, second = found["texts"]
+    assert not first["whole"] and second["whole"] and second["documents"] == 3
+    assert second["bytes"] == sum(len(make_text(33, seed=i)) for i in range(3))
+    by_text = {name: [row for row in found["quality"] if row["text"] == name] for name in ("short", "stories")}
+    assert {row["asked_mlp_density"] for row in by_text["short"]} == {1.0, 0.1, 0.3, 0.5}
+    kinds = {(row["selection"], row["asked_mlp_density"], row["asked_head_density"]) for row in by_text["stories"]}
+    expected = {(name, density, 1.0) for name in ("predicted", "oracle") for density in (0.1, 0.3)}
+    assert kinds == {("dense", 1.0, 1.0), *expected, ("predicted", 0.3, 0.85)}
+    for rows in by_text.values():
+        for row in rows[1:]:
+            assert row["increase"] == pytest.approx(row["perplexity"] / rows[0]["perplexity"] - 1, abs=2e-5)
+    assert {row["text"] for row in found["layers"]} == {"short", "stories"}
+    assert printed.count("stories") == 4 and "whole" in printed and f"{second['tokens']:,}" in printed
+    assert (tmp_path / "out/curve.png").read_bytes()[:4] == b"\x89PNG"
+    # A text is scored alike whatever stands beside it, and all of them get all rows on request.
+    assert run(arguments, **changes | {"text": texts[1], "yardstick_texts": "all", "output": tmp_path / "alone"}) == 0
+    alone = json.loads((tmp_path / "alone/results.json").read_text())["quality"]
+    assert len(alone) == len(by_text["short"])
+    same = {
+        (row["selection"], row["asked_mlp_density"], row["asked_head_density"], row["sparse_from"]): row
+        for row in alone
+    }
+    for row in by_text["stories"]:
+        again = same[row["selection"], row["asked_mlp_density"], row["asked_head_density"], row["sparse_from"]]
+        assert again == row
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/infer").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_are_read(path):
+    config = read_config(["--config", str(path)])
+    assert set(yaml.safe_load(path.read_text())) <= set(InferConfig.__dataclass_fields__)
+    assert config.rows()[0].selection == "dense"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("a, b.txt", ("a, b.txt",)), ("[a.txt, c=d.txt]", ("a.txt", "c=d.txt"))]
+)
+def test_texts_in_yaml_are_one_or_a_list(value, expected, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"text: {value}")
+    assert read_config(["--config", str(tmp_path / "config.yaml")]).text == expected
+
+
+def test_defaults_are_those_of_the_shipped_config():
+    assert read_config([]) == read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
+    assert read_config(["--tokens", "null"]).tokens is None
+    assert read_config(["--timing"]).timing is True
+    shipped = ["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")]
+    assert read_config(shipped).text == INSTALLED
+    assert read_config([*shipped, "--text", "a,b.txt", "--text", "c=d.txt"]).text == ("a,b.txt", "c=d.txt")
+    assert Path(read_config([]).bundle).parts[-1] == "bundle"

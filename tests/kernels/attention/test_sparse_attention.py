@@ -1,0 +1,195 @@
+"""Head selection, q/k/v with back-fill, flash-decoding against their plain-torch references, with poisoned outputs."""
+
+import pytest
+import torch
+
+from kernels.attention.flash_decode import BLOCK, AttentionScratch, flash_decode, flash_decode_reference
+from kernels.attention.head_select import head_select, head_select_reference, head_selection
+from kernels.attention.qkv import TileSettings, qkv, qkv_reference
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
+
+ON_GPU = torch.cuda.is_available()
+NAN = float("nan")
+
+
+def norm(d, device):
+    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+
+
+@pytest.mark.parametrize(("batch", "d", "n_heads"), [(1, 96, 3), (3, 80, 5), (1, 64, 2), (33 // 2, 40, 4)])
+def test_head_select(device, batch, d, n_heads):
+    capacity = 6
+    x = torch.randn(batch, d, device=device) * 3 + 1
+    predictor = torch.randn(n_heads, d, device=device) / d**0.5
+    bias = torch.randn(n_heads, device=device)
+    bias[0] = NAN  # a NaN logit is never selected
+    threshold = torch.zeros(1, device=device)
+    position = torch.randint(0, capacity, (batch,), dtype=torch.int32, device=device)
+    row_state = torch.randint(0, 3, (batch,), dtype=torch.int32, device=device)
+    made, ln = [], norm(d, device)
+    for function in (head_select, head_select_reference):
+        attn_in = torch.full((batch, capacity, d), NAN, device=device)
+        selection = head_selection(n_heads, device)
+        selection.counts.fill_(7)
+        selection.row_bits.fill_(-1)
+        function(x, ln, predictor, bias, threshold, position, row_state, attn_in, selection)
+        made.append((attn_in, selection))
+    torch.testing.assert_close(made[0][0], made[1][0], equal_nan=True, atol=1e-5, rtol=1e-5)
+    assert torch.equal(made[0][1].row_bits, made[1][1].row_bits)
+    assert torch.equal(made[0][1].counts, made[1][1].counts)
+    assert torch.equal(made[0][1].indices(), made[1][1].indices())
+
+
+def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.float32, density=0.5):
+    weight = (torch.randn(n_heads, 3, head_dim, d, device=device) / d**0.5).to(dtype)
+    bias = torch.randn(n_heads, 3, head_dim, device=device).to(dtype)
+    attn_in = torch.randn(batch, capacity, d, device=device).to(dtype)
+    position = torch.randint(capacity // 2, capacity, (batch,), dtype=torch.int32, device=device)
+    for b in range(batch):
+        attn_in[b, int(position[b]) + 1 :] = NAN
+    watermark = (torch.rand(batch, n_heads, device=device) * (position[:, None] + 1)).to(torch.int32)
+    selection = head_selection(n_heads, device)
+    selection.set_mask(torch.rand(batch, n_heads, device=device) < density)
+    return weight, bias, attn_in, position, watermark, selection
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+@pytest.mark.parametrize(
+    ("batch", "n_heads", "head_dim", "d", "density"),
+    [
+        (1, 3, 16, 48, 0.5),
+        (2, 2, 80, 40, 0.5),
+        (1, 2, 32, 64, 0.0),
+        (1, 2, 16, 64, 1.0),
+        (3, 5, 16, 24, 0.3),
+        (11, 3, 32, 40, 0.6),
+    ],
+)
+def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
+    capacity = 9
+    weight, bias, attn_in, position, watermark, selection = attention_case(
+        batch, n_heads, head_dim, d, capacity, device, density=density
+    )
+    made = []
+    for function in (qkv, qkv_reference):
+        q = torch.full((batch, n_heads, head_dim), NAN, device=device)
+        k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
+        valid = torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=device)
+        function(attn_in, weight, bias, selection, position, watermark, valid, q, k, v, policy)
+        made.append((q, k, v, valid))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("pairs", "wide"), [(8, 8), (8, 16), (4, 2)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
+    """More groups of missing positions than the grid has programs, beside a head that lacks the present one only."""
+    n_heads, head_dim, d, capacity = 3, 16, 32, 90
+    weight, bias, attn_in, position, watermark, selection = attention_case(
+        batch, n_heads, head_dim, d, capacity, device, density=1.0
+    )
+    watermark[:, 0], watermark[:, 1], watermark[:, 2] = 0, position, position - 20
+    made = []
+    for options in ({"settings": TileSettings(16, pairs, 32, 2, 1, wide)}, None):
+        q = torch.full((batch, n_heads, head_dim), NAN, device=device)
+        k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
+        arguments = (attn_in, weight, bias, selection, position, watermark, None, q, k, v)
+        qkv_reference(*arguments) if options is None else qkv(*arguments, **options)
+        made.append((q, k, v))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "n_heads", "head_dim", "d"), [(1, 3, 32, 96), (1, 2, 80, 48), (2, 2, 16, 64)])
+def test_qkv_dense(device, batch, n_heads, head_dim, d):
+    capacity = 5
+    weight, bias, _, position, _, _ = attention_case(batch, n_heads, head_dim, d, capacity, device)
+    x, ln = torch.randn(batch, d, device=device) * 2 + 1, norm(d, device)
+    made = []
+    for function in (qkv_dense, qkv_dense_reference):
+        q = torch.full((batch, n_heads, head_dim), NAN, device=device)
+        k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
+        function(x, ln, weight, bias, position, q, k, v)
+        made.append((q, k, v))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize(("batch", "density"), [(1, 0.5), (3, 0.5), (2, 1.0), (1, 0.0), (2, None)])
+def test_flash_decode(device, head_dim, batch, density, stale):
+    n_heads, capacity = 3, 2 * BLOCK + 7
+    q = torch.randn(batch, n_heads, head_dim, device=device)
+    k, v = (torch.randn(batch, n_heads, capacity, head_dim, device=device) for _ in range(2))
+    position = torch.tensor([capacity - 1, 0, BLOCK - 1][:batch], dtype=torch.int32, device=device)
+    for b in range(batch):  # what lies beyond a row's position was never written
+        k[b, :, int(position[b]) + 1 :] = NAN
+        v[b, :, int(position[b]) + 1 :] = NAN
+    valid = None
+    if stale:
+        valid = (torch.rand(batch, n_heads, capacity, device=device) < 0.4).to(torch.uint8)
+        valid[0, 0, :BLOCK] = 0  # a whole range without a valid position
+        valid[torch.arange(batch), :, position.long()] = 1
+        k[valid == 0] = NAN
+        v[valid == 0] = NAN
+    selection = None
+    if density is not None:
+        selection = head_selection(n_heads, device)
+        selection.set_mask(torch.rand(batch, n_heads, device=device) < density)
+    made = []
+    scratch = AttentionScratch.empty(batch, n_heads, head_dim, capacity, device)
+    for tensor in (scratch.partial, scratch.largest, scratch.total):
+        tensor.fill_(NAN)
+    for function in (flash_decode, flash_decode, flash_decode_reference):
+        out = torch.full((batch, n_heads * head_dim), NAN, device=device)
+        watermark = torch.full((batch, n_heads), -5, dtype=torch.int32, device=device)
+        function(q, k, v, selection, position, watermark, valid, out, scratch)
+        made.append((out, watermark))
+    assert torch.equal(made[0][0], made[1][0]), "a second run with the same scratch is the same, bit for bit"
+    torch.testing.assert_close(made[0][0], made[2][0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(made[0][1], made[2][1])
+    assert not scratch.tickets.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("batch", "n_heads", "d"), [(1, 32, 4096), (1, 72, 9216), (4, 40, 5120)])
+def test_attention_stages_at_true_shapes(device, dtype, batch, n_heads, d):
+    head_dim, capacity = 128, 300
+    weight, bias, attn_in, position, watermark, selection = attention_case(
+        batch, n_heads, head_dim, d, capacity, device, dtype
+    )
+    watermark.copy_(torch.maximum(watermark, position[:, None] - 40))  # few positions to fill in, and many
+    watermark[:, ::2] = (position - 2)[:, None].int()
+    made = []
+    for run_qkv, run_decode in ((qkv, flash_decode), (qkv_reference, flash_decode_reference)):
+        q = torch.full((batch, n_heads, head_dim), NAN, device=device)
+        k, v = (torch.randn(batch, n_heads, capacity, head_dim, device=device) for _ in range(2))
+        generator = torch.Generator(device).manual_seed(0)
+        k, v = (tensor.normal_(generator=generator).to(dtype) for tensor in (k, v))
+        marks = watermark.clone()
+        run_qkv(attn_in, weight, bias, selection, position, marks, None, q, k, v)
+        out = torch.full((batch, n_heads * head_dim), NAN, device=device)
+        scratch = AttentionScratch.empty(batch, n_heads, head_dim, capacity, device)
+        run_decode(q, k, v, selection, position, marks, None, out, scratch)
+        made.append((k, v, out, marks))
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_mistakes_are_one_line(device):
+    weight, bias, attn_in, position, watermark, selection = attention_case(1, 2, 16, 32, 5, device)
+    q = torch.zeros(1, 2, 16, device=device)
+    k = torch.zeros(1, 2, 5, 16, device=device)
+    with pytest.raises(ValueError, match="unknown policy 'never'"):
+        qkv(attn_in, weight, bias, selection, position, watermark, None, q, k, k, "never")
+    with pytest.raises(ValueError, match=r"k_cache: expected shape \(1, 2, 4, 16\), got \(1, 2, 5, 16\)|attn_in"):
+        qkv(attn_in[:, :4].contiguous(), weight, bias, selection, position, watermark, None, q, k, k)
+    with pytest.raises(ValueError, match="head dim 24 is not supported"):
+        q24 = torch.zeros(1, 2, 24, device=device)
+        scratch = AttentionScratch.empty(1, 2, 24, 5, device)
+        flash_decode(q24, k, k, selection, position, watermark, None, q, scratch)

@@ -1,0 +1,50 @@
+"""What every launch shares."""
+
+import pytest
+import torch
+
+from kernels.common.launch import DRIVERS_CARVEOUT, SPARSE_CARVEOUT, padded_batch, share_carveout
+
+
+def test_padded_batch():
+    assert [padded_batch(batch) for batch in (1, 2, 16, 17, 32)] == [16, 16, 16, 32, 32]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to change")
+def test_a_carveout_without_kernels_changes_nothing():
+    assert share_carveout(SPARSE_CARVEOUT) == 0
+
+
+@pytest.mark.gpu
+def test_a_carveout_leaves_results_alone():
+    from kernels.common.layer_norm import LayerNormWeights, layer_norm
+
+    x, ln = torch.randn(1, 64, device="cuda"), LayerNormWeights(torch.ones(64).cuda(), torch.zeros(64).cuda())
+    before, after = torch.empty_like(x), torch.empty_like(x)
+    layer_norm(x, ln, before)
+    for percent in (SPARSE_CARVEOUT, DRIVERS_CARVEOUT):
+        assert share_carveout(percent) > 0
+        layer_norm(x, ln, after.zero_())
+        assert torch.equal(before, after)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", ["x", "list"])
+def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
+    """What stands before the wait in the compiled kernels: every layer rewrites the list, x and the residual."""
+    from kernels.mlp import listed_mlp, packed_rows
+    from kernels.mlp.select import Selection
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("without programmatic dependent launch nothing is read early")
+    n, d = 512, 1024
+    w1, w2 = (torch.randn(n, d, device="cuda").half() for _ in range(2))
+    b1, b2 = torch.zeros(n, device="cuda").half(), torch.zeros(d, device="cuda").half()
+    x, out = torch.randn(1, d, device="cuda"), torch.empty(1, d, device="cuda")
+    rows = packed_rows.PackedRows.empty(n, "cuda")
+    packed_rows.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
+    listed_mlp.listed_mlp(x.half(), None, w1, b1, w2, b2, x, rows, out, early=early, pdl=True)
+    for function in (listed_mlp._listed_mlp_kernel, packed_rows._add_kernel):
+        compiled = [kernel for cached in function.device_caches.values() for kernel in cached[0].values()]
+        texts = [kernel.asm["ptx"] for kernel in compiled if "griddepcontrol.wait" in kernel.asm["ptx"]]
+        assert texts and any("ld.global.cg" in text.split("griddepcontrol.wait")[0] for text in texts), function

@@ -1,0 +1,49 @@
+"""The dense row kernels against their plain-torch references, with poisoned outputs."""
+
+import pytest
+import torch
+
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense.dense_gemv import RowSettings, dense_rows, dense_rows_reference
+from kernels.dense.dense_wide import dense_wide, dense_wide_reference
+
+NAN = float("nan")
+
+
+def norm(d, device):
+    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "rows", "activation", "bias"),
+    [(7, 48, 1, "relu", True), (9, 40, 2, "none", False), (5, 64, 4, "relu", True)],
+)
+def test_dense_rows(device, n, d, rows, activation, bias):
+    x, ln, weight = torch.randn(1, d, device=device) * 2 + 1, norm(d, device), torch.randn(n, d, device=device)
+    b = torch.randn(n, device=device) if bias else None
+    got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
+    dense_rows(x, ln, weight, b, activation, got, settings=RowSettings(1, rows, 4))
+    dense_rows_reference(x, ln, weight, b, activation, expected)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("d", "n"), [(5, 40), (17, 2100)])
+def test_dense_wide(device, d, n):
+    y, residual = torch.randn(1, n, device=device), torch.randn(1, d, device=device)
+    weight, bias = torch.randn(d, n, device=device), torch.randn(d, device=device)
+    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
+    dense_wide(y, weight, bias, residual, out)
+    dense_wide_reference(y, weight, bias, residual, expected)
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [4096, 5120, 7168, 9216])
+def test_dense_rows_at_true_shapes(device, d):
+    n = 3001
+    x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
+    weight, bias = (torch.randn(n, d, device=device) / d**0.5).half(), torch.randn(n, device=device).half()
+    got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
+    dense_rows(x, ln, weight, bias, "relu", got, pdl=True)
+    dense_rows_reference(x, ln, weight, bias, "relu", expected)
+    torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)

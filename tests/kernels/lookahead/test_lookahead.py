@@ -1,0 +1,103 @@
+"""The look-ahead kernels against their plain-torch references, with poisoned outputs."""
+
+import pytest
+import torch
+
+from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
+from kernels.attention.head_select import head_selection
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.lookahead.attend_pack import attend_pack
+from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
+from kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
+from kernels.mlp.packed_rows import PackedRows
+from kernels.mlp.select import PredictorWeights, Selection, quantize_rows, select_rows
+
+NAN = float("nan")
+
+
+def norm(d, device):
+    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+
+
+@pytest.mark.parametrize("state", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "d", "rank", "n", "relu", "stored"),
+    [(3, 16, 48, 7, 70, False, None), (2, 32, 64, 16, 128, True, torch.int8)],
+)
+def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
+    """All three stages in turn, the kernels' chain against the references' chain."""
+    capacity, last = 70, 66
+    x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
+    predictor, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
+    down, up = torch.randn(rank, d, device=device), torch.randn(n, rank, device=device)
+    scale = None
+    if stored is not None:
+        up, scale = quantize_rows(up, stored)
+    mlp = PredictorWeights(down, up, torch.randn(n, device=device), up_scale=scale, relu=relu)
+    zero = torch.zeros(1, device=device)
+    position = torch.tensor([last], dtype=torch.int32, device=device)
+    row_state = torch.tensor([state], dtype=torch.int32, device=device)
+    kept, mean = torch.randn(1, capacity, d, device=device), torch.randn(n_heads, head_dim, device=device)
+    weight = torch.randn(n_heads, 3, head_dim, d, device=device) / d**0.5
+    weight_bias = torch.randn(n_heads, 3, head_dim, device=device)
+    caches = [torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
+    for cache in caches:
+        cache[:, :, last - 1 :] = NAN  # not yet valid: must be filled in, or not read
+    made = []
+    for kernels in (True, False):
+        attn_in, watermark = kept.clone(), torch.full((1, n_heads), last - 1, dtype=torch.int32, device=device)
+        heads, neurons = head_selection(n_heads, device), Selection.empty(n, device)
+        heads.row_bits.fill_(-1)
+        neurons.counts.fill_(9)
+        hidden = torch.full((1, rank), NAN, device=device)
+        q, out = (
+            torch.full((1, n_heads, head_dim), NAN, device=device),
+            torch.full((1, n_heads * head_dim), NAN, device=device),
+        )
+        k, v = (cache.clone() for cache in caches)
+        scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
+        packed = PackedRows.empty(n, device)
+        packed.count.fill_(-1)
+        site = (x, ln, SiteRows.stack(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
+        rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v)
+        chosen = (mlp, hidden, zero, row_state, neurons)
+        attention = (q, k, v, heads, position, watermark, None, out, scratch)
+        if kernels:
+            site_predict(*site)
+            qkv_select(*rows, *chosen)
+            attend_pack(*attention, neurons, packed, mean=mean)
+            listed = packed.ids[: int(packed.count)].long()
+        else:
+            site_predict_reference(*site)
+            qkv_select_reference(*rows, *chosen)
+            flash_decode_reference(*attention, mean=mean)
+            listed = neurons.indices()
+        made.append((attn_in, hidden, heads.row_bits, watermark, out, listed, neurons.row_bits))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_hidden_values_beyond_fp16(device, batch):
+    """A hidden value above 65504 is no infinity: its neurons are selected as by the reference."""
+    n, rank, h, hd, d = 70, 16, 2, 16, 32
+    up = (torch.rand(n, rank, device=device) - 0.5).half()
+    hidden = torch.randn(batch, rank, device=device)
+    hidden[0, 3], hidden[-1, 5] = 1.2e5, -7e4
+    predictor = PredictorWeights(torch.eye(rank, device=device), up)
+    neurons, wanted = Selection.empty(n, device), Selection.empty(n, device)
+    zero, row_state = torch.zeros(1, device=device), torch.ones(batch, dtype=torch.int32, device=device)
+    wanted.set_mask(hidden @ up.float().T > 0)
+    if batch > 1:
+        select_rows(hidden, predictor, zero, neurons, row_state)
+    else:
+        heads = head_selection(h, device)
+        position = torch.tensor([1], dtype=torch.int32, device=device)
+        caches = [torch.zeros(1, h, 4, hd, device=device) for _ in range(2)]
+        qkv_select(
+            torch.randn(1, 4, d, device=device), torch.randn(h, 3, hd, d, device=device),
+            torch.zeros(h, 3, hd, device=device), heads, position,
+            torch.zeros(1, h, dtype=torch.int32, device=device), None, torch.zeros(1, h, hd, device=device), *caches,
+            predictor, hidden, zero, row_state, neurons,
+        )  # fmt: skip
+    assert torch.equal(neurons.to_mask(batch), wanted.to_mask(batch)) and 0 < len(wanted.indices())

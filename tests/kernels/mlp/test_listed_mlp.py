@@ -1,0 +1,121 @@
+"""fc1 and fc2 over a packed list in one grid."""
+
+import pytest
+import torch
+
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.mlp.listed_mlp import MlpSettings, listed_mlp, listed_mlp_reference
+from kernels.mlp.packed_rows import PackedRows, pack, partial_sums
+from kernels.mlp.select import Selection
+
+NAN = float("nan")
+
+
+def make_problem(device, n, d, density, dtype=torch.float32, block=16):
+    selection = Selection.from_mask(torch.rand(1, n, device=device) < density, block)
+    rows = PackedRows.empty(n, device)
+    rows.values.fill_(NAN)
+    pack(selection, rows)
+    x = torch.randn(1, d, device=device).to(dtype)
+    w1, w2 = (torch.randn(n, d, device=device).mul_(d**-0.5).to(dtype) for _ in range(2))
+    b1, b2 = torch.randn(n, device=device).to(dtype), torch.randn(d, device=device).to(dtype)
+    return selection, rows, (x, w1, b1, w2, b2, torch.randn(1, d, device=device))
+
+
+def reference(selection, x, w1, b1, w2, b2, residual):
+    want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=x.device)
+    listed_mlp_reference(
+        x.double(), None, w1.double(), b1.double(), w2.double(), b2.double(), residual, selection, want
+    )
+    return want
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 64), (100, 48), (7, 130), (130, 257)])
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
+def test_equals_both_products(device, n, d, density):
+    selection, rows, tensors = make_problem(device, n, d, density)
+    x, w1, b1, w2, _, _ = tensors
+    unread = torch.ones(n, dtype=torch.bool, device=device)
+    unread[selection.indices()] = False
+    w1[unread] = NAN  # neither unselected rows nor the fc2 rows of zero values are read
+    want = reference(selection, x, w1.nan_to_num(), *tensors[2:])
+    live = (x @ w1.nan_to_num().T + b1 > 1e-3)[0] & ~unread
+    near = ((x @ w1.nan_to_num().T + b1)[0].abs() <= 1e-3) & ~unread
+    w2[~live & ~near] = NAN
+    out, partials = torch.full((1, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
+    listed_mlp(tensors[0], None, *tensors[1:], rows, out, partials)
+    torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_settings_change_nothing_but_the_order(device):
+    selection, rows, tensors = make_problem(device, 60, 96, 0.5)
+    want = reference(selection, *tensors)
+    for settings in (MlpSettings(1, 32, 1, 1), MlpSettings(3, 128, 4, 2), MlpSettings(70, 64, 2, 2)):
+        for early in (None, "x", "list"):
+            out = torch.full((1, 96), NAN, device=device)
+            listed_mlp(tensors[0], None, *tensors[1:], rows, out, early=early, settings=settings)
+            torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 64), (30, 257)])
+@pytest.mark.parametrize("early", [None, "list"])
+def test_with_a_layer_norm(device, n, d, early):
+    selection, rows, (_, *tensors) = make_problem(device, n, d, 0.5)
+    x = torch.randn(1, d, device=device) * 3 + 2
+    ln = LayerNormWeights(torch.rand(d, device=device) + 0.5, torch.randn(d, device=device))
+    want = reference(selection, layer_norm_reference(x.double(), ln, torch.float64), *tensors)
+    out = torch.full((1, d), NAN, device=device)
+    listed_mlp(x, ln, *tensors, rows, out, early=early)
+    torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=1e-4)
+
+
+def test_a_nan_is_passed_on(device):
+    _, rows, tensors = make_problem(device, 40, 64, 1.0)
+    tensors[0][0, 3] = NAN
+    out = torch.zeros(1, 64, device=device)
+    listed_mlp(tensors[0], None, *tensors[1:], rows, out)
+    assert out.isnan().all()
+
+
+def test_errors_name_the_number(device):
+    _, rows, tensors = make_problem(device, 40, 64, 0.5)
+    x, w1, b1, w2, b2, residual = tensors
+    out = torch.empty(1, 64, device=device)
+    with pytest.raises(ValueError, match="w2_t: expected shape"):
+        listed_mlp(x, None, w1, b1, w2[:39].contiguous(), b2, residual, rows, out)
+    with pytest.raises(ValueError, match="x: expected shape"):
+        listed_mlp(x[:, :63].contiguous(), None, w1, b1, w2, b2, residual, rows, out)
+    with pytest.raises(ValueError, match="early must be"):
+        listed_mlp(x, LayerNormWeights(b2, b2), w1, b1, w2, b2, residual, rows, out, early="x")
+    with pytest.raises(ValueError, match="partials: expected shape"):
+        listed_mlp(tensors[0], None, *tensors[1:], rows, out, torch.empty(3, 64, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [2048, 4096, 5120, 7168, 9216, 12288])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_real_shapes(d, dtype):
+    for density in (0.0, 0.1, 0.4, 1.0):
+        selection, rows, tensors = make_problem("cuda", 4 * d, d, density, dtype, 64)
+        want, made = reference(selection, *tensors), []
+        partials = partial_sums(d, "cuda")
+        for pdl in (False, True, True):
+            partials.fill_(NAN)
+            out = torch.full((1, d), NAN, device="cuda")
+            listed_mlp(tensors[0], None, *tensors[1:], rows, out, partials, pdl=pdl)
+            made.append(out)
+        assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+        torch.testing.assert_close(made[0].double(), want, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [4096, 9216, 12288])
+@pytest.mark.parametrize("early", [None, "list"])
+def test_real_shapes_with_a_layer_norm(d, early):
+    selection, rows, (_, *tensors) = make_problem("cuda", 4 * d, d, 0.1, torch.float16, 64)
+    x = torch.randn(1, d, device="cuda") * 3 + 2
+    ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
+    want = reference(selection, layer_norm_reference(x, ln, torch.float16), *tensors)
+    out = torch.full((1, d), NAN, device="cuda")
+    listed_mlp(x, ln, *tensors, rows, out, early=early, pdl=True)
+    torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=1e-3)  # n rounds otherwise here and there

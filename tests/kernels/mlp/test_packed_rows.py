@@ -1,0 +1,131 @@
+"""The packed list of one token: closing gaps, fc1 over it, fc2 over it."""
+
+import pytest
+import torch
+
+from kernels.mlp.listed_gemv import ListedSettings, listed_gemv, listed_gemv_reference
+from kernels.mlp.packed_rows import PackedRows, PackedSettings, pack, packed_rows, packed_rows_reference, partial_sums
+from kernels.mlp.select import Selection
+
+NAN = float("nan")
+
+
+def poisoned(n, device):
+    """Buffers whose ids are in range, as those of an earlier list, and whose values must not be used."""
+    rows = PackedRows.empty(n, device)
+    rows.ids.fill_(n - 1)
+    rows.values.fill_(NAN)
+    rows.count.fill_(n)
+    return rows
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("n", "block"), [(1, 64), (70, 16), (2100, 64), (300, 48)])
+def test_pack_of_a_selection(device, n, block, density):
+    selection = Selection.from_mask(torch.rand(1, n, device=device) < density, block)
+    rows = poisoned(n, device)
+    pack(selection, rows)
+    assert torch.equal(rows.ids[: int(rows.count)].long(), selection.indices())
+
+
+@pytest.mark.parametrize(("density", "early"), [(0.3, False), (0.0, False), (1.0, True), (0.5, True)])
+@pytest.mark.parametrize(("n", "d"), [(70, 48), (130, 257)])
+def test_listed_gemv(device, n, d, density, early):
+    x = torch.randn(1, d, device=device) * 2 + 1
+    weight, bias = torch.randn(n, d, device=device), torch.randn(n, device=device)
+    selection = Selection.from_mask(torch.rand(1, n, device=device) < density)
+    rows, expected = poisoned(n, device), torch.empty(1, n, device=device)
+    pack(selection, rows)
+    weight[~selection.to_mask(1)[0]] = NAN  # rows that are not selected are not read
+    listed_gemv(x, weight, bias, rows, early)
+    listed_gemv_reference(x, weight.nan_to_num(), bias, selection, expected)
+    torch.testing.assert_close(rows.to_dense(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("n", "d", "density"), [(70, 48, 0.4), (130, 33, 1.0), (40, 64, 0.0), (130, 96, 0.05)])
+def test_packed_rows(device, n, d, density):
+    h = torch.where(torch.rand(1, n, device=device) < density, torch.randn(1, n, device=device), 0.0)
+    h[0, ::3] = 0  # listed, but zero: not read
+    rows = poisoned(n, device)
+    rows.set_dense(h + 7)
+    rows.values[: int(rows.count)] -= 7
+    weight, bias = torch.randn(n, d, device=device), torch.randn(d, device=device)
+    residual = torch.randn(1, d, device=device)
+    out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
+    packed_rows_reference(rows.to_dense(), weight, bias, residual, expected)
+    weight[rows.to_dense()[0] == 0] = NAN
+    partials = partial_sums(d, device).fill_(NAN)
+    packed_rows(rows, weight, bias, residual, out, partials)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_list_of_nothing_gives_the_residual(device):
+    rows = poisoned(40, device)
+    rows.count.zero_()
+    bias, residual = torch.randn(64, device=device), torch.randn(1, 64, device=device)
+    out = torch.full((1, 64), NAN, device=device)
+    packed_rows(rows, torch.full((40, 64), NAN, device=device), bias, residual, out)
+    torch.testing.assert_close(out, bias + residual)
+
+
+def test_refusals(device):
+    rows, x, weight = (
+        PackedRows.empty(40, device),
+        torch.randn(1, 16, device=device),
+        torch.randn(40, 16, device=device),
+    )
+    with pytest.raises(ValueError, match=r"expected shape \(39,\)"):
+        listed_gemv(x, weight[:39].contiguous(), weight[:39, 0].contiguous(), rows)
+    with pytest.raises(ValueError, match="residual"):
+        packed_rows(rows, weight, weight[0], x[:, :8].contiguous(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "d"), [(16384, 4096), (8192, 2048), (9000, 9216), (5000, 12288), (6000, 7168)])
+def test_real_widths_replay_bit_for_bit(n, d):
+    """fc1 and fc2 at their own settings: against fp32, with and without dependent launches, and from a graph."""
+    x, residual = torch.randn(1, d, device="cuda").half(), torch.randn(1, d, device="cuda")
+    fc1 = torch.randn(n, d, device="cuda").half() * d**-0.5
+    fc2 = torch.randn(n, d, device="cuda").half() * n**-0.5
+    bias, b2 = torch.full((n,), 0.25, device="cuda").half(), torch.randn(d, device="cuda").half()
+    mask = torch.rand(1, n, device="cuda") < 0.1
+    selection, rows = Selection.from_mask(mask, 32), poisoned(n, "cuda")
+    out, partials = torch.full((1, d), NAN, device="cuda"), partial_sums(d, "cuda")
+    expected, h = torch.empty(1, d, device="cuda"), torch.empty(1, n, device="cuda")
+    listed_gemv_reference(x, fc1, bias, selection, h)
+    packed_rows_reference(h, fc2, b2, residual, expected)
+    made = []
+
+    def run(pdl: bool) -> None:
+        pack(selection, rows, pdl)
+        listed_gemv(x, fc1, bias, rows, True, pdl)
+        packed_rows(rows, fc2, b2, residual, out, partials, pdl)
+
+    for pdl in (False, True, True):
+        out.fill_(NAN)
+        rows.values.fill_(NAN)
+        partials.fill_(NAN)
+        run(pdl)
+        made.append(out.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(True)
+    out.fill_(NAN)
+    graph.replay()
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    assert all(torch.equal(out, other) for other in made)
+
+
+def test_settings_do_not_change_the_sum_beyond_rounding(device):
+    rows, weight = poisoned(90, device), torch.randn(90, 80, device=device)
+    h = torch.randn(1, 90, device=device)
+    rows.set_dense(h)
+    residual, out = torch.zeros(1, 80, device=device), torch.full((1, 80), NAN, device=device)
+    for settings in (PackedSettings(16, 1, 1), PackedSettings(64, 5, 4), PackedSettings(128, 7, 8)):
+        packed_rows(rows, weight, residual[0], residual, out, settings=settings)
+        torch.testing.assert_close(out, h @ weight, atol=1e-4, rtol=1e-4)
+    x, bias = torch.randn(1, 80, device=device), torch.zeros(90, device=device)
+    for programs in (1, 7, 200):
+        rows.values.fill_(NAN)
+        listed_gemv(x, weight, bias, rows, settings=ListedSettings(programs, 32, 4))
+        torch.testing.assert_close(rows.to_dense(), (x @ weight.T).relu(), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,158 @@
+"""Predict and select against the plain-torch reference: sets, lists, counts, bits."""
+
+import pytest
+import torch
+
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.mlp.select import (
+    PredictorWeights,
+    Selection,
+    predict_reference,
+    predict_select,
+    predict_select_reference,
+    select_rows,
+)
+
+
+def make_predictor(n, d, rank, device, dtype=torch.float32, relu=False, bias=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    down = torch.randn(rank, d, generator=g) / d**0.5
+    up = torch.randn(n, rank, generator=g) / rank**0.5
+    offset = torch.randn(n, generator=g) * 0.1 if bias else None
+    parts = (down.to(dtype), up.to(dtype), offset)
+    return PredictorWeights(*(None if t is None else t.to(device) for t in parts), relu=relu)
+
+
+def poisoned(n, device, block=64):
+    out = Selection.empty(n, device, block)
+    for tensor in (out.ids, out.counts, out.row_bits):
+        tensor.fill_(-77)
+    return out
+
+
+def check(out, mask, logits, threshold, band=1e-4):
+    """The set equals the reference's but for logits within `band` of the threshold; list, counts and bits agree."""
+    got = out.to_mask(mask.shape[0])
+    doubtful = (logits - threshold).abs() < band
+    assert not ((got != mask) & ~doubtful).any()
+    union = got.any(0)
+    assert torch.equal(out.indices(), union.nonzero().flatten())  # ascending, each once
+    assert int(out.counts.sum()) == int(union.sum())
+
+
+@pytest.mark.parametrize("n,d,rank", [(300, 96, 32), (64, 33, 7), (1, 16, 3), (129, 128, 100), (520, 64, 128)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_threshold_selects_the_reference_set(n, d, rank, batch, device):
+    predictor = make_predictor(n, d, rank, device)
+    x = torch.randn(batch, d).to(device)
+    ln = LayerNormWeights(torch.rand(d).to(device) + 0.5, torch.randn(d).to(device))
+    out, normalised = poisoned(n, device), torch.full((batch, d), 7.0, device=device)
+    logits = torch.full((batch, n), float("nan"), device=device)
+    predict_select(x, predictor, 0.3, out, ln, normalised_out=normalised, logits_out=logits)
+    want = predict_reference(x.double(), predictor, ln)
+    torch.testing.assert_close(logits.double(), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(normalised, torch.nn.functional.layer_norm(x, (d,), ln.weight, ln.bias))
+    check(out, want > 0.3, want, 0.3)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn])
+def test_stored_dtypes(dtype, batch, device):
+    n, d, rank = 200, 64, 48
+    predictor = make_predictor(n, d, rank, device, torch.float16, relu=True)
+    if dtype != torch.float16:
+        predictor = predictor.quantized(dtype)
+    x = torch.randn(batch, d).half().to(device)
+    out = poisoned(n, device)
+    predict_select(x, predictor, 0.0, out)
+    want = predict_reference(x.double(), predictor)
+    check(out, want > 0, want, 0.0, band=2e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bounds_nan_and_ties(batch, device):
+    n, rank = 150, 16
+    predictor = make_predictor(n, 8, rank, device)
+    hidden = torch.randn(batch, rank).to(device)
+    out = poisoned(n, device)
+    select_rows(hidden, predictor, float("inf"), out)
+    assert out.indices().numel() == 0 and not out.row_bits.any()
+    select_rows(hidden, predictor, float("-inf"), out)
+    assert out.indices().numel() == n
+    select_rows(hidden, predictor, torch.tensor([float("-inf")], device=device), out)
+    assert out.indices().numel() == n
+    hidden[0, 3] = float("nan")  # a NaN logit is never selected
+    select_rows(hidden, predictor, float("-inf"), out)
+    assert not out.to_mask(batch)[0].any() and out.to_mask(batch)[1:].all()
+    zeros = PredictorWeights(predictor.down, torch.zeros_like(predictor.up), torch.full_like(predictor.bias, 0.5))
+    select_rows(torch.zeros_like(hidden), zeros, 0.5, out)  # equal to the threshold: not selected
+    assert out.indices().numel() == 0
+
+
+def test_row_state(device):
+    n, rank, batch = 100, 16, 3
+    predictor = make_predictor(n, 8, rank, device)
+    hidden = torch.randn(batch, rank).to(device)
+    state = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    out = poisoned(n, device)
+    select_rows(hidden, predictor, 0.0, out, state)
+    mask = out.to_mask(batch)
+    assert not mask[0].any() and mask[2].all() and 0 < mask[1].sum() < n
+    for value in (0, 1, 2):
+        alone = poisoned(n, device)
+        select_rows(hidden[1:2], predictor, 0.0, alone, torch.tensor([value], dtype=torch.int32, device=device))
+        expected = {0: torch.zeros_like(mask[1]), 1: mask[1], 2: torch.ones_like(mask[1])}[value]
+        assert torch.equal(alone.to_mask(1)[0], expected)
+
+
+def test_top_k_is_exact(device):
+    n, d = 130, 16
+    predictor = make_predictor(n, d, 8, device)
+    x = torch.randn(2, d).to(device)
+    for k in (0, 1, 17, n):
+        out = poisoned(n, device)
+        predict_select(x, predictor, 0.0, out, top_k=k)
+        assert (out.to_mask(2).sum(1) == k).all()
+        if k == 17:
+            want = predict_select_reference(x, predictor, 0.0, top_k=k)
+            assert (out.to_mask(2) == want).float().mean() > 0.99
+
+
+def test_selection_from_mask_round_trip(device):
+    mask = torch.rand(32, 77).to(device) < 0.2
+    selection = Selection.from_mask(mask, block=16)
+    assert torch.equal(selection.to_mask(32), mask)
+    assert torch.equal(selection.indices(), mask.any(0).nonzero().flatten())
+
+
+def test_errors_name_the_number(device):
+    predictor = make_predictor(100, 16, 8, device)
+    x = torch.randn(1, 16).to(device)
+    with pytest.raises(ValueError, match="99 rows, the predictor has 100"):
+        predict_select(x, predictor, 0.0, Selection.empty(99, device))
+    with pytest.raises(ValueError, match="batch of 33"):
+        predict_select(torch.randn(33, 16).to(device), predictor, 0.0, Selection.empty(100, device))
+    with pytest.raises(ValueError, match=r"weight must have shape \(8, 17\)"):
+        predict_select(torch.randn(1, 17).to(device), predictor, 0.0, Selection.empty(100, device))
+    with pytest.raises(ValueError, match="top_k must be between 0 and 100, got 101"):
+        predict_select(x, predictor, 0.0, Selection.empty(100, device), top_k=101)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d,n,rank", [(4096, 16384, 256), (9216, 36864, 576), (12288, 49152, 768)])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_real_shapes(d, n, rank, batch, dtype):
+    predictor = make_predictor(n, d, rank, "cuda", torch.float16)
+    if dtype == torch.bfloat16:
+        predictor = make_predictor(n, d, rank, "cuda", dtype)
+    elif dtype != torch.float16:
+        predictor = predictor.quantized(dtype)
+    x = torch.randn(batch, d, device="cuda")
+    ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
+    out, again = poisoned(n, "cuda"), poisoned(n, "cuda")
+    predict_select(x, predictor, 1.28, out, ln, pdl=True)
+    want = predict_reference(x, predictor, ln)
+    check(out, want > 1.28, want, 1.28, band=0.05)  # LN(x) is rounded to 16 bits on the way
+    predict_select(x, predictor, 1.28, again, ln, pdl=False)
+    assert torch.equal(out.to_mask(batch), again.to_mask(batch))

@@ -1,0 +1,145 @@
+"""opt.py and files.py: shapes, the weight hash, refusals by name, atomic writing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import save_tiny_opt
+from safetensors.torch import load_file, save_file
+
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.files import locked, read_json, replacing, require_disk, sha256_file, write_json
+from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+
+
+@pytest.fixture
+def copy(tiny_opt, tmp_path):
+    return shutil.copytree(tiny_opt, tmp_path / "copy")
+
+
+def test_shape_comes_from_the_config(tiny_opt):
+    shape = read_shape(str(tiny_opt))
+    assert (shape.d_model, shape.d_ffn, shape.n_layers, shape.n_heads, shape.head_dim) == (48, 96, 2, 4, 12)
+    assert shape.units("mlp") == 96 and shape.units("heads") == 4
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"do_layer_norm_before": False}, "post-norm"),
+    ({"word_embed_proj_dim": 24}, "post-norm"),
+    ({"activation_function": "gelu"}, "gelu"),
+    ({"model_type": "gpt2"}, "only OPT"),
+])  # fmt: skip
+def test_models_that_do_not_fit_are_refused_by_name(copy, change, message):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        load_opt(str(copy))
+
+
+def test_hash_ignores_sharding_and_sees_one_changed_number(copy, tiny_opt):
+    before = weight_hash(str(tiny_opt))
+    model = load_opt(str(copy))
+    model.save_pretrained(copy, max_shard_size="20KB")
+    (copy / "model.safetensors").unlink()
+    assert len(list(copy.glob("*.safetensors"))) > 1
+    assert weight_hash(str(copy)) == before
+    assert weight_hash(str(copy), full=True) == weight_hash(str(tiny_opt), full=True) != before
+    part = sorted(copy.glob("*.safetensors"))[0]
+    tensors = load_file(part)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, part, metadata={"format": "pt"})
+    assert weight_hash(str(copy)) != before
+
+
+def test_large_tensors_are_sampled_and_full_reads_all(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    big = torch.zeros(1 << 20, dtype=torch.uint8)
+    hashes = []
+    for place in (None, 100_000, 0):  # 100,000 lies between the samples, 0 in the first
+        changed = big.clone()
+        if place is not None:
+            changed[place] = 1
+        save_file({"w": changed}, tmp_path / "model.safetensors")
+        hashes.append((weight_hash(str(tmp_path)), weight_hash(str(tmp_path), full=True)))
+    assert hashes[0][0] == hashes[1][0] != hashes[2][0]
+    assert len({full for _, full in hashes}) == 3
+
+
+def test_bad_model_folders_are_one_clear_line(copy, tmp_path):
+    for name, message in (("no/such/folder", "no model folder"), (str(tmp_path), "no config.json")):
+        for action in (load_opt, load_tokenizer, weight_hash, read_shape):
+            with pytest.raises(UserError, match=message):
+                action(name)
+    stored = copy / "model.safetensors"
+    content = stored.read_bytes()
+    stored.write_bytes(content[: len(content) // 2])
+    for action in (load_opt, weight_hash):
+        with pytest.raises(UserError, match="truncated|damaged"):
+            action(str(copy))
+    stored.rename(copy / "pytorch_model.bin")
+    for action in (load_opt, weight_hash):
+        with pytest.raises(UserError, match="pickled weights are not read"):
+            action(str(copy))
+
+
+def test_weights_that_lack_a_layer_are_refused(tmp_path):
+    folder = save_tiny_opt(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(UserError, match="lack"):
+        load_opt(str(folder))
+
+
+def test_devices_and_dtypes_are_checked(tiny_opt):
+    assert resolve_device("cpu").type == "cpu"
+    with pytest.raises(UserError, match="auto, cpu or cuda"):
+        resolve_device("gpu")
+    with pytest.raises(UserError, match="dtype must be one of"):
+        load_opt(str(tiny_opt), dtype="float8")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no GPU"):
+            resolve_device("cuda")
+    assert load_opt(str(tiny_opt), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_half_written_files_never_take_the_name(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    before = sha256_file(path)
+    with pytest.raises(RuntimeError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert sha256_file(path) == before and list(tmp_path.iterdir()) == [path]
+    path.write_text("{")
+    with pytest.raises(UserError, match="not readable JSON"):
+        read_json(path, "the thing")
+    with pytest.raises(UserError, match="the thing is missing"):
+        read_json(tmp_path / "b.json", "the thing")
+
+
+def test_disk_and_lock(tmp_path):
+    with pytest.raises(UserError, match="needs 1000000000.00 GB"):
+        require_disk(tmp_path / "not" / "yet", 10**18, "collecting")
+    require_disk(tmp_path, 1, "collecting")
+    with locked(tmp_path / "lock"):
+        pass
+
+
+def test_user_errors_are_one_line_and_code_2(capsys):
+    def main(argv):
+        raise UserError("two\nlines")
+
+    assert exit_on_user_error(main) == 2
+    assert capsys.readouterr().err == "error: two lines\n"
+    with pytest.raises(ZeroDivisionError):
+        exit_on_user_error(lambda argv: 1 // 0)
+    assert exit_on_user_error(lambda argv: None) == 0
+
+
+def test_shape_of_the_published_sizes():
+    from transformers import OPTConfig
+
+    config = OPTConfig(hidden_size=4096, word_embed_proj_dim=4096, ffn_dim=16384, num_attention_heads=32)
+    assert OPTShape.from_config(config).head_dim == 128

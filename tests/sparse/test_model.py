@@ -1,0 +1,466 @@
+"""gather does what mask does, reads only what is selected, and behaves as OPTForCausalLM does."""
+
+import copy
+
+import pytest
+import torch
+from bundles import make_bundle
+from torch.nn import functional as F
+from transformers import DynamicCache, OPTForCausalLM
+
+from dejavu_train import Bundle, SparseOPTForCausalLM
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.masked import masking
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # the tensors are tiny
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_opt):
+    return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_opt):
+    return load_opt(str(tiny_opt))
+
+
+def sparse(dense, bundle, backend, **options):
+    return SparseOPTForCausalLM.from_model(dense, bundle, backend, **options)
+
+
+def tokens(rows, columns, seed=0):
+    return torch.randint(4, 300, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, expected):
+    """Within 1e-4 of the largest logit."""
+    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def mask_sets(dense, bundle, ids):
+    """Selections of whole sequences by the backend mask: {(layer, target): (B, T, n)}."""
+    got = {}
+    model = sparse(dense, bundle, "mask")
+    with torch.no_grad(), masking(dense, model._selector, observe=lambda *seen: got.__setitem__(seen[:2], seen[2])):
+        dense(ids)
+    return got
+
+
+def gather_sets(model):
+    """Makes a gather model record its selections, column by column."""
+    got = {}
+    model._decoder.on_select = lambda layer, target, column, keep: got.setdefault((layer, target), []).append(keep)
+    return got
+
+
+def test_256_decoded_tokens_agree_with_mask(dense, bundle):
+    gather = sparse(dense, bundle, "gather")
+    seen = gather_sets(gather)
+    ids = tokens(1, 8)
+    cache, logits, step = gather.new_cache(), [], ids
+    with torch.no_grad():
+        for _ in range(257):
+            out = gather(step, past_key_values=cache)
+            logits.append(out.logits)
+            step = out.logits[:, -1:].topk(5).indices[..., len(ids[0]) % 5]  # greedy text of a random model repeats
+            ids = torch.cat([ids, step], dim=1)
+        ids = ids[:, :-1]
+        expected = sparse(dense, bundle, "mask")(ids).logits
+    assert ids.shape[1] == 264
+    close(torch.cat(logits, dim=1), expected)
+    want = mask_sets(dense, bundle, ids)
+    for key, columns in seen.items():
+        assert torch.equal(torch.stack(columns, dim=1), want[key]), key
+    for layer in range(2):
+        density = want[layer, "heads"].float().mean()
+        assert 0.2 < density < 0.8, "the test must skip heads"
+        assert 0.05 < want[layer, "mlp"].float().mean() < 0.7
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+def test_kv_policies(dense, bundle, policy):
+    ids = tokens(2, 40)
+    with torch.no_grad():
+        expected = sparse(dense, bundle, "mask")(ids).logits
+        got = sparse(dense, bundle, "gather", kv_policy=policy)(ids).logits
+    if policy == "stale":
+        assert (got - expected).abs().max() > 1e-2 * expected.abs().max()
+    else:
+        close(got, expected)
+
+
+@pytest.mark.parametrize("start", [0, 5, torch.tensor([3, 9]), 100])
+def test_sparse_from(dense, bundle, start):
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        expected = sparse(dense, bundle, "mask", sparse_from=start)(ids).logits
+        close(sparse(dense, bundle, "gather", sparse_from=start)(ids).logits, expected)
+        plain = dense(ids).logits
+    if isinstance(start, int):
+        if start:
+            close(expected[:, :start], plain[:, :start])
+        if 0 <= start < 12:
+            assert (expected[:, start:] - plain[:, start:]).abs().max() > 1e-2
+    else:
+        close(expected[1, :9], plain[1, :9])
+
+
+def test_dense_bundle_equals_the_model(dense, bundle):
+    ids = tokens(2, 10)
+    with torch.no_grad():
+        for backend in ("mask", "gather"):
+            close(sparse(dense, bundle.at(1.0, 1.0), backend)(ids).logits, dense(ids).logits)
+
+
+def test_lookahead_sites_agree(dense, tiny_opt):
+    ahead = make_bundle(tiny_opt, lookahead=True).at(0.3, 0.5)
+    assert ahead.specs[1, "heads"].site == "mlp_in" and ahead.specs[1, "heads"].site_layer == 0
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        close(sparse(dense, ahead, "gather")(ids).logits, sparse(dense, ahead, "mask")(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_predictors_in_few_bits_agree(dense, tiny_opt, dtype):
+    rounded = make_bundle(tiny_opt, dtype=dtype).at(0.3, 0.5)
+    ids = tokens(2, 20)
+    assert not torch.equal(rounded.predictor(1, "mlp").up, make_bundle(tiny_opt).predictor(1, "mlp").up)
+    with torch.no_grad():
+        close(sparse(dense, rounded, "gather")(ids).logits, sparse(dense, rounded, "mask")(ids).logits)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("start", [0, 5])
+def test_cascades_agree(dense, tiny_opt, start, lookahead):
+    tested = make_bundle(tiny_opt, lookahead=lookahead, cascade=True).at(0.6, 0.5)
+    ids = tokens(2, 20)
+    own = [block.fc1.weight.clone() for block in dense.model.decoder.layers]
+    with torch.no_grad():
+        expected = sparse(dense, tested, "mask", sparse_from=start)(ids).logits
+        model = sparse(dense, tested, "gather", sparse_from=start)
+        sets = gather_sets(model)
+        close(model(ids).logits, expected)
+        filtered = sparse(dense, make_bundle(tiny_opt, lookahead=lookahead).at(0.6, 0.5), "mask")(ids).logits
+    assert (filtered - expected).abs().max() > 1e-2 * expected.abs().max()  # the second stage took something out
+    selected = mask_sets(dense, tested, ids)[1, "mlp"][:, start:]
+    assert torch.equal(torch.stack(sets[1, "mlp"], dim=1), selected) or start  # later layers see other inputs then
+    assert 0.1 < selected.float().mean() < 0.5
+    for block, before in zip(dense.model.decoder.layers, own, strict=True):
+        assert torch.equal(block.fc1.weight, before)  # whatever a backend does, the model keeps its weights
+
+
+def test_a_cascade_generates_alike(dense, tiny_opt):
+    tested = make_bundle(tiny_opt, cascade=True, dtype="int4").at(0.6, 0.5)
+    ids = tokens(2, 6)
+    made = [
+        sparse(dense, tested, backend, sparse_from="prompt").generate(ids, max_new_tokens=12, do_sample=False)
+        for backend in ("mask", "gather")
+    ]
+    assert torch.equal(*made)
+
+
+def test_top_k_agrees_and_has_exact_counts(dense, tiny_opt):
+    top = make_bundle(tiny_opt).at(0.25, 0.5, top_k=True)
+    ids = tokens(2, 20)
+    got = mask_sets(dense, top, ids)
+    assert (got[0, "mlp"].sum(-1) == top.specs[0, "mlp"].top_k).all()
+    with torch.no_grad():
+        close(sparse(dense, top, "gather")(ids).logits, sparse(dense, top, "mask")(ids).logits)
+
+
+def test_row_does_not_depend_on_its_batch_mates(dense, bundle):
+    ids = tokens(4, 24)
+    with torch.no_grad():
+        model = sparse(dense, bundle, "gather")
+        together = model(ids).logits
+        for row in range(4):
+            close(model(ids[row : row + 1]).logits, together[row : row + 1])
+
+
+def padded(prompts, pad=1, left=True):
+    width = max(len(prompt) for prompt in prompts)
+    rows = [[pad] * (width - len(p)) + p if left else p + [pad] * (width - len(p)) for p in prompts]
+    ids = torch.tensor(rows)
+    return ids, (ids != pad).long()
+
+
+@pytest.mark.parametrize("start", [0, 4, "prompt"])
+def test_left_padded_prompts_generate_as_alone(dense, bundle, start):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 11, 7)]
+    ids, mask = padded(prompts)
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    outs = {}
+    for backend in ("mask", "gather"):
+        model = sparse(dense, bundle, backend, sparse_from=start)
+        outs[backend] = model.generate(ids, attention_mask=mask, **settings)
+        assert model.sparse_from == start
+        for row, prompt in enumerate(prompts):
+            alone = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
+            assert torch.equal(alone[0, len(prompt) :], outs[backend][row, ids.shape[1] :])
+    assert torch.equal(outs["mask"], outs["gather"])
+
+
+def test_right_padding_in_a_forward_pass(dense, bundle):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 9)]
+    ids, mask = padded(prompts, left=False)
+    with torch.no_grad():
+        expected = sparse(dense, bundle, "mask")(ids, attention_mask=mask).logits
+        got = sparse(dense, bundle, "gather")(ids, attention_mask=mask).logits
+    close(got[0, :5], expected[0, :5])
+    close(got[1], expected[1])
+
+
+def test_beam_search_agrees(dense, bundle):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (4, 9)]
+    ids, mask = padded(prompts)
+    settings = {"max_new_tokens": 16, "num_beams": 3, "do_sample": False, "length_penalty": 0.5}
+    for start in (0, "prompt"):
+        results = [
+            sparse(dense, bundle, backend, sparse_from=start).generate(ids, attention_mask=mask, **settings)
+            for backend in ("mask", "gather")
+        ]
+        assert torch.equal(*results)
+
+
+def test_several_sequences_and_sampling(dense, bundle):
+    ids = tokens(2, 6)
+    results = []
+    for backend in ("mask", "gather"):
+        torch.manual_seed(7)
+        model = sparse(dense, bundle, backend, sparse_from=torch.tensor([2, 6]))
+        results.append(model.generate(ids, max_new_tokens=10, do_sample=True, num_return_sequences=2))
+    assert results[0].shape[0] == 4
+    assert torch.equal(*results)
+
+
+def test_finished_rows_leave_the_union(dense, bundle):
+    ids = tokens(2, 6)
+    model = sparse(dense, bundle, "gather")
+    free = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    ending = int(free[0, 8])  # row 0 ends here, row 1 goes on unless it says the same word
+    seen = gather_sets(model)
+    ended = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=ending, pad_token_id=1)
+    first = (free[0, 6:] == ending).nonzero()[0].item() + 6
+    others = (free[1, 6:] == ending).nonzero()
+    last = others[0].item() + 6 if len(others) else free.shape[1] - 1
+    assert last > first + 1, "both rows end together, the test shows nothing"
+    assert torch.equal(ended[1], free[1, : ended.shape[1]])
+    assert (ended[0, first + 1 :] == 1).all()
+    after = torch.stack(seen[0, "mlp"][first:])  # columns from the one that holds the ending token on
+    assert not after[:, 0].any() and after[:, 1].any()
+
+
+def test_cache_operations_keep_the_logits_right(dense, bundle):
+    gather, mask = sparse(dense, bundle, "gather"), sparse(dense, bundle, "mask")
+    ids, more = tokens(3, 9), tokens(3, 4, seed=5)
+
+    def step(cache, new):
+        return gather(new, past_key_values=cache).logits
+
+    with torch.no_grad():
+        start = gather.new_cache()
+        step(start, ids)
+        order = torch.tensor([2, 0, 0])
+        for name, rows, argument in [
+            ("reorder_cache", ids[order], order),
+            ("batch_select_indices", ids[order[:2]], order[:2]),
+            ("batch_repeat_interleave", ids.repeat_interleave(2, 0), 2),
+        ]:
+            cache = copy.deepcopy(start)
+            getattr(cache, name)(argument)
+            new = more[:1].expand(len(rows), -1)
+            close(step(cache, new), mask(torch.cat([rows, new], 1)).logits[:, 9:])
+        for argument in (-4, 5):
+            cache = copy.deepcopy(start)
+            cache.crop(argument)
+            assert cache.get_seq_length() == 5
+            close(step(cache, more), mask(torch.cat([ids[:, :5], more], 1)).logits[:, 5:])
+        start.reset()
+        assert start.get_seq_length() == 0
+        close(step(start, more[:1]), mask(more[:1]).logits)
+
+
+def test_chunks_of_any_length_agree(dense, bundle):
+    ids = tokens(2, 20)
+    model = sparse(dense, bundle, "gather", sparse_from=7)
+    with torch.no_grad():
+        cache = model.new_cache()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 6, 10], dim=1)]
+        close(torch.cat(parts, 1), sparse(dense, bundle, "mask", sparse_from=7)(ids).logits)
+        # dense columns after sparse ones: the back-fill also serves a chunk
+        model.sparse_from = 0
+        cache = model.new_cache()
+        model(ids[:, :9], past_key_values=cache)
+        model.sparse_from = 100
+        got = model(ids[:, 9:], past_key_values=cache).logits
+        starts = torch.zeros(2, 20, dtype=torch.bool)
+        starts[:, :9] = True
+        with masking(dense, Predicted(bundle), starts):
+            close(got, dense(ids).logits[:, 9:])
+
+
+def test_mask_backend_with_the_usual_cache(dense, bundle):
+    ids = tokens(2, 12)
+    model = sparse(dense, bundle, "mask", sparse_from=4)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(3, dim=1)]
+        close(torch.cat(parts, 1), model(ids).logits)
+
+
+def test_another_cache_and_other_outputs_are_refused_by_name(dense, bundle):
+    model = sparse(dense, bundle, "gather")
+    with pytest.raises(UserError, match="SparseCache, got DynamicCache"):
+        model(tokens(1, 3), past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(UserError, match="attentions"):
+        model(tokens(1, 3), output_attentions=True)
+    with pytest.raises(UserError, match="attention_mask"):
+        model(tokens(1, 3), attention_mask=torch.ones(1, 9))
+    with pytest.raises(UserError, match="belongs to the backend gather"):
+        dense(tokens(1, 3), past_key_values=model.new_cache())
+    cache = model.new_cache()
+    model(tokens(2, 3), past_key_values=cache)
+    with pytest.raises(UserError, match="holds 2 rows"):
+        model(tokens(3, 3), past_key_values=cache)
+    with pytest.raises(UserError, match="sparse_from has 3 rows"):
+        sparse(dense, bundle, "mask", sparse_from=torch.tensor([1, 2, 3]))(tokens(2, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "sparse"}, {"kv_policy": "never"}, {"sparse_from": "later"}, {"backend": "triton"}]
+)
+def test_unknown_options(dense, bundle, options, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if options.get("backend") == "triton" and torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    with pytest.raises(UserError) as error:
+        SparseOPTForCausalLM.from_model(dense, bundle, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_labels_tuples_and_embeddings(dense, bundle):
+    ids = tokens(2, 8)
+    outs = []
+    with torch.no_grad():
+        for backend in ("mask", "gather"):
+            model = sparse(dense, bundle, backend)
+            out = model(ids, labels=ids)
+            expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            torch.testing.assert_close(out.loss, expected)
+            outs.append(model(ids, labels=ids, return_dict=False)[0])
+            embedded = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+            close(embedded, out.logits)
+            assert model(ids, logits_to_keep=1).logits.shape[1] == 1
+            assert model(ids, use_cache=False).past_key_values is None
+    torch.testing.assert_close(*outs)
+
+
+def test_from_pretrained_and_back(tiny_opt, bundle, tmp_path):
+    bundle.save_pretrained(tmp_path / "bundle")
+    model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), predictors=tmp_path / "bundle", backend="gather")
+    assert isinstance(model, OPTForCausalLM)
+    assert model.device.type == "cpu" and model.config.ffn_dim == 96
+    model.save_pretrained(tmp_path / "saved")
+    again = SparseOPTForCausalLM.from_pretrained(tmp_path / "saved", backend="mask")
+    ids = tokens(1, 9)
+    with torch.no_grad():
+        close(model(ids).logits, again(ids).logits)
+        plain = OPTForCausalLM.from_pretrained(tmp_path / "saved")
+        close(plain(ids).logits, load_opt(str(tiny_opt))(ids).logits)
+    assert Bundle.from_pretrained(tmp_path / "saved" / "predictors").specs == bundle.specs
+    with pytest.raises(UserError, match="other weights"):
+        other = copy.copy(bundle)
+        object.__setattr__(other, "weight_hash", "0" * 64)
+        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), predictors=other)
+    with pytest.raises(UserError, match="holds no predictors folder"):
+        SparseOPTForCausalLM.from_pretrained(str(tiny_opt))
+
+
+def test_half_precision_runs(tiny_opt, bundle):
+    ids = tokens(2, 12)
+    model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got = model(ids).logits
+        expected = sparse(load_opt(str(tiny_opt), "bfloat16"), bundle, "mask")(ids).logits
+    assert got.dtype == torch.bfloat16
+    assert F.cosine_similarity(got.float(), expected.float(), dim=-1).median() > 0.99
+
+
+def test_prompt_lookup_decoding_takes_tokens_back(dense, bundle):
+    ids = tokens(1, 6).repeat(1, 3)  # repeats itself, so that drafts are made and some are refused
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    for start in (0, "prompt"):
+        model = sparse(dense, bundle, "gather", sparse_from=start)
+        plain = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), plain)
+
+
+def test_means_stand_in_for_skipped_heads(dense, tiny_opt):
+    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    ids = tokens(2, 30)
+    with torch.no_grad():
+        got = {backend: sparse(dense, replaced, backend)(ids).logits for backend in ("mask", "gather")}
+        close(got["gather"], got["mask"])
+        dropped = sparse(dense, make_bundle(tiny_opt).at(0.3, 0.5), "mask")(ids).logits
+        assert (got["mask"] - dropped).abs().max() > 1e-2 * dropped.abs().max()
+        for backend in ("mask", "gather"):  # nothing is skipped, nothing stands in
+            close(sparse(dense, replaced.at(1.0, 1.0), backend)(ids).logits, dense(ids).logits)
+
+
+def test_the_output_projection_sees_the_mean(dense, tiny_opt):
+    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    model, seen, kept = sparse(dense, replaced, "mask"), [], {}
+    attention = dense.model.decoder.layers[1].self_attn
+    ids = tokens(1, 20)
+    with (
+        torch.no_grad(),
+        masking(
+            dense,
+            model._selector,
+            observe=lambda layer, target, keep, values: kept.__setitem__((layer, target), (keep, values.clone())),
+            means=replaced.head_means(),
+        ),
+    ):
+        handle = attention.out_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        dense(ids)
+        handle.remove()
+    keep, values = kept[1, "heads"]
+    assert 0 < keep.sum() < keep.numel()
+    expected = torch.where(keep[..., None], values, replaced.tensors["layers.1.heads.mean"].float())
+    torch.testing.assert_close(seen[0], expected.flatten(-2))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2, "vocab_size": 50272},  # head dim 64
+        {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 2, "ffn_dim": 320},  # head dim 128
+        {"enable_bias": False, "layer_norm_elementwise_affine": False, "num_hidden_layers": 1},
+    ],
+    ids=["head-dim-64", "head-dim-128", "no-bias"],
+)
+def test_other_sizes(tmp_path, sizes):
+    from conftest import save_tiny_opt
+
+    folder = save_tiny_opt(tmp_path / "opt", **sizes)
+    moved = make_bundle(folder, means=True).at(0.3, 0.5)
+    model, ids = load_opt(str(folder)), tokens(2, 12)
+    with torch.no_grad():
+        close(sparse(model, moved, "gather")(ids).logits, sparse(model, moved, "mask")(ids).logits)
+
+
+def test_everything_follows_the_model_to_another_dtype(tiny_opt):
+    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    ids, got = tokens(2, 12), {}
+    for backend in ("mask", "gather"):
+        model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), replaced, backend).to(torch.float64)
+        with torch.no_grad():
+            got[backend] = model(ids).logits
+    assert got["gather"].dtype == torch.float64
+    close(got["gather"], got["mask"])

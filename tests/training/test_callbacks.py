@@ -1,0 +1,82 @@
+import lightning
+import pytest
+import torch
+from small_runs import activations
+
+import dejavu_train.training.callbacks as callbacks
+from dejavu_train.data.datamodule import DataConfig, ShardDataModule
+from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast
+from dejavu_train.training.lit_predictor import LitPredictor
+
+
+@pytest.fixture
+def fit(tiny_opt, text_file, tmp_path_factory):
+    """Fit a heads predictor for eight steps with some callbacks; returns the trainer."""
+
+    def run(*watching):
+        folder = activations(tiny_opt, text_file)
+        data = ShardDataModule(folder, 0, "heads", "attn_in", 0, DataConfig(batch_size=64), 0)
+        module = LitPredictor("heads", 48, 4, 4, density=0.5, loss="listwise")
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_steps=8, val_check_interval=4, check_val_every_n_epoch=None, logger=False,
+            enable_checkpointing=True, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            callbacks=list(watching), plugins=[AtomicCheckpointIO()],
+            default_root_dir=tmp_path_factory.mktemp("trainer"),
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data)
+        return trainer
+
+    return run
+
+
+@pytest.mark.parametrize("seconds, saves", [(1e9, 2), (0, 8)])
+def test_saves_at_validations_and_when_time_has_passed(fit, tmp_path, monkeypatch, seconds, saves):
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    steps = []
+    original = lightning.Trainer.save_checkpoint
+
+    def save(self, where, *more, **options):
+        if where == path:
+            steps.append(self.global_step)
+        original(self, where, *more, **options)
+
+    monkeypatch.setattr(lightning.Trainer, "save_checkpoint", save)
+    fit(SaveLast(path, seconds))
+    assert steps[-1] == 8 and len(set(steps)) == saves
+    assert torch.load(path, weights_only=True)["global_step"] == 8
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+
+    def killed(value, file):
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(callbacks.torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    monkeypatch.undo()
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines(fit, capsys, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="dejavu_train")
+    fit(Progress("[3/12] layer 2 heads"))
+    lines = [record.message for record in caplog.records if "layer 2 heads" in record.message]
+    assert len(lines) == 2 and "step 8 of 8, recall" in lines[-1]
+    caplog.clear()
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    fit(Progress("[3/12] layer 2 heads"))
+    shown = capsys.readouterr().err
+    assert "[3/12] layer 2 heads" in shown and "8/8" in shown and "recall" in shown
+    assert not [record for record in caplog.records if "layer 2 heads" in record.message]
+
+
+def test_rates_count_rows(fit):
+    rates = Rates(0)
+    fit(rates)
+    assert rates.rows == 8 * 64 and rates.loader > 0 and rates.step > 0

@@ -1,0 +1,97 @@
+"""Tuning in the model: the gate's gradients, less divergence at the same bytes, and what stays as it was."""
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_opt
+
+from dejavu_train.bundle.cost_model import mlp_share
+from dejavu_train.config import TuneConfig
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.training.finetune import UNKNOWN_PRICE, Gate, _Ledger, finetune, next_price
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_opt(tmp_path_factory.mktemp("tune"), init_std=0.3)
+
+
+def windows(count=6, length=24):
+    generator = torch.Generator().manual_seed(3)
+    made = [[2, *torch.randint(4, 300, (length - 1,), generator=generator).tolist()] for _ in range(count)]
+    return [*made, made[0][:9]]  # a short tail, which is not used
+
+
+def test_the_gate_selects_and_its_gradient_is_that_of_a_sigmoid():
+    values, cost = torch.randn(2, 3, 4).abs(), torch.rand(2, 3, 4)
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    zero = torch.zeros(())
+    out, spent = Gate.apply(values, logits, cost, zero, zero, 0.5)
+    torch.testing.assert_close(out, values * (logits > 0))
+    torch.testing.assert_close(spent, ((logits > 0) * cost).sum(-1).mean())
+    weight = torch.randn(2, 3, 4)
+    ((out * weight).sum() + 2 * spent).backward()
+    soft = logits.detach().clone().requires_grad_(True)
+    share = torch.sigmoid(soft / 0.5)
+    ((share * values * weight).sum() + 2 * (share * cost).sum(-1).mean()).backward()
+    torch.testing.assert_close(logits.grad, soft.grad)
+
+
+def test_a_gate_over_heads_puts_the_mean_in_their_place():
+    values, rest = torch.randn(5, 3, 4), torch.randn(3, 4, requires_grad=True)
+    logits = torch.randn(5, 3, requires_grad=True)
+    out, _ = Gate.apply(values, logits, torch.ones(5, 3), rest, torch.zeros(()), 1.0)
+    torch.testing.assert_close(out, torch.where((logits > 0)[..., None], values, rest))
+    out.sum().backward()
+    torch.testing.assert_close(rest.grad, (logits <= 0).sum(0)[:, None].expand(3, 4).float())
+
+
+def test_the_price_follows_the_bytes():
+    assert next_price(1.0, 0.2, 0.1) > 1.0 > next_price(1.0, 0.05, 0.1)
+    assert next_price(1.0, 0.1, 0.1) == 1.0 and next_price(1.0, 5.0, 0.1) == pytest.approx(1.2214, abs=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "int4", "cascade": True}, {"means": True}], ids=str)
+def test_tuning_loses_less_at_the_same_bytes(folder, options):
+    bundle = make_bundle(folder, rank=16, **options).at(mlp_density=0.5, head_density=0.75)
+    model = load_opt(str(folder))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = TuneConfig(steps=60, tokens=96, batch_tokens=96, learning_rate=3e-2, price=0.05)
+    made, metrics = finetune(model, bundle, windows(), config)
+    assert metrics[-1]["nats"] < 0.9 * metrics[0]["nats"]
+    assert metrics[-1]["share"] < 1.15 * max(mlp_share(bundle), metrics[0]["share"])
+    assert sorted(made) == [0, 1]
+    assert not torch.equal(made[1].up, bundle.predictor(1, "mlp").up) and made[1].rounded_to is None
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_what_cannot_be_tuned(folder):
+    model, bundle = load_opt(str(folder)), make_bundle(folder)
+    for wrong, message in (
+        (bundle.at(1.0, 0.5), "every MLP of the bundle is dense"),
+        (bundle.at(0.3, 0.5, top_k=True), "needs thresholds"),
+    ):
+        with pytest.raises(UserError, match=message):
+            finetune(model, wrong, windows(), TuneConfig(steps=1))
+    with pytest.raises(UserError, match="no windows"):
+        finetune(model, bundle.at(0.3), [], TuneConfig(steps=1))
+    with pytest.raises(UserError, match="tune.width must be above 0"):
+        TuneConfig(width=0).check()
+
+
+def test_the_first_price_is_the_measured_slope(folder):
+    bundle = make_bundle(folder).at(0.3)
+    assert _Ledger(bundle, {(0, "mlp"): bundle.specs[0, "mlp"]}).first_price() == UNKNOWN_PRICE
+    for spec in bundle.specs.values():
+        spec.curve["loss_increase"] = [1.0 - density for density in spec.curve["density"]]
+    ledger = _Ledger(bundle, {(i, "mlp"): bundle.specs[i, "mlp"] for i in range(2)})
+    # a nat for all units of one layer; fc1 costs half of its bytes, fc2 less than the other half
+    assert 2.0 < ledger.first_price() < 4.0
+
+
+def test_dense_layers_stay_dense(folder):
+    bundle = make_bundle(folder).with_densities({(0, "mlp"): 1.0, (1, "mlp"): 0.4})
+    made, _ = finetune(load_opt(str(folder)), bundle, windows(), TuneConfig(steps=1, tokens=48))
+    assert list(made) == [1]

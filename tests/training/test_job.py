@@ -1,0 +1,138 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import activations, flags
+
+from dejavu_train.calibration.calibrate import read_predictor
+from dejavu_train.cli import parse_config
+from dejavu_train.errors import UserError
+from dejavu_train.stages import train_stage, trained_identity
+from dejavu_train.training.job import (
+    claimed,
+    deployed_density,
+    fit,
+    has_predictor,
+    is_finished,
+    job_folder,
+    log_summary,
+    run_job,
+    summary_rows,
+)
+
+
+@pytest.fixture
+def config(tiny_opt, text_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "activations").symlink_to(activations(tiny_opt, text_file))
+
+    def parse(*more):
+        return parse_config(flags(tiny_opt, text_file, tmp_path / "run", *more))
+
+    return parse
+
+
+def test_a_job_leaves_a_finished_predictor(config, tmp_path):
+    run = config()
+    stage = train_stage(run, "mlp")
+    assert run_job(run, (1, "mlp"), "layer 1 mlp", stage)
+    folder = job_folder(run.output, (1, "mlp"))
+    assert is_finished(run.output, (1, "mlp"), stage) and not (folder / "checkpoints").exists()
+    stored = read_predictor(folder)
+    assert (stored.metadata["site"], stored.metadata["site_layer"], stored.metadata["rank"]) == ("mlp_in", 1, 16)
+    assert stored.predictor.down.shape == (16, 48) and stored.predictor.up.dtype == torch.float32
+    metrics = stored.metadata["metrics"]
+    assert metrics["retained_mass"] > 0.6 and metrics["loader_rows_per_s"] > metrics["step_rows_per_s"] > 0
+    assert "val/recall" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
+    columns, rows = summary_rows(run.output, [(0, "mlp"), (1, "mlp")])
+    assert len(rows) == 1 and len(columns) == len(rows[0])
+    written = (folder / "predictor.safetensors").stat().st_mtime_ns
+    assert run_job(run, (1, "mlp"), "again", stage)
+    assert (folder / "predictor.safetensors").stat().st_mtime_ns == written
+    other = config("--mlp.rank=8")
+    assert run_job(other, (1, "mlp"), "with another rank", train_stage(other, "mlp"))
+    assert read_predictor(folder).metadata["rank"] == 8 and not is_finished(run.output, (1, "mlp"), stage)
+
+
+def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
+    """Stopped after 30 of 80 steps, the next attempt starts from the checkpoint at step 20."""
+    run = config()
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    from dejavu_train.training.lit_predictor import LitPredictor
+
+    original = LitPredictor.training_step
+
+    def step(self, raw, index):
+        seen.append(self.trainer.global_step)
+        if len(seen) == 31:
+            raise Stop
+        return original(self, raw, index)
+
+    monkeypatch.setattr(LitPredictor, "training_step", step)
+    with pytest.raises(Stop):
+        fit(run, (0, "mlp"), "layer 0 mlp")
+    assert seen[-1] == 30 and not has_predictor(run.output, (0, "mlp"))
+    checkpoint = torch.load(job_folder(run.output, (0, "mlp")) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 20
+    fit(run, (0, "mlp"), "layer 0 mlp")
+    assert seen[31] == 20 and seen[-1] == 79 and has_predictor(run.output, (0, "mlp"))
+
+
+def test_a_damaged_checkpoint_is_named(config):
+    run = config()
+    path = job_folder(run.output, (0, "mlp")) / "checkpoints" / "last.ckpt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(UserError, match="last.ckpt"):
+        fit(run, (0, "mlp"), "layer 0 mlp")
+
+
+def test_a_lock_is_held_by_one(tmp_path):
+    with claimed(tmp_path) as first, claimed(tmp_path) as second:
+        assert first and not second
+    with claimed(tmp_path) as again:
+        assert again
+
+
+def test_a_locked_job_is_left_alone(config):
+    run = config()
+    with claimed(job_folder(run.output, (0, "mlp"))):
+        assert not run_job(run, (0, "mlp"), "layer 0 mlp", train_stage(run, "mlp"))
+    assert not has_predictor(run.output, (0, "mlp"))
+
+
+def test_density_is_shared_out_by_true_density(config):
+    run = config("--mlp.density=0.2")
+    folder = job_folder(run.output, (0, "mlp")).parents[2] / "activations"
+    densities = [deployed_density(run, (layer, "mlp"), folder) for layer in (0, 1)]
+    assert sum(densities) / 2 == pytest.approx(0.2) and densities[0] != densities[1]
+    assert deployed_density(run, (0, "heads"), folder) == 0.75
+    assert deployed_density(config("--mlp.density_allocation=false"), (0, "mlp"), folder) == 0.4
+
+
+def test_extra_callbacks_and_look_ahead(config, tmp_path):
+    callback = "lightning.pytorch.callbacks.LearningRateMonitor"
+    run = config(f"--trainer.callbacks={callback}", "--mlp.lookahead=1", "--mlp.init=small", "--mlp.nonlinearity=relu")
+    fit(run, (1, "mlp"), "layer 1 mlp")
+    metadata = json.loads((job_folder(run.output, (1, "mlp")) / "predictor.json").read_text())
+    assert (metadata["site"], metadata["site_layer"], metadata["nonlinearity"]) == ("attn_in", 1, "relu")
+    assert "lr-AdamW" in (job_folder(run.output, (1, "mlp")) / "csv" / "version_0" / "metrics.csv").read_text()
+
+
+def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    run = config("--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project=test")
+    fit(run, (0, "heads"), "layer 0 heads")
+    log_summary(run, [(0, "heads")])
+    monkeypatch.delenv("WANDB_MODE")
+    names = [path.name for path in (Path(run.output) / "wandb").glob("offline-run-*")]
+    group = f"run-{trained_identity(run)[:8]}"
+    assert sorted(name.split("-", 3)[3] for name in names) == [f"{group}-layer-00-heads", f"{group}-summary"]
