@@ -60,7 +60,7 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
                     for target in TARGETS
                     if config.predictor(target).enabled
                 },
-                "calibration": whole.to_json(),
+                "calibrate": whole.to_json(),
             }
             if stored != described:
                 _refuse_if_active(active.fileno(), output, whole, stored)
@@ -95,7 +95,7 @@ def _refuse_if_active(active: int, output: Path, whole: Stage, stored: dict[str,
     try:
         fcntl.flock(active, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        reason = whole.difference(stored.get("calibration"))
+        reason = whole.difference(stored.get("calibrate"))
         raise UserError(
             f"another process works in {output} with other settings ({reason}); wait for it or choose another --output"
         ) from None

@@ -75,7 +75,7 @@ def tune_stage(config: RunConfig) -> Stage:
 def calibrate_stage(config: RunConfig) -> Stage:
     """Thresholds and bundle."""
     before = [tune_stage(config)] if config.tune.steps else _trained(config)
-    return _stage("calibration", _section(config.to_json(), "calibration"), *before)
+    return _stage("calibrate", _section(config.to_json(), "calibrate"), *before)
 
 
 def trained_identity(config: RunConfig) -> str:

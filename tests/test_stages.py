@@ -13,7 +13,7 @@ STAGES = {
     "train mlp": lambda config: train_stage(config, "mlp"),
     "train heads": lambda config: train_stage(config, "heads"),
     "tune": tune_stage,
-    "calibration": calibrate_stage,
+    "calibrate": calibrate_stage,
 }
 
 
@@ -30,12 +30,12 @@ def test_how_a_run_runs_is_in_no_identity():
 
 
 def test_a_key_reaches_what_depends_on_it():
-    assert changed(calibrate=CalibrateConfig(mlp_density=0.3)) == {"calibration"}
-    assert changed(calibrate=CalibrateConfig(cascade=0.99)) == {"tune", "calibration"}
-    assert changed(tune=TuneConfig(steps=3, density=0.3)) == {"tune", "calibration"}
-    assert changed(tune=TuneConfig(steps=0)) == {"tune", "calibration"}
-    assert changed(mlp=dataclasses.replace(BASE.mlp, rank=8)) == {"train mlp", "tune", "calibration"}
-    assert changed(heads=dataclasses.replace(BASE.heads, rank=8)) == {"train heads", "tune", "calibration"}
+    assert changed(calibrate=CalibrateConfig(mlp_density=0.3)) == {"calibrate"}
+    assert changed(calibrate=CalibrateConfig(cascade=0.99)) == {"tune", "calibrate"}
+    assert changed(tune=TuneConfig(steps=3, density=0.3)) == {"tune", "calibrate"}
+    assert changed(tune=TuneConfig(steps=0)) == {"tune", "calibrate"}
+    assert changed(mlp=dataclasses.replace(BASE.mlp, rank=8)) == {"train mlp", "tune", "calibrate"}
+    assert changed(heads=dataclasses.replace(BASE.heads, rank=8)) == {"train heads", "tune", "calibrate"}
     everything = set(STAGES)
     assert changed(seed=1) == changed(text=TextSource(seed=4)) == everything
     assert changed(collect=CollectConfig(window=64)) == everything

@@ -246,7 +246,7 @@ def _sample(
         return [prompts[(starts[part] + i) % len(prompts)] for i in range(size)]
 
     if missing:
-        _announce(write, batch(missing[0]), length, len(missing))
+        _announce(write, batch(missing[0]), length, sum(len(batch(part)) for part in missing))
     with tqdm(
         total=n_rows * length, initial=(len(starts) - len(missing)) * config.batch_size * length,
         desc="sampling from the model", unit="tok", unit_scale=True, disable=None,
@@ -268,15 +268,15 @@ def _sample(
         path.unlink()
 
 
-def _announce(write: Write, prompts: Rows, length: int, batches: int) -> None:
+def _announce(write: Write, prompts: Rows, length: int, rows: int) -> None:
     """Say how long it will take, from a short trial (the second of two: the first one warms up)."""
     short = min(length, len(prompts[0]) + TRIAL_TOKENS)
     for _ in range(2):
         began = time.perf_counter()
         write(prompts, short, 0)
         seconds = time.perf_counter() - began
-    minutes = seconds / (short - len(prompts[0])) * (length - len(prompts[0])) * batches / 60 if short < length else 0
-    logger.info("sampling %d tokens from the model: about %.1f minutes", batches * len(prompts) * length, minutes)
+    steps = (length - len(prompts[0])) / (short - len(prompts[0])) * rows / len(prompts)  # in units of the trial
+    logger.info("sampling %d tokens from the model: about %.1f minutes", rows * length, seconds * steps / 60)
 
 
 def transformers_writer(model: Any, config: SampleConfig) -> Write:
