@@ -30,6 +30,7 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntr
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.pipeline import table
+from dejavu_train.stages import train_stage
 from dejavu_train.training.job import run_job, summary_rows
 
 # d_model, d_ffn, layers, heads, rank of the MLP's predictors
@@ -130,7 +131,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     seconds = {}
     for job in jobs:
         began = time.perf_counter()
-        run_job(config, job, f"layer {job[0]} {job[1]}")
+        run_job(config, job, f"layer {job[0]} {job[1]}", train_stage(config, job[1]))
         seconds[job] = time.perf_counter() - began
     total = sum(seconds.values())
     columns, rows = summary_rows(asked.folder, jobs)

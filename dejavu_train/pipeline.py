@@ -116,7 +116,7 @@ def bundle_stage(folder: Path) -> Any:
     if not (folder / "bundle.json").is_file():
         return None
     stored = read_json(folder / "bundle.json", "the bundle")
-    metadata = stored.get("facts") if isinstance(stored, dict) else None
+    metadata = stored.get("metadata") if isinstance(stored, dict) else None
     return (metadata.get("stage") if isinstance(metadata, dict) else None) or {}
 
 

@@ -7,7 +7,7 @@ from kernels.attention.out_projection import project_heads
 from kernels.dense.dense_gemv import dense_rows
 from kernels.mlp.select import PredictorWeights, Selection, predict_select
 
-MODULES = ("launch", "attention_common")
+MODULES = ("launch", "checks")
 
 
 def run_select(x, w):
@@ -24,7 +24,7 @@ def run_select(x, w):
 )
 def test_a_cpu_tensor_given_to_a_kernel_is_one_line(run, part, monkeypatch):
     for name in MODULES:  # another test of this process may have asked for the interpreter
-        monkeypatch.setattr(f"kernels.{name}.INTERPRET", False)
+        monkeypatch.setattr(f"kernels.common.{name}.INTERPRET", False)
     with pytest.raises(ValueError) as caught:
         run(torch.randn(1, 8), torch.randn(4, 8))
     assert part in str(caught.value) and "\n" not in str(caught.value)
