@@ -130,7 +130,7 @@ def cascade_test(
     require(batch > 1, "one batch row has a kernel of its own: cascade")
     n, blocks = selection.n, selection.counts.numel()
     check_tensor("weights.upper", weights.upper, (n, d // 8), (torch.int32,), x)
-    for name in ("step", "bias", "bar"):
+    for name in ("step", "bias", "stage2_threshold"):
         check_tensor(f"weights.{name}", getattr(weights, name), (n,), (torch.float32,), x)
     check_tensor("row_state", row_state, (batch,), (torch.int32,), x)
     check_tensor("scratch.levels", scratch.levels, (batch, d), (torch.float16,), x)
