@@ -5,7 +5,7 @@ set -u
 export out=$2 rows=$(mktemp -d) work=${WORK:-/dev/shm/texts}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 HF_HUB_DISABLE_PROGRESS_BARS=1
 export common="--work $work --cache $work/text --trainer.accelerator=gpu"
-file="--collect.train_tokens=325000 --collect.choose_tokens=14800 --collect.calibrate_tokens=29600"
+file="--collect.train_tokens=325000 --collect.val_tokens=14800 --collect.calibration_tokens=29600"
 file="$file --collect.windows_per_document=4"
 
 one() {  # NUMBER FLAGS: one training run and its rows
@@ -28,7 +28,6 @@ mini() {
 --training docs --seed 1 $file
 --training docs --seed 2 $file
 --training half $file
---training wikitext $file
 --training self --recipe original
 --training docs --recipe original $file
 --training self --seed 1 --label self-1.2M --text.sample.tokens=1200000
@@ -42,11 +41,10 @@ EOF
 
 hundred() {
   cat <<EOF
---training self --yardsticks
---training self --seed 1
---training self --seed 2
+--training self
 --training docs $file
 --training self --recipe whitened-svd
+--training self --seed 1
 EOF
 }
 
@@ -54,7 +52,7 @@ case $1 in
 mini) list=$(mini) ;;
 100m)
   common="$common --model $work/opt-100m --mlp.rank=128 --text.sample.tokens=400000 --batch-tokens 8192"
-  python3 -m dejavu_train.pretrain --output "$work/opt-100m" --text .data/general_train.jsonl.xz \
+  python3 -m dejavu_train.training.pretrain --output "$work/opt-100m" --text .data/general_train.jsonl.xz \
     .data/train_docs.jsonl.xz --heldout .data/books.jsonl .data/docs.jsonl --d-model 768 --n-layers 12 --n-heads 12 \
     --d-ffn 3072 --context 512 --seconds "${PRETRAIN_SECONDS:-120}" >&2 || exit 1
   list=$(hundred)
