@@ -179,7 +179,7 @@ def list_slots_wide(items, running, block_slots, N: tl.constexpr):
 
 
 @triton.jit
-def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = ""):
+def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = tl.constexpr("")):
     """x (D,) as a tuple of tiles (BLOCK,), zero beyond D.
 
     CACHE: ".cg" reads past the L1, for a buffer that every layer rewrites and that is read before the wait.
