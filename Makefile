@@ -1,5 +1,6 @@
-# make demo    train predictors on the embedded model and evaluate the sparse model (about 8 minutes on 2 cores)
+# make demo    train predictors on the embedded model and evaluate the sparse model
 # make test    lint, format check, types, import contracts, tests
+# make tables  the tables of README.md, docs/texts.md and benchmarks/NOTES.md from committed rows
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
 
@@ -8,7 +9,7 @@ INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels benchmarks tests train.py infer.py
 
-.PHONY: demo train infer test lint clean
+.PHONY: demo train infer test lint tables clean
 
 demo: train infer
 
@@ -26,6 +27,9 @@ lint: .venv/dev
 	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+tables: .venv/train
+	.venv/bin/python -m benchmarks.tables
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,237 @@
+"""Writes the tables of README.md, docs/texts.md and benchmarks/NOTES.md from committed rows: make tables
+
+    python -m benchmarks.tables             writes them
+    python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
+
+A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands there is replaced. A table
+whose rows do not exist yet is left as it is, and one line says so. Nothing in a table is typed by hand: every number is
+a field of a row, or a mean, a range, a ratio or a difference of such fields.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables_format import Row, markdown, percent, provenance, read_csv, several
+from benchmarks.tables_texts import goals_table, matrix_table
+
+ROOT = Path(__file__).parent.parent
+FILES = ("README.md", "docs/texts.md", "benchmarks/NOTES.md")
+DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
+DECODE = "benchmarks/results/decode.csv"
+GENERATE = "benchmarks/results/generate.jsonl"
+SAMPLES = "benchmarks/results/samples.csv"
+YARDSTICKS = {"oracle": "oracle", "noncontextual": "non-contextual", "static": "static", "random": "random"}
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def demo_table(root: Path) -> str:
+    """Every text with its predicted rows, and the first text's yardsticks, from a results.json of schema 2."""
+    found = json.loads((root / DEMO).read_text())
+    if found["schema"] != 2:
+        raise ValueError(f"{DEMO} has schema {found['schema']}, expected 2")
+    quality = [row for row in found["quality"] if row["sparse_from"] == 0]
+    predicted = [row for row in quality if row["selection"] == "predicted"]
+    first = found["texts"][0]["name"]
+    names = [text["name"] for text in found["texts"]]
+    asked = {(row["asked_mlp_density"], row["asked_head_density"]) for row in predicted}
+    shared = sorted(
+        (a for a in asked if all(_of(predicted, name, *a) for name in names)), key=lambda a: (-a[1], a[0])
+    )  # what every text has: all heads first
+    headings = ["text", "seen in training", "tokens of documents", "dense perplexity"]
+    headings += [f"{_asked(*a)}: increase, bytes" for a in shared]
+    rows = []
+    for text in found["texts"]:
+        dense = next(row for row in quality if row["text"] == text["name"] and row["selection"] == "dense")
+        cells = [text["name"], "yes" if text["domain"] == "in domain" else "no"]
+        cells += [f"{text['tokens']:,} of {text['documents']:,}", f"{dense['perplexity']:.4g}"]
+        for a in shared:
+            row = _of(predicted, text["name"], *a)
+            increase = _unit(several([row["increase"]], [row["increase_error"]]))
+            cells.append(f"{increase}, {100 * row['mlp_bytes']:.1f} %")
+        rows.append(cells)
+    table = markdown(headings, rows)
+    headings = [f"{first}, candidates", "bytes", "selected", "predicted", *YARDSTICKS.values()]
+    rows = []
+    for a in sorted({a for a in asked if _of(predicted, first, *a)}, key=lambda a: (-a[1], a[0])):
+        row = _of(predicted, first, *a)
+        cells = [_asked(*a), f"{100 * row['mlp_bytes']:.1f} %", f"{100 * row['mlp_density']:.1f} %"]
+        cells.append(_unit(several([row["increase"]], [row["increase_error"]])))
+        for selection in YARDSTICKS:
+            other = _of([row for row in quality if row["selection"] == selection], first, *a)
+            cells.append(_unit(percent(other["increase"])) if other else "")
+        rows.append(cells)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{table}\n{markdown(headings, rows)}{_rows_line(DEMO, versions)}"
+
+
+def _of(rows: Sequence[dict[str, Any]], text: str, mlp: float, heads: float) -> dict[str, Any]:
+    same = (row for row in rows if row["text"] == text)
+    return next((row for row in same if (row["asked_mlp_density"], row["asked_head_density"]) == (mlp, heads)), {})
+
+
+def _asked(mlp: float, heads: float) -> str:
+    return f"{100 * mlp:g} %" + (f", {100 * heads:g} % of the heads" if heads < 1 else "")
+
+
+def _rows_line(path: str, made: str) -> str:
+    return f"\nRows: [{Path(path).name}]({path}); {made}.\n"
+
+
+def _unit(text: str) -> str:
+    return text if text.endswith("fold") else f"{text} %"
+
+
+KINDS = {  # column -> engine and options of its rows
+    "transformers eager": ("hf", ""),
+    "transformers compiled": ("hf-compile", ""),
+    "dense": ("dense", ""),
+    "sparse 50 %": ("sparse", ""),
+    "look-ahead 50 %": ("sparse", "site=1"),
+    "sparse 85 %": ("sparse", "head_density=0.85"),
+    "sparse 100 %": ("sparse", "head_density=1.0"),
+}
+
+
+def _decode_rows(root: Path) -> dict[tuple[str, str], list[Row]]:
+    """(model, column) -> its rows of one sequence behind a prompt of 128 tokens, oldest first."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(read_csv(root / DECODE), key=lambda row: row["date"]):
+        kind = next((name for name, key in KINDS.items() if key == (row["engine"], row["options"])), None)
+        if kind and row["batch"] == "1" and row["prompt"] == "128" and row["p50_ms"]:
+            found.setdefault((row["model"], kind), []).append(row)
+    return found
+
+
+def _models(found: Sequence[tuple[str, str]]) -> list[str]:
+    return sorted({model for model, _ in found}, key=lambda name: float(name.rstrip("b")))
+
+
+def speed_table(root: Path) -> str:
+    """Milliseconds per token, the newest row of each kind, and how many times faster than our dense engine."""
+    found = {key: rows[-1] for key, rows in _decode_rows(root).items()}
+    table = []
+    for model in _models(list(found)):
+        dense, cells = float(found[model, "dense"]["p50_ms"]), [model.upper()]
+        for kind, (engine, _) in KINDS.items():
+            row = found.get((model, kind))
+            ms = float(row["p50_ms"]) if row else 0.0
+            ratio = f" ({dense / ms:.2f}x)" if row and engine == "sparse" else ""
+            cells.append(f"{ms:.3g}{ratio}" if row else "")
+        table.append(cells)
+    lines = []
+    for date, commit in sorted({(row["date"], row["commit"]) for row in found.values()}):
+        here = [key for key, row in found.items() if (row["date"], row["commit"]) == (date, commit)]
+        parts = []
+        for model in _models(here):
+            kinds = [kind for kind in KINDS if (model, kind) in here]
+            whole = len(kinds) == sum(name == model for name, _ in found)
+            parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
+        lines.append(f"commit {commit} of {date}: {', '.join(parts)}")
+    where = provenance(list(found.values())).split("; ")[0]
+    return markdown(["ms per token", *KINDS], table) + _rows_line(DECODE, f"{where}; {'; '.join(lines)}")
+
+
+def decode_change_table(root: Path) -> str:
+    """Rows that were measured again, beside the newest of an earlier commit."""
+    table = []
+    for (model, kind), rows in sorted(_decode_rows(root).items()):
+        now = rows[-1]
+        before = [row for row in rows if row["commit"] != now["commit"]]
+        if before:
+            old, new = float(before[-1]["p50_ms"]), float(now["p50_ms"])
+            cells = [f"{float(row['p50_ms']):.3f} ({row['commit']})" for row in (before[-1], now)]
+            table.append([model.upper(), kind, *cells, f"{percent(new / old - 1)} %"])
+    return markdown(["shapes", "what", "before, ms", "now, ms", "change"], table)
+
+
+def generate_table(root: Path) -> str:
+    """generate() of the public class against the engine's own rate."""
+    rows = [json.loads(line) for line in (root / GENERATE).read_text().splitlines() if line.strip()]
+    newest = {(row["shape"], row["batch"]): row for row in rows}
+    headings = [
+        "shapes, rows",
+        "generate(), ms per token",
+        "the engine alone, ms",
+        "share of its rate",
+        "first call, s",
+    ]
+    headings += ["memory over the weights, without caches and predictors", "transformers' dense generate(), ms"]
+    table = [
+        [
+            f"{row['shape'].upper()}, {row['batch']}",
+            f"{row['generate_ms']:.3f}",
+            f"{row['engine_ms']:.3f}",
+            f"{100 * row['share_of_engine_rate']:.1f} %",
+            f"{row['first_call_s']:.1f}",
+            f"{row['peak_without_caches_and_predictors_over_weights']:.3f}",
+            f"{row['transformers_dense_ms']:.1f}",
+        ]
+        for row in newest.values()
+    ]
+    return markdown(headings, table) + f"\nRows: {provenance(list(newest.values()))}.\n"
+
+
+def samples_table(root: Path) -> str:
+    """How fast a model writes its own text."""
+    newest = {(row["shape"], row["rows"], row["length"]): row for row in read_csv(root / SAMPLES)}
+    headings = ["shapes", "rows at once", "tokens of a row", "tokens per second", "minutes per million", "memory, GB"]
+    names = ("rows", "length", "tokens_per_s", "minutes_per_million", "memory_gb")
+    table = [[row["shape"].upper(), *(row[name] for name in names)] for row in newest.values()]
+    return markdown(headings, table) + f"\nRows: {provenance(list(newest.values()))}.\n"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "demo": demo_table,
+    "speed": speed_table,
+    "decode-change": decode_change_table,
+    "generate": generate_table,
+    "samples": samples_table,
+    "goals": goals_table,
+    "matrix-mini": lambda root: matrix_table(root, "opt-mini"),
+    "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
+}
+
+
+def fill(text: str, root: Path) -> str:
+    """``text`` with every table made anew; one whose rows are missing stays as it is.
+
+    Raises:
+        KeyError: a marker names no table.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        try:
+            return f"{match[1]}\n{TABLES[match[2]](root)}\n{match[4]}"
+        except FileNotFoundError as error:
+            print(f"table {match[2]}: no {error.filename}, left as it is", file=sys.stderr)
+            return match[0]
+
+    return MARKED.sub(table, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where text and rows disagree")
+    options = parser.parse_args(argv)
+    changed = []
+    for name in FILES:
+        path = ROOT / name
+        before = path.read_text()
+        after = fill(before, ROOT)
+        if after != before:
+            changed.append(name)
+            if not options.check:
+                path.write_text(after)
+    print(f"{'differ from their rows' if options.check else 'written'}: {', '.join(changed) or 'none'}")
+    return 1 if options.check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

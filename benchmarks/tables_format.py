@@ -1,0 +1,60 @@
+"""How tables.py and tables_texts.py write numbers, cells and where rows come from."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+Row = dict[str, str]
+
+
+def percent(value: float) -> str:
+    """An increase in per cent; from a thousand per cent on, how many times the dense model's value.
+
+    >>> percent(0.0027), percent(0.1234), percent(9.3), percent(12.3)
+    ('+0.27', '+12.3', '+930', '13-fold')
+    """
+    return f"{1 + value:,.0f}-fold" if value >= 10 else f"{100 * value:+z.{_decimals(value)}f}"
+
+
+def _decimals(value: float) -> int:
+    return 0 if abs(value) >= 1 else 1 if abs(value) >= 0.1 else 2
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def several(values: Sequence[float], errors: Sequence[float | None]) -> str:
+    """One increase with its error, or the mean of several with their range, in per cent.
+
+    >>> several([0.1234], [0.011]), several([0.01, 0.03], [None, None])
+    ('+12.3 ± 1.1', '+2.00 (+1.00 to +3.00)')
+    """
+    if len(values) > 1:
+        return f"{percent(mean(values))} ({percent(min(values))} to {percent(max(values))})"
+    error = errors[0] if values[0] < 10 else None
+    return percent(values[0]) + ("" if error is None else f" ± {100 * error:.{_decimals(values[0])}f}")
+
+
+def share_range(shares: Sequence[float]) -> str:
+    """Smallest and largest of some fractions, in per cent."""
+    low, high = f"{100 * min(shares):.1f}", f"{100 * max(shares):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its last line ended."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(f"| {' | '.join(cells)} |".replace("  ", " ") + "\n" for cells in lines)
+
+
+def read_csv(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def provenance(rows: Sequence[Row], device: str = "gpu") -> str:
+    """Device, versions, commits and dates of rows, as one phrase."""
+    made = sorted({(row["date"], row["commit"]) for row in rows})
+    where = sorted({f"{row[device]}, torch {row['torch'].partition('+')[0]}" for row in rows})
+    return f"{'; '.join(where)}; " + ", ".join(f"commit {commit} of {date}" for date, commit in made)

@@ -1,0 +1,149 @@
+import csv
+import json
+import shutil
+
+import pytest
+from conftest import REPOSITORY
+
+from benchmarks.tables import DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
+
+CSV = (DECODE, SAMPLES, "docs/texts/opt-mini.csv", "docs/texts/opt-100m.csv")
+MATRIX = ("increase", "error", "mlp_bytes")
+TOTALS = ("share_of_engine_rate", "first_call_s", "peak_without_caches_and_predictors_over_weights")
+ROWS = {  # table -> the file of its rows, the measured fields that it shows, how many leading cells name a row
+    "speed": (DECODE, ("p50_ms",), 1),
+    "decode-change": (DECODE, ("p50_ms",), 2),
+    "generate": (GENERATE, ("generate_ms", "engine_ms", "transformers_dense_ms", *TOTALS), 1),
+    "samples": (SAMPLES, ("tokens_per_s", "minutes_per_million", "memory_gb"), 3),
+    "goals": ("docs/texts/opt-mini.csv", ("increase",), 1),
+    "matrix-mini": ("docs/texts/opt-mini.csv", MATRIX, 1),
+    "matrix-100m": ("docs/texts/opt-100m.csv", MATRIX, 1),
+}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A folder with copies of all rows, which a test may change."""
+    for name in (*CSV, GENERATE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / DEMO).write_text(json.dumps(results()))
+    return tmp_path
+
+
+def change(path, fields, new):
+    """Every value of some fields of a CSV or JSONL file passed through ``new``."""
+    if path.suffix == ".jsonl":
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | {field: new(row[field]) for field in fields}) + "\n" for row in found))
+        return
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    for row in found:
+        row.update({field: new(row[field]) for field in fields if row[field]})
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def quality(text, selection, mlp, heads=1.0, sparse_from=0, **found):
+    row = {"text": text, "selection": selection, "asked_mlp_density": mlp, "asked_head_density": heads}
+    row |= {"sparse_from": sparse_from, "perplexity": 11.39, "increase": 0.0, "increase_error": 0.0}
+    return row | {"mlp_density": 0.079, "mlp_bytes": 0.1063} | found
+
+
+def results():
+    """A small results.json of schema 2: two texts, one of them unseen."""
+    texts = [
+        {"name": "docs", "domain": "in domain", "documents": 23, "tokens": 20397},
+        {"name": "code", "domain": "unseen", "documents": 207, "tokens": 20001},
+    ]
+    first = [
+        quality("docs", "dense", 1.0),
+        quality("docs", "predicted", 0.05, increase=0.14, increase_error=0.019, mlp_bytes=0.065),
+        quality("docs", "predicted", 0.2, increase=0.0027, increase_error=0.0015),
+        quality("docs", "oracle", 0.2, increase=-0.00001),
+        quality("docs", "noncontextual", 0.2, increase=10.9),
+        quality("docs", "random", 0.2, increase=33999.0),
+        quality("docs", "predicted", 0.2, 0.85, increase=0.0066, increase_error=0.0024),
+        quality("docs", "predicted", 0.2, sparse_from=128, increase=0.5),
+    ]
+    second = [
+        quality("code", "dense", 1.0, perplexity=5.123),
+        quality("code", "predicted", 0.2, increase=0.0211, increase_error=None, mlp_bytes=0.11),
+        quality("code", "predicted", 0.2, 0.85, increase=0.03, increase_error=0.01),
+    ]
+    versions = {"python": "3.12.1", "torch": "2.13.0"}
+    return {"schema": 2, "versions": versions, "texts": texts, "quality": first + second, "layers": [], "timing": []}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_text_and_rows_agree(name):
+    text = (REPOSITORY / name).read_text()
+    assert MARKED.search(text), f"{name} has no table"
+    assert fill(text, REPOSITORY) == text, f"{name} differs from its rows: make tables"
+
+
+def test_every_table_stands_in_a_text():
+    marked = [match[2] for name in FILES for match in MARKED.finditer((REPOSITORY / name).read_text())]
+    assert sorted(set(marked)) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_cell_follows_from_the_rows(rows, name):
+    """All measured fields are replaced; no cell that shows a number may keep it."""
+    before = cells(TABLES[name](REPOSITORY))
+    path, fields, names = ROWS[name]
+    change(rows / path, fields, lambda value: 2 + 3 * float(value))
+    after = cells(TABLES[name](rows))
+    assert len(after) == len(before) > 0
+    for old, new in zip(before, after, strict=True):
+        assert old[:names] == new[:names]
+        for left, right in zip(old[names:], new[names:], strict=True):
+            assert left != right or not left, f"{left} stays although all rows have changed"
+
+
+def cells(table):
+    """Cells of the rows below the headings of every table of a Markdown text."""
+    found = []
+    lines = table.splitlines()
+    for line, above in zip(lines[1:], lines, strict=False):
+        if line.startswith("|") and not line.startswith("| ---") and above.startswith("|"):
+            found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def test_the_newest_row_of_a_kind_is_shown(rows):
+    with (rows / DECODE).open(newline="") as file:
+        found = list(csv.DictReader(file))
+    newest = next(row for row in reversed(found) if (row["engine"], row["options"], row["batch"]) == ("dense", "", "1"))
+    change(rows / DECODE, ["p50_ms"], lambda value: 40.0 if value == newest["p50_ms"] else value)
+    line = next(line for line in TABLES["speed"](rows).splitlines() if line.startswith("| 6.7B"))
+    assert line.split("|")[4].strip() == "40"
+    assert newest["commit"] in TABLES["speed"](rows)
+
+
+def test_the_demo_of_a_small_results_file(rows):
+    lines = TABLES["demo"](rows).splitlines()
+    assert lines[0].endswith("| 20 %: increase, bytes | 20 %, 85 % of the heads: increase, bytes |")
+    assert lines[2] == "| docs | yes | 20,397 of 23 | 11.39 | +0.27 ± 0.15 %, 10.6 % | +0.66 ± 0.24 %, 10.6 % |"
+    assert lines[3] == "| code | no | 20,001 of 207 | 5.123 | +2.11 %, 11.0 % | +3.00 ± 1.00 %, 10.6 % |"
+    assert "| 5 % | 6.5 % | 7.9 % | +14.0 ± 1.9 % | | | | |" in lines
+    assert "| 20 % | 10.6 % | 7.9 % | +0.27 ± 0.15 % | +0.00 % | 12-fold | | 34,000-fold |" in lines
+    assert "| 20 %, 85 % of the heads | 10.6 % | 7.9 % | +0.66 ± 0.24 % | | | | |" in lines
+    assert "50" not in "".join(lines[2:4])  # the row that is sparse from position 128 on is not shown
+
+
+def test_a_table_without_rows_is_left_as_it_is(rows, capsys):
+    text = "before\n<!-- table: demo -->\n\nbygone\n\n<!-- end -->\nafter\n"
+    assert "20,397 of 23" in fill(text, rows) and "bygone" not in fill(text, rows)
+    (rows / DEMO).unlink()
+    assert fill(text, rows) == text
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_results_file_of_another_schema_is_refused(rows):
+    (rows / DEMO).write_text(json.dumps(results() | {"schema": 1}))
+    with pytest.raises(ValueError, match="schema 1"):
+        TABLES["demo"](rows)
