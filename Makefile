@@ -28,7 +28,7 @@ lint: .venv/dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-tables: .venv/train
+tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
 
 .venv/bin/python:
