@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables_format import Row, markdown, percent, provenance, read_csv, several
+from benchmarks.tables_format import Row, devices, markdown, percent, provenance, read_csv, several
 from benchmarks.tables_texts import goals_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
@@ -132,8 +132,9 @@ def speed_table(root: Path) -> str:
             whole = len(kinds) == sum(name == model for name, _ in found)
             parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
         lines.append(f"commit {commit} of {date}: {', '.join(parts)}")
-    where = provenance(list(found.values())).split("; ")[0]
-    return markdown(["ms per token", *KINDS], table) + _rows_line(DECODE, f"{where}; {'; '.join(lines)}")
+    return markdown(["ms per token", *KINDS], table) + _rows_line(
+        DECODE, f"{devices(list(found.values()))}; {'; '.join(lines)}"
+    )
 
 
 def decode_change_table(root: Path) -> str:

@@ -25,13 +25,15 @@ def mean(values: Sequence[float]) -> float:
 
 
 def several(values: Sequence[float], errors: Sequence[float | None]) -> str:
-    """One increase with its error, or the mean of several with their range, in per cent.
+    """One increase with its error, or the mean of several with their range, in per cent; nothing for none.
 
     >>> several([0.1234], [0.011]), several([0.01, 0.03], [None, None])
     ('+12.3 ± 1.1', '+2.00 (+1.00 to +3.00)')
     """
     if len(values) > 1:
         return f"{percent(mean(values))} ({percent(min(values))} to {percent(max(values))})"
+    if not values:
+        return ""
     error = errors[0] if values[0] < 10 else None
     return percent(values[0]) + ("" if error is None else f" ± {100 * error:.{_decimals(values[0])}f}")
 
@@ -53,8 +55,12 @@ def read_csv(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def provenance(rows: Sequence[Row], device: str = "gpu") -> str:
-    """Device, versions, commits and dates of rows, as one phrase."""
+def devices(rows: Sequence[Row], field: str = "gpu") -> str:
+    """The devices of rows, with the version of torch."""
+    return "; ".join(sorted({f"{row[field]}, torch {row['torch'].partition('+')[0]}" for row in rows}))
+
+
+def provenance(rows: Sequence[Row], field: str = "gpu") -> str:
+    """Devices, commits and dates of rows, as one phrase."""
     made = sorted({(row["date"], row["commit"]) for row in rows})
-    where = sorted({f"{row[device]}, torch {row['torch'].partition('+')[0]}" for row in rows})
-    return f"{'; '.join(where)}; " + ", ".join(f"commit {commit} of {date}" for date, commit in made)
+    return f"{devices(rows, field)}; " + ", ".join(f"commit {commit} of {date}" for date, commit in made)

@@ -39,14 +39,10 @@ def _line(name: str, rows: Sequence[Row]) -> list[str]:
 def _name(recipe: str, training: str, selection: str, rows: Sequence[Row]) -> str:
     if selection != "predicted":
         return f"{selection}, as many neurons as {training} selects"
-    tokens = sorted({int(row["train_tokens"]) for row in rows})
+    tokens = " and ".join(f"{count:,}" for count in sorted({int(row["train_tokens"]) for row in rows}))
     seeds = sorted({row["seed"] for row in rows})
     which = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
-    return f"{training if recipe == 'default' else f'{recipe}, {training}'} ({share_of_tokens(tokens)}; {which})"
-
-
-def share_of_tokens(tokens: Sequence[int]) -> str:
-    return " and ".join(f"{count:,}" for count in tokens) + " tokens"
+    return f"{training if recipe == 'default' else f'{recipe}, {training}'} ({tokens} tokens; {which})"
 
 
 def matrix_table(root: Path, model: str) -> str:
