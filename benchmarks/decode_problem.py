@@ -10,7 +10,8 @@ import statistics
 
 import torch
 
-from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
 from dejavu_train.models.opt import OPTShape
 from kernels.common.layer_norm import layer_norm_reference

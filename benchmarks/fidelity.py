@@ -216,7 +216,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
 
 
 def _greedy() -> Any:
-    from dejavu_train.engine.decode import Sampling
+    from dejavu_train.engine.inputs import Sampling
 
     return Sampling()
 

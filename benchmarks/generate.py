@@ -28,7 +28,8 @@ from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
 from benchmarks.harness import commit, step_times
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
-from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 

@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.decode_problem import SHAPES, STD
 from benchmarks.harness import commit
-from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
 
 RESULTS = Path(__file__).parent / "results" / "samples.csv"

@@ -23,7 +23,8 @@ from dejavu_train.data.collect import LoadSets, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import SETS
-from dejavu_train.data.text import SELF, Document, TextManifest
+from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
@@ -153,19 +154,23 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
     if device.type != "cuda" or run.device_map is not None:
         return transformers_writer(model, settings), "transformers"
-    from dejavu_train.engine.decode import DecodeEngine, Sampling  # imports triton
+    from dejavu_train.engine.decode import DecodeEngine  # imports triton
     from kernels.common.checks import HEAD_DIMS
 
     if OPTShape.from_config(model.config).head_dim not in HEAD_DIMS:
         return transformers_writer(model, settings), "transformers"
-    engine = DecodeEngine(model, batch=rows, context=length, release=True)
+    return engine_writer(DecodeEngine(model, batch=rows, context=length), settings), "engine"
+
+
+def engine_writer(engine: Any, settings: SampleConfig) -> Write:
+    """Sampling by a decode engine, a dense one."""
 
     def write(prompts: Rows, length: int, seed: int) -> Rows:
-        sampling = Sampling(settings.temperature, settings.top_p, seed)
+        sampling = Sampling(settings.temperature, settings.top_p, seed=seed)
         new = engine.generate(prompts, length - len(prompts[0]), sampling=sampling, stop_tokens=())
         return [prompt + tokens for prompt, tokens in zip(prompts, new, strict=True)]
 
-    return write, "engine"
+    return write
 
 
 def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -> None:

@@ -8,13 +8,13 @@ Two sets of operations have the same signatures: the Triton kernels, and their p
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dejavu_train.engine.dispatch import choose_execution, describe_execution
+from dejavu_train.engine.inputs import Sampling, check_length, check_rows, per_row
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, load_predictors
@@ -24,45 +24,9 @@ from kernels.common.checks import HEAD_DIMS, INTERPRET
 
 POLICIES = tuple(qkv.POLICIES)
 MAX_BATCH = 32
-SEEDS = 2**31 // MAX_BATCH  # the device holds seed * MAX_BATCH + row in 32 bits
 CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
 
 Callback = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a next token is chosen.
-
-    Attributes:
-        temperature: 0 = greedy.
-        top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
-        top_k: above 0 = from the top_k most likely tokens, before top_p.
-        seed: 0 to 2^26 - 1; a row's random numbers follow from it, its number in the batch and the position.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be a number of at least 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
-        if not 0 <= self.seed < SEEDS:
-            raise UserError(f"seed must lie in 0 to {SEEDS - 1}, got {self.seed}")
-
-    @property
-    def mode(self) -> str:
-        if self.temperature == 0:
-            return "greedy"
-        if self.top_k > 0:
-            return "top_k"
-        return "top_p" if self.top_p < 1 else "temperature"
 
 
 class DecodeEngine:
@@ -167,13 +131,6 @@ class DecodeEngine:
         """Forget all rows. Captured graphs stay valid."""
         self.core.reset()
 
-    def _fit(self, length: int) -> None:
-        if length > self.context:
-            raise UserError(
-                f"{length} tokens do not fit the engine's context of {self.context}"
-                f" (the model's limit is {self.shape.max_positions}); shorten the prompt or max_new_tokens"
-            )
-
     def begin(
         self,
         rows: Sequence[Sequence[int]],
@@ -190,14 +147,7 @@ class DecodeEngine:
                 may exceed the context by one.
             least: tokens before which no stop token is chosen; None = 0.
         """
-        if not rows or len(rows) > self.batch:
-            raise UserError(f"this engine holds {self.batch} rows, got {len(rows)}; build it with batch={len(rows)}")
-        for row, length in zip(rows, total, strict=True):
-            if not row:
-                raise UserError("an empty prompt cannot be continued; give at least the start token </s> (id 2)")
-            self._fit(length - 1)
-            if not 0 <= min(row) <= max(row) < self.shape.vocab_size:
-                raise UserError(f"token ids must lie in 0 to {self.shape.vocab_size - 1}, got {min(row)} to {max(row)}")
+        check_rows(rows, [length - 1 for length in total], self.batch, self.context, self.shape)
         self.core.reset()
         state, n = self.state, len(rows)
         known = torch.zeros(n, max(map(len, rows)), dtype=torch.int32)
@@ -262,8 +212,8 @@ class DecodeEngine:
             raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
         lengths = [len(prompt) for prompt in prompts]
         total = [length + max_new_tokens for length in lengths]
-        self._fit(max(total, default=0))
-        starts = _per_row(sparse_from, lengths)
+        check_length(max(total, default=0), self.context, self.shape)
+        starts = per_row(sparse_from, lengths)
         at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]
         if prompt_phase == "steps":
             at_once = [0] * len(lengths)
@@ -315,7 +265,7 @@ class DecodeEngine:
         lengths = [len(row) for row in rows]
         if not rows or min(lengths) < 2:
             raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
-        starts = _per_row(sparse_from, lengths)
+        starts = per_row(sparse_from, lengths)
         result: list[Tensor] = []
         for first in range(0, len(rows), self.batch):
             part = slice(first, first + self.batch)
@@ -341,7 +291,7 @@ class DecodeEngine:
             (B, T, V) on the engine's device, T the longest row; what stands behind a shorter row is undefined.
         """
         lengths = [len(row) for row in rows]
-        self.begin(rows, [n + 1 for n in lengths], _per_row(sparse_from, lengths), [0] * len(rows), Sampling())
+        self.begin(rows, [n + 1 for n in lengths], per_row(sparse_from, lengths), [0] * len(rows), Sampling())
         made = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
         self.core.tail("greedy", score=False)
         for t in range(max(lengths)):
@@ -354,12 +304,3 @@ class DecodeEngine:
         """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
         nll = torch.cat(self.score(rows, sparse_from)).double()
         return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}
-
-
-def _per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
-    if sparse_from is None:
-        return list(lengths)
-    starts = [sparse_from] * len(lengths) if isinstance(sparse_from, int) else list(sparse_from)
-    if len(starts) != len(lengths) or any(start < 0 for start in starts):
-        raise UserError(f"sparse_from must be at least 0, one for all rows or one each, got {sparse_from}")
-    return starts

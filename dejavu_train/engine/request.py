@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dejavu_train.engine.decode import MAX_BATCH, SEEDS, Sampling
+from dejavu_train.engine.decode import MAX_BATCH
+from dejavu_train.engine.inputs import SEEDS, Sampling
 from dejavu_train.errors import Unsupported, UserError
 
 MAX_STOPS = 8
@@ -159,7 +160,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
         raise UserError(f"temperature must be above 0 when sampling, got {temperature}; for greedy use do_sample=False")
     top_p = 1.0 if config.top_p is None else float(config.top_p)
     # The seed comes from torch's generator, so torch.manual_seed makes a text repeatable.
-    return Sampling(temperature, top_p, int(config.top_k or 0), seed=int(torch.randint(SEEDS, ())))
+    return Sampling(temperature, top_p, top_k=int(config.top_k or 0), seed=int(torch.randint(SEEDS, ())))
 
 
 def _pad_token(config: GenerationConfig, stops: Sequence[int]) -> int:

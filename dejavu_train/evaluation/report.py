@@ -21,14 +21,19 @@ Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
 
 
 def results(
-    model: str, bundle: str, scored: Scored, timings: Sequence[Timing], layers_at: float | None = None
+    model: str,
+    bundle: str,
+    scored: Scored,
+    timings: Sequence[Timing],
+    layers_at: float | None = None,
+    read_gb_s: float | None = None,
 ) -> dict[str, Any]:
     """Everything that was measured, as results.json (schema 2) holds it.
 
     Args:
         model, bundle: folders or hub ids.
         scored: every text with its rows, in the order of the tables.
-        timings: of decoding.
+        timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
         layers_at: asked density of the MLPs to which the figures per layer belong.
     """
     versions = {
@@ -45,6 +50,7 @@ def results(
         "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
         "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities, layers_at)],
         "timing": [dataclasses.asdict(timing) for timing in timings],
+        "read_gb_s": None if read_gb_s is None else round(read_gb_s, 1),
     }
 
 
@@ -176,13 +182,15 @@ def tables(found: dict[str, Any]) -> str:
             cells = [[f"{r['target']} {r['layer']}", *(_number(r[name], 3) for name in names)] for r in layers]
             parts.append(table([f"{first}, layer", "density", "recall", "precision", "mass"], cells))
     if found["timing"]:
-        headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80"]
+        headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80", "MB/token"]
         cells = [
             [t["backend"], t["device"], *(str(t[name]) for name in ("batch", "prompt", "new_tokens"))]
             + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
+            + [_number(t.get("megabytes_per_token"), 1)]
             for t in found["timing"]
         ]
-        parts.append(table(headings, cells))
+        read = found.get("read_gb_s")
+        parts.append(table(headings, cells) + (f"\nthis machine reads memory at {read:.1f} GB/s" if read else ""))
     return "\n\n".join(parts)
 
 

@@ -26,7 +26,16 @@ from dejavu_train.evaluation.baselines import SELECTIONS
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.texts import EvalText, load_text, name_texts, trained_text
-from dejavu_train.evaluation.timing import DENSE_ENGINE, WARM_UP, Timing, time_decoding, time_engine
+from dejavu_train.evaluation.timing import (
+    CPU,
+    DENSE_CPU,
+    DENSE_ENGINE,
+    WARM_UP,
+    Timing,
+    time_cpu_engine,
+    time_decoding,
+    time_engine,
+)
 from dejavu_train.files import read_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import BACKENDS, SparseOPTForCausalLM
@@ -68,14 +77,16 @@ class InferConfig:
     batch_tokens: int = _option(4096, "positions in one forward pass; fewer for large models")
     verify: str = _option("sampled", "full: hash every byte of the weights")
     timing: bool = _option(True, "time decoding")
-    timing_backends: tuple[str, ...] = _option(("dense", "gather"), "dense, gather, mask, triton, dense-engine")
+    timing_backends: tuple[str, ...] = _option(
+        (), "dense, gather, mask, triton, dense-engine, cpu, dense-cpu; none: dense and the engines of this device"
+    )
     timing_mlp_density: float = _option(0.2, "densities while timing and generating")
     timing_head_density: float = _option(0.85, "the same for heads")
     batch: int = _option(1, "rows while timing")
     prompt: int = _option(32, "tokens of the prompt while timing")
     new_tokens: int = _option(64, "timed, and generated")
     generate: str | None = _option(None, "a prompt to continue")
-    backend: str = _option("auto", "of --generate: auto, dense, mask, gather, triton, dense-engine")
+    backend: str = _option("auto", "of --generate: auto, dense, mask, gather, triton, cpu, dense-engine, dense-cpu")
     device: str = _option("auto", "auto, cpu or cuda[:N]")
     device_map: str | None = _option(None, "auto: a model over several GPUs; needs accelerate")
     dtype: str = _option("float32", "float32, float16 or bfloat16")
@@ -99,7 +110,7 @@ class InferConfig:
             raise UserError("--new_tokens must be at least 1, and --sparse_from not negative")
         if self.text_set not in SETS:
             raise UserError(f"--text_set must be one of {', '.join(SETS)}, got {self.text_set}")
-        known = ("dense", *BACKENDS, DENSE_ENGINE)
+        known = ("dense", *BACKENDS, CPU, DENSE_ENGINE, DENSE_CPU)
         if self.backend not in known:
             raise UserError(f"--backend must be one of {', '.join(known)}, got {self.backend}")
         timed = [name for name in known if name != "auto"]
@@ -244,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if prompt is not None:  # last: the engine lays weights of the model out anew
         print(_generate(config, dense, bundle, tokenizer, prompt))
     shown = config.densities[0] if config.densities else None
-    found = report.results(config.model, config.bundle, scored, timings, shown)
+    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings))
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]
@@ -335,16 +346,36 @@ def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
 
 def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor) -> str:
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
-    if config.backend == DENSE_ENGINE:
-        from dejavu_train.engine.decode import DecodeEngine  # imports triton
-
-        made = DecodeEngine(dense).generate(ids.tolist(), new_tokens)
+    backend = config.backend
+    if backend == "auto" and dense.device.type == "cpu":
+        backend = CPU
+    if backend in (DENSE_ENGINE, CPU, DENSE_CPU):
+        made = _engine(backend, dense, bundle, config).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
-    model = _sparse(config, dense, bundle, config.backend)
+    model = _sparse(config, dense, bundle, backend)
     ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
+
+
+def _bandwidth(timings: Sequence[Timing]) -> float | None:
+    """GB/s at which this machine reads memory: the yardstick of engines for CPUs, where one was timed."""
+    if not any(timing.backend in (CPU, DENSE_CPU) for timing in timings):
+        return None
+    from dejavu_train.engine.cpu.bandwidth import read_bandwidth  # imports numba
+
+    return read_bandwidth()
+
+
+def _engine(backend: str, dense: Any, bundle: Bundle, config: InferConfig) -> Any:
+    if backend == DENSE_ENGINE:
+        from dejavu_train.engine.decode import DecodeEngine  # imports triton
+
+        return DecodeEngine(dense)
+    from dejavu_train.engine.cpu import CpuEngine  # imports numba
+
+    return CpuEngine(dense, _moved(config, bundle) if backend == CPU else None)
 
 
 def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> list[Timing]:
@@ -360,11 +391,16 @@ def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> 
         )
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
-    for backend in sorted(config.timing_backends, key=lambda name: name != "dense"):
+    own = (DENSE_CPU, CPU) if dense.device.type == "cpu" else (DENSE_ENGINE, "triton")
+    for backend in sorted(config.timing_backends or ("dense", *own), key=lambda name: name != "dense"):
         logger.info("timing %s", backend)
         if backend in (DENSE_ENGINE, "triton"):
             used = _moved(config, bundle) if backend == "triton" else None
             timings.append(time_engine(dense, used, backend, prompt, config.new_tokens))
+            continue
+        if backend in (DENSE_CPU, CPU):
+            used = _moved(config, bundle) if backend == CPU else None
+            timings.append(time_cpu_engine(dense, used, backend, prompt, config.new_tokens))
             continue
         timings.append(time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens))
     return timings

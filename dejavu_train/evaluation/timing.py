@@ -17,11 +17,13 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.inputs import Sampling
 
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
-DENSE_ENGINE = "dense-engine"  # the decode engine without a bundle; with one its name is that of the backend, triton
+# Engines without a bundle; with one the decode engine is named as the backend, triton, and the one for CPUs cpu.
+DENSE_ENGINE, DENSE_CPU, CPU = "dense-engine", "dense-cpu", "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Timing:
     prompt: int
     new_tokens: int
     ms_per_token: dict[str, float]
+    megabytes_per_token: float | None = None
+    """1e6 bytes that a step read, counted by the CPU engine."""
 
 
 @torch.no_grad()
@@ -64,7 +68,7 @@ def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prom
     Raises:
         UserError: what the engine refuses, for instance a machine without a GPU.
     """
-    from dejavu_train.engine.decode import DecodeEngine, Sampling  # imports triton
+    from dejavu_train.engine.decode import DecodeEngine  # imports triton
 
     batch, length = prompt.shape
     engine = DecodeEngine(model, bundle, batch=batch, context=length + new_tokens + WARM_UP)
@@ -74,6 +78,34 @@ def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prom
     engine.core.tail("greedy", score=False)
     times = _per_step(engine.step, model.device, new_tokens - 1)  # the first new token came with the prompt
     return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
+
+
+@torch.no_grad()
+def time_cpu_engine(
+    model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int, stored: str = "float32"
+) -> Timing:
+    """The same through the compiled engine for CPUs, on a copy of the weights.
+
+    Args:
+        bundle: None = dense.
+        prompt: (B, P) token ids, B at most 4.
+        stored: float32 or int8.
+    Raises:
+        UserError: what the engine refuses.
+    """
+    from dejavu_train.engine.cpu import CpuEngine  # imports numba
+
+    batch, length = prompt.shape
+    engine = CpuEngine(model, bundle, batch=batch, context=length + new_tokens + WARM_UP, stored=stored)
+    logger.info("%s", engine.describe())
+    engine.begin(prompt.tolist(), [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
+    engine.tail()
+    engine.bytes_read()
+    n = new_tokens - 1  # the first new token came with the prompt
+    times = _per_step(engine.step, model.device, n)
+    megabytes = sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6
+    engine.close()
+    return Timing(backend, "cpu", batch, length, new_tokens, times, round(megabytes, 3))
 
 
 def _conditions(device: torch.device, prompt: Tensor, new_tokens: int) -> tuple[str, int, int, int]:

@@ -178,8 +178,11 @@ def list_slots_wide(items, running, block_slots, N: tl.constexpr):
     return slots
 
 
+THROUGH_L1 = tl.constexpr("")  # a plain string as a default fails to compile in triton 3.6
+
+
 @triton.jit
-def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = tl.constexpr("")):
+def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
     """x (D,) as a tuple of tiles (BLOCK,), zero beyond D.
 
     CACHE: ".cg" reads past the L1, for a buffer that every layer rewrites and that is read before the wait.

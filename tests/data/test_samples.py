@@ -22,8 +22,10 @@ from dejavu_train.data.samples import (
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest
 from dejavu_train.data.text import SampleConfig, TextSource
+from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
+from dejavu_train.pipeline import engine_writer
 
 BUDGETS = [("train", None), ("val", None), ("calibration", None)]
 
@@ -160,6 +162,23 @@ def test_transformers_samples_from_the_models_own_distribution(tiny_opt):
     assert np.abs(counts / 4000 - wanted).sum() < 0.35  # an L1 distance; 4,000 draws from it come to about 0.25
     longer = np.array(write([[2]] * 200, 40, seed=5))
     assert (longer[:, 1:] == 2).any(), "rows go on behind </s>, which is drawn like every token"
+
+
+def test_the_engine_samples_as_transformers_does(tiny_opt):
+    """Seeds differ, everything can be drawn, and the first token is distributed as the model says."""
+    import torch
+
+    model = load_opt(str(tiny_opt))
+    engine = DecodeEngine(model, batch=32, context=8, ops="reference")
+    write = engine_writer(engine, SampleConfig())
+    rows = np.concatenate([np.array(write([[2]] * 32, 2, seed=seed)) for seed in range(60)])
+    assert rows.shape == (1920, 2) and (np.array(write([[2]] * 32, 2, seed=7)) == rows[7 * 32 : 8 * 32]).all()
+    with torch.no_grad():
+        wanted = model(torch.tensor([[2]])).logits[0, -1].softmax(-1).numpy()
+    counts = np.bincount(rows[:, 1], minlength=len(wanted))
+    assert np.abs(counts / len(rows) - wanted).sum() < 0.5  # 1,920 draws come to about 0.36; greedy ones to about 2
+    greedy = np.array(engine_writer(engine, SampleConfig(temperature=1e-3))([[2, 9]] * 2, 8, seed=1))
+    assert (greedy[0] == greedy[1]).all() and greedy.shape == (2, 8)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import masked_nll, random_bundle, random_opt
 
-from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -136,7 +137,7 @@ def test_capture_is_not_broken_by_another_thread():
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for mode in (Sampling(), Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, 5)):
+        for mode in (Sampling(), Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, top_k=5)):
             engine = DecodeEngine(model, random_bundle(model, rank=16), device="cuda")
             made = engine.generate(rows_of(9), 20, sampling=mode, stop_tokens=())
             assert len(made[0]) == 20
@@ -222,7 +223,7 @@ def test_dense_engine_follows_hugging_face():
 def test_sampling_modes_run_and_repeat():
     model = random_opt(d_model=128, n_heads=4, positions=256)
     engine = DecodeEngine(model, batch=2, device="cuda")
-    for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4), Sampling(0.8, 0.5, 7)):
+    for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4), Sampling(0.8, 0.5, top_k=7)):
         first = engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
         assert first == engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
 

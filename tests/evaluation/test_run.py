@@ -103,7 +103,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert printed.startswith("the model reads")
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["schema"] == 2
-    assert {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing"} == set(found)
+    assert {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing", "read_gb_s"} == set(found)
     (text,) = found["texts"]
     assert text.keys() == TEXT_KEYS
     assert text["tokens"] >= 400 and text["name"] == "short" and text["domain"] == "unseen" and not text["whole"]
@@ -124,9 +124,13 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
         (i, t) for t in ("mlp", "heads") for i in (0, 1)
     ]
     assert found["layers"][0].keys() == {"text", "layer", "target", "density", "recall", "precision", "retained_mass"}
-    assert [row["backend"] for row in found["timing"]] == ["dense", "gather"]
+    assert [row["backend"] for row in found["timing"]] == ["dense", "dense-cpu", "cpu"]  # those of this device
+    megabytes = [row["megabytes_per_token"] for row in found["timing"]]
+    assert megabytes[0] is None and megabytes[1] > 0 and megabytes[2] > 0 and found["read_gb_s"] > 0.1
     for row in found["timing"]:
-        assert row.keys() == {"backend", "device", "batch", "prompt", "new_tokens", "ms_per_token"}
+        assert row.keys() == {
+            "backend", "device", "batch", "prompt", "new_tokens", "ms_per_token", "megabytes_per_token"
+        }  # fmt: skip
         assert 0 < row["ms_per_token"]["p20"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p80"]
     for row in rows:
         assert f"{row['perplexity']:.5g}" in printed

@@ -7,8 +7,9 @@ import pytest
 import torch
 from decode_helpers import masked_nll, random_bundle, random_opt
 
-from dejavu_train.engine.decode import DecodeEngine, Sampling
+from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.dispatch import choose_execution
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.evaluation.timing import time_engine
 
 

@@ -1,0 +1,304 @@
+"""Times one decoding step on a CPU: transformers eager and compiled, our dense and our sparse engine, in turns.
+
+Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them; medians over
+all rounds. Rows go to benchmarks/results/cpu_decode.csv with the processor's name and its measured read bandwidth.
+MB a token are counted by the engine: weights, predictors, LM head, K and V. Random shapes: predictors really run, on
+thresholds at the quantiles of their logits; biases of fc1 make the stated share of neurons active.
+
+    python -m benchmarks.cpu_decode --model checkpoints/opt-mini --bundle checkpoints/demo/bundle
+    python -m benchmarks.cpu_decode --shape 1.3b --rivals eager
+"""
+
+import argparse
+import csv
+import datetime
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
+from dejavu_train.engine.cpu.arrays import SPARSE
+from dejavu_train.engine.cpu.bandwidth import read_bandwidth
+from dejavu_train.engine.cpu.engine import usable_cores
+from dejavu_train.engine.cpu.plan import TargetPredictor
+from dejavu_train.models.opt import OPTShape, load_opt
+
+SHAPES = {
+    "125m": OPTShape(768, 3072, 12, 12, 50272, 2048),
+    "1.3b": OPTShape(2048, 8192, 24, 32, 50272, 2048),
+    "2.7b": OPTShape(2560, 10240, 32, 32, 50272, 2048),
+}
+STD = 0.02
+WARM_UP = 2
+COLUMNS = (
+    "date commit cpu threads bandwidth_gb_s model engine stored batch prompt mlp_density head_density live_share "
+    "steps p20_ms p50_ms p80_ms mb_per_token gb_s share_of_bandwidth note"
+).split()
+
+
+@dataclass
+class Rival:
+    """Somebody who decodes one token a call; times in seconds; engine: ours, whose bytes are counted."""
+
+    name: str
+    step: Callable[[], Any]
+    stored: str = "float32"
+    engine: CpuEngine | None = None
+    times: list[float] = field(default_factory=list)
+    mlp: list[float] = field(default_factory=list)
+    heads: list[float] = field(default_factory=list)
+
+
+def random_weights(shape: OPTShape, stored: str, group: int | None, live_share: float) -> CpuWeights:
+    """Random weights whose neurons are active with this probability; see `decode_problem.random_weights`."""
+    weights = CpuWeights.random(shape, stored, group, std=STD)
+    weights.model.fc1_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
+    return weights
+
+
+def random_predictors(
+    shape: OPTShape, rank: int, mlp_density: float, head_density: float, stored: str
+) -> list[TargetPredictor]:
+    """Random predictors that select about these shares; none for a share of 1.
+
+    A LayerNorm's output has norm sqrt(d), so logits are normal with deviation 1 once B is scaled by the norm of A x.
+    """
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for layer in range(shape.n_layers):
+        for target, density, r in (("mlp", mlp_density, rank), ("heads", head_density, 32)):
+            if density == 1:
+                continue
+            n = shape.units(target)
+            down = torch.randn(r, shape.d_model, generator=generator) / math.sqrt(shape.d_model)
+            up = torch.randn(n, r, generator=generator) / math.sqrt(r)
+            scales: dict[str, Any] = {}
+            if stored == "int8":
+                for name, weight in (("down", down), ("up", up)):
+                    scales[f"{name}_scale"] = weight.abs().amax(1) / 127
+                down = (down / scales["down_scale"][:, None]).round().to(torch.int8)
+                up = (up / scales["up_scale"][:, None]).round().to(torch.int8)
+            site = "mlp_in" if target == "mlp" else "attn_in"
+            threshold = statistics.NormalDist().inv_cdf(1 - density)
+            found.append(
+                TargetPredictor(
+                    layer, target, site, layer, stored, down, up, torch.zeros(n), threshold=threshold, **scales
+                )
+            )
+    return found
+
+
+def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -> Rival:
+    """An engine behind its prompt."""
+    lengths = [len(row) for row in rows]
+    engine.begin(rows, [length + steps for length in lengths], lengths, lengths, Sampling())
+    engine.tail()
+    engine.bytes_read()
+    stored = "int8" if engine.weights.model.rows.dtype.itemsize == 1 else "float32"
+    return Rival(name, engine.step, stored, engine)
+
+
+@torch.no_grad()
+def transformers_rival(model: Any, rows: list[list[int]], steps: int, compiled: bool) -> Rival:
+    """transformers token by token: a growing cache, or a static one and torch.compile."""
+    ids = torch.tensor(rows)
+    forward, cache = model, None
+    if compiled:
+        from transformers import StaticCache
+
+        cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + steps + 1)
+        forward = torch.compile(model)
+    out = model(ids, use_cache=True, logits_to_keep=1, past_key_values=cache)
+    # Given, because working them out from a static cache would break the compiled graph.
+    positions = torch.full((len(ids), 1), ids.shape[1])
+
+    @torch.no_grad()
+    def step() -> None:
+        nonlocal out
+        token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        out = forward(token, use_cache=True, past_key_values=out.past_key_values, position_ids=positions)
+        positions.add_(1)
+
+    return Rival("transformers-compile" if compiled else "transformers-eager", step)
+
+
+def random_transformers(shape: OPTShape) -> Any:
+    """A model of this shape; its weights are random in every layer, as the time depends on their bytes."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.d_model, word_embed_proj_dim=shape.d_model,
+        ffn_dim=shape.d_ffn, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
+        max_position_embeddings=shape.max_positions, do_layer_norm_before=True, dtype="float32",
+    )  # fmt: skip
+    return OPTForCausalLM(config).eval()
+
+
+def take_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
+    """``rounds`` times every rival takes ``steps`` steps, the first of each turn not counted: caches are another's."""
+    for _ in range(rounds):
+        for rival in rivals:
+            for i in range(steps + 1):
+                started = time.perf_counter()
+                rival.step()
+                seconds = time.perf_counter() - started
+                if i:
+                    rival.times.append(seconds)
+                if rival.engine is not None and (rival.engine.state.row_state == SPARSE).any():
+                    note_densities(rival)
+
+
+def note_densities(rival: Rival) -> None:
+    """What the last step selected: neurons of the last layer, heads of all."""
+    engine = rival.engine
+    assert engine is not None
+    if (engine.plan.at[-1, 1] >= 0).any():
+        rival.mlp.append(float(engine.scratch.counts[:, 0].sum()) / engine.shape.d_ffn)
+    sparse = engine.plan.kept >= 0
+    if sparse.any():
+        rival.heads.append(float((engine.state.watermark[sparse] == engine.state.position[:, None]).mean()))
+
+
+def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str, Any]:
+    """The measured columns of one rival; tokens: all steps that it took, those not counted included."""
+    times = [1e3 * seconds for seconds in rival.times]
+    cuts = statistics.quantiles(times, n=5, method="inclusive")
+    row = {"engine": rival.name, "stored": rival.stored, "steps": len(times), "p20_ms": cuts[0], "p80_ms": cuts[3]}
+    row["p50_ms"] = statistics.median(times)
+    row["mlp_density"] = statistics.mean(rival.mlp) if rival.mlp else 1.0
+    row["head_density"] = statistics.mean(rival.heads) if rival.heads else 1.0
+    if rival.engine is not None:
+        parts = {name: count / tokens / 1e6 for name, count in rival.engine.bytes_read().items()}
+        row["mb_per_token"] = sum(parts.values()) / batch
+        row["gb_s"] = sum(parts.values()) / row["p50_ms"]
+        row["share_of_bandwidth"] = row["gb_s"] / bandwidth
+        row["note"] = " ".join(f"{name}={megabytes:.1f}MB" for name, megabytes in parts.items())
+    return row
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit measured: DEJAVU_COMMIT where the tree travels without its history, else git's."""
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        found = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        found = "unknown"
+    return os.environ.get("DEJAVU_COMMIT", found)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """One row at the end of the CSV, which is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        if new:
+            writer.writeheader()
+        writer.writerow({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()})
+
+
+def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[tuple[str, CpuEngine]], float | str]:
+    """Our rivals, dense and sparse, in every asked format; sparse and dense share the weights."""
+    engines: list[tuple[str, CpuEngine]] = []
+    options: dict[str, Any] = {"batch": args.batch, "context": context}
+    for stored in args.stored:
+        group = args.group if stored == "int8" else None
+        if args.shape:
+            shape = SHAPES[args.shape]
+            weights = random_weights(shape, stored, group, args.live_share)
+            engines.append((f"dense-{stored}", CpuEngine(weights, **options)))
+            for heads in args.head_densities:
+                predictors = random_predictors(shape, args.rank, args.mlp_density, heads, args.predictors)
+                engines.append((f"sparse-{stored}", CpuEngine(weights, predictors, **options)))
+            continue
+        model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
+        for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):
+            made = CpuEngine(model, used, stored=stored, group=group, **options)
+            engines.append((f"{name}-{stored}", made))
+    return engines[0][1].shape, engines, args.live_share if args.shape else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="checkpoints/opt-mini")
+    parser.add_argument("--bundle", default="checkpoints/demo/bundle")
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
+    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8"])
+    parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights")
+    parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile"])
+    parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
+    parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
+    parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
+    parser.add_argument("--rank", type=int, default=128, help="of a random shape's predictors")
+    parser.add_argument("--predictors", default="int8", choices=["float32", "float16", "int8"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="in each round; default: 5 of a random shape, 20 of a bundle")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_decode.csv"))
+    args = parser.parse_args()
+    args.mlp_density = args.mlp_density or (0.1 if args.shape else 0.2)
+    args.head_densities = args.head_densities or ([1.0, 0.5] if args.shape else [0.85])
+    args.steps = args.steps or (5 if args.shape else 20)
+    torch.set_num_threads(usable_cores())
+    torch.manual_seed(0)
+    tokens = args.rounds * (args.steps + 1) + WARM_UP
+    bandwidth = read_bandwidth()
+    shape, engines, live_share = our_engines(args, args.prompt + tokens + 1)
+    rows = torch.randint(3, shape.vocab_size, (args.batch, args.prompt)).tolist()
+    rivals = []
+    theirs = None
+    if args.rivals:
+        theirs = random_transformers(shape) if args.shape else load_opt(args.model)
+    for name in args.rivals:
+        try:
+            rival = transformers_rival(theirs, rows, tokens, name == "compile")
+            for _ in range(WARM_UP):
+                rival.step()
+            rivals.append(rival)
+        except Exception as error:  # a rival that does not run here must not cost the others
+            print(f"transformers {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    for name, engine in engines:
+        rivals.append(our_rival(name, engine, rows, tokens + 1))
+        for _ in range(WARM_UP):
+            engine.step()
+    take_turns(rivals, args.rounds, args.steps)
+    bandwidth = max(bandwidth, read_bandwidth())
+    conditions = {
+        "date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu_name(), "threads": usable_cores(),
+        "bandwidth_gb_s": bandwidth, "model": args.shape or Path(args.model).name, "batch": args.batch,
+        "prompt": args.prompt, "live_share": live_share,
+    }  # fmt: skip
+    print(f"{conditions['cpu']}, {usable_cores()} threads, reads {bandwidth:.1f} GB/s")
+    for rival in rivals:
+        row = conditions | row_of(rival, args.batch, bandwidth, tokens)
+        append(args.out, row)
+        read = (
+            f"{row['mb_per_token']:8.1f} MB  {row['share_of_bandwidth']:.0%} of the bandwidth" if rival.engine else ""
+        )
+        kept = f"mlp {row['mlp_density']:.3f} heads {row['head_density']:.3f}"
+        print(f"{row['engine']:22} {kept}  {row['p50_ms']:8.3f} ms (p20 {row['p20_ms']:.3f})  {read}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

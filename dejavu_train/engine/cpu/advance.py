@@ -1,0 +1,142 @@
+"""Compiled choice of the next token from the logits, with the rules of `kernels.sampling`.
+
+greedy:      the largest logit, ties to the lowest id
+temperature: id with probability softmax(logits / temperature)
+top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
+tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
+"""
+
+from typing import Any
+
+import numpy as np
+
+from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE, TOP_P
+from dejavu_train.engine.cpu.rows import SUMS, exp_negative
+from dejavu_train.engine.cpu.team import bits_from_float, compiled
+
+
+@compiled()
+def largest_of(logits):
+    """The id of the largest logit (V,), the lowest of equal ones; 0 where all are NaN."""
+    best = -np.float32(np.inf)
+    for i in range(logits.shape[0]):
+        best = max(best, logits[i])
+    for i in range(logits.shape[0]):
+        if logits[i] == best:
+            return i
+    return 0
+
+
+@compiled(fastmath=SUMS)
+def to_weights(logits, best, temperature):
+    """logits (V,) -> exp((logits - best) / temperature) in place; returns their sum."""
+    total: Any = 0.0
+    for i in range(logits.shape[0]):
+        weight = exp_negative((logits[i] - best) / temperature)
+        logits[i] = weight
+        total += weight
+    return total
+
+
+@compiled(fastmath=SUMS)
+def mass_from(weights, bits):
+    """Sum of the weights (V,) whose bit pattern is at least ``bits``: of positive numbers, the larger ones."""
+    total: Any = 0.0
+    for i in range(weights.shape[0]):
+        weight = weights[i]
+        total += weight if bits_from_float(weight) >= bits else np.float32(0)
+    return total
+
+
+@compiled()
+def top_p_bits(weights, wanted):
+    """The bit pattern of the smallest weight in the smallest set of largest weights whose sum reaches ``wanted``."""
+    low, high = np.int32(0), np.int32(0x3F800001)  # weights lie in 0..1; the sum from low reaches it, from high not
+    while high - low > 1:
+        middle = low + (high - low) // np.int32(2)
+        if mass_from(weights, middle) >= wanted:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled()
+def uniform(seed, at):
+    """A number in [0, 1) from (seed, position): splitmix64 of both."""
+    z = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(at) * np.uint64(0xD1B54A32D192ED03)
+    for _ in range(2):
+        z += np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * 2.0**-53
+
+
+@compiled()
+def draw(logits, mode, temperature, top_p, seed, at):
+    """A random id from logits (V,), which are overwritten."""
+    best = logits[largest_of(logits)]
+    total = to_weights(logits, best, temperature)
+    bits = np.int32(0)
+    if mode == TOP_P:
+        bits = top_p_bits(logits, total * np.float64(top_p))
+        total = mass_from(logits, bits)
+    rest = uniform(seed, at) * total
+    last = 0
+    for i in range(logits.shape[0]):
+        if logits[i] > 0 and bits_from_float(logits[i]) >= bits:
+            last = i
+            rest -= logits[i]
+            if rest < 0:
+                break
+    return last
+
+
+@compiled(fastmath=SUMS)
+def negative_log_likelihood(logits, token):
+    """-log p(token) for logits (V,)."""
+    best = logits[0]
+    for i in range(logits.shape[0]):
+        best = max(best, logits[i])
+    total: Any = 0.0
+    for i in range(logits.shape[0]):
+        total += exp_negative(logits[i] - best)
+    return np.log(total) + np.float64(best) - np.float64(logits[token])
+
+
+@compiled()
+def head_needed(state, score):
+    """Whether any row needs logits: not where the next token is known and not scored."""
+    for b in range(state.row_state.shape[0]):
+        if state.row_state[b] != DONE and (score or state.position[b] + 1 >= state.known[b]):
+            return True
+    return False
+
+
+@compiled()
+def advance(state, work, mode, score):
+    """Give every row that is not done its next token, from work.logits (B, V)."""
+    for b in range(state.row_state.shape[0]):
+        if state.row_state[b] == DONE:
+            continue
+        at = state.position[b] + 1
+        known = at < state.known[b]
+        logits = work.logits[b]
+        if known:
+            token = np.int64(state.tokens[b, at])
+            if score:
+                state.nll[b, at] = negative_log_likelihood(logits, token)
+        elif mode == GREEDY:
+            token = largest_of(logits)
+        else:
+            token = draw(logits, mode, state.temperature[b], state.top_p[b], state.seed[b], at)
+        state.tokens[b, at] = token
+        stopped = False
+        for stop in state.stops:
+            stopped |= stop == token
+        state.position[b] = at
+        if (stopped and not known) or at + 1 >= state.limit[b]:
+            state.row_state[b] = DONE
+        else:
+            state.row_state[b] = DENSE if at < state.sparse_from[b] else SPARSE

@@ -1,0 +1,221 @@
+"""The arrays of the CPU engine, in the groups in which compiled code receives them.
+
+Letters: L layers, B batch rows, T context, V vocabulary, d model width, f neurons, h heads, e head width, N threads,
+P predictors, R the largest rank, C layers with a second stage.
+
+A *row* is d weights that are multiplied with one number or summed into one: a row of q, k, v, fc1 or the LM head as
+stored, a column of the output projection or of fc2. All rows of a model lie in one array, so that whatever is selected
+is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have scale 1.
+"""
+
+import math
+
+import numpy as np
+
+from dejavu_train.engine.cpu.groups import Group
+from dejavu_train.models.opt import OPTShape
+
+QKV, OUT, FC1, FC2 = range(4)  # parts of a layer, columns of Model.first
+HEADS, MLP = range(2)  # targets, columns of Plan.at
+FLOAT32, FLOAT16, INT8, INT4 = range(4)  # how a predictor is stored
+KIND, RANK, UNITS, RELU, TOP_K, DOWN, UP, DOWN_SCALE, UP_SCALE, BIAS = range(10)  # columns of Plan.spec
+WEIGHTS, PREDICTORS, LM_HEAD, KV = range(4)  # columns of Scratch.bytes_read
+DONE, SPARSE, DENSE = range(3)  # State.row_state
+LINE = 64  # bytes; what two threads write again and again never lies on one cache line
+PADDED = LINE // 4  # elements between the parts of two threads
+GREEDY, TEMPERATURE, TOP_P = range(3)  # sampling modes
+
+
+class Model(Group):
+    """rows (n, d) fp32 or int8, scales (n, ceil(d / group)) fp32; first (L, 4): first row of each part.
+
+    Rows of q, k and v: (first[QKV] + (3 head + part) e + i), part 0, 1, 2 for q, k, v. norms (2 L + 1, 2, d): weight
+    and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them.
+    """
+
+    rows: np.ndarray
+    scales: np.ndarray
+    group: int
+    first: np.ndarray
+    embedding: int
+    lm_head: int
+    vocab: int
+    n_heads: int
+    norms: np.ndarray
+    eps: float
+    qkv_bias: np.ndarray
+    fc1_bias: np.ndarray
+    fc2_bias: np.ndarray
+    positions: np.ndarray
+
+    def __init__(self, **fields: np.ndarray | int | float) -> None:
+        super().__init__("Model", **fields)
+
+
+class Plan(Group):
+    """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
+
+    at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read half
+    block s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns;
+    offsets count elements of the flat arrays float32, float16 (as uint16), int8 and int4 (bytes of two codes, as in
+    ``quantization``); down lies there as stored, up transposed. out_bias (L, d) includes the projected means; means (L,
+    h, e). kept (L): where attn_in of a layer is kept, -1 = nowhere. fine (L): number of the cascade, -1 = none. upper
+    (C f, d / 2): two codes + 8 a byte, column j low and d / 2 + j high; whole (C f, d) int16 and grid (C f, 3), with
+    columns step, scale, stage-2 threshold.
+    """
+
+    at: np.ndarray
+    sites: np.ndarray
+    readers: np.ndarray
+    spec: np.ndarray
+    threshold: np.ndarray
+    float32: np.ndarray
+    float16: np.ndarray
+    int8: np.ndarray
+    int4: np.ndarray
+    scale: np.ndarray
+    bias: np.ndarray
+    out_bias: np.ndarray
+    means: np.ndarray
+    kept: np.ndarray
+    fine: np.ndarray
+    upper: np.ndarray
+    whole: np.ndarray
+    grid: np.ndarray
+
+    def __init__(self, **fields: np.ndarray) -> None:
+        super().__init__("Plan", **fields)
+
+
+class State(Group):
+    """Per row: tokens (B, T) int32, nll (B, T) fp32, the rest (B): see ``advance``. keys (L, B, h, e, T), values (L,
+    B, h, T, e), attn_in (layers with sparse heads, B, T, d) fp32; watermark (L, B, h): K and V are valid below.
+    """
+
+    tokens: np.ndarray
+    nll: np.ndarray
+    position: np.ndarray
+    known: np.ndarray
+    limit: np.ndarray
+    sparse_from: np.ndarray
+    row_state: np.ndarray
+    stops: np.ndarray
+    temperature: np.ndarray
+    top_p: np.ndarray
+    seed: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    attn_in: np.ndarray
+    watermark: np.ndarray
+
+    def __init__(self, **fields: np.ndarray) -> None:
+        super().__init__("State", **fields)
+
+    def clear(self) -> None:
+        """Forget all rows; caches keep their content, which no watermark and no position reaches."""
+        for array, value in ((self.position, 0), (self.known, 0), (self.limit, 0), (self.sparse_from, 0)):
+            array[:] = value
+        self.row_state[:], self.stops[:], self.watermark[:] = DONE, -1, 0
+
+
+class Scratch(Group):
+    """Of each thread: x, normed (N, B, d) fp32, levels (N, B, d) int16, level_unit, level_sum (N, B),
+    partial (2, N, B, d), scores (N, max(T, h)), mask, heads (N, h), units, unit_rows (N, f), counts and bytes_read
+    (N, 4), all with gaps at the end of a thread's part. Of all: hidden (P, B, R), q and heads_out (B, d),
+    unit_logits (B, f), logits (B, V), residual (B, d).
+    """
+
+    x: np.ndarray
+    normed: np.ndarray
+    levels: np.ndarray
+    level_unit: np.ndarray
+    level_sum: np.ndarray
+    scores: np.ndarray
+    partial: np.ndarray
+    mask: np.ndarray
+    heads: np.ndarray
+    units: np.ndarray
+    unit_rows: np.ndarray
+    counts: np.ndarray
+    bytes_read: np.ndarray
+    hidden: np.ndarray
+    q: np.ndarray
+    heads_out: np.ndarray
+    unit_logits: np.ndarray
+    logits: np.ndarray
+    residual: np.ndarray
+
+    def __init__(self, **fields: np.ndarray) -> None:
+        super().__init__("Scratch", **fields)
+
+
+def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros that start on a cache line."""
+    n_bytes = math.prod(size) * np.dtype(dtype).itemsize
+    memory = np.zeros(n_bytes + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + n_bytes].view(dtype).reshape(size)
+
+
+def new_state(shape: OPTShape, batch: int, context: int, n_kept: int) -> State:
+    """All rows done. Pages of the caches are taken from memory as rows grow."""
+    n_layers, h, e = shape.n_layers, shape.n_heads, shape.head_dim
+
+    def ints(*size: int) -> np.ndarray:
+        return np.zeros(size, np.int64)
+
+    def floats(*size: int) -> np.ndarray:
+        return np.zeros(size, np.float32)
+
+    return State(
+        tokens=np.zeros((batch, context), np.int32),
+        nll=floats(batch, context),
+        position=ints(batch),
+        known=ints(batch),
+        limit=ints(batch),
+        sparse_from=ints(batch),
+        row_state=ints(batch),
+        stops=ints(8) - 1,
+        temperature=floats(batch) + 1,
+        top_p=floats(batch) + 1,
+        seed=ints(batch),
+        keys=floats(n_layers, batch, h, e, context),
+        values=floats(n_layers, batch, h, context, e),
+        attn_in=floats(n_kept, batch, context, h * e),
+        watermark=ints(n_layers, batch, h),
+    )
+
+
+def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, plan: Plan) -> Scratch:
+    """Scratch of one engine."""
+    d, f, h, vocab = shape.d_model, shape.d_ffn, shape.n_heads, shape.vocab_size
+    rank = max([1, *plan.spec[:, RANK].tolist()])
+
+    def floats(*size: int) -> np.ndarray:
+        return aligned(size, np.float32)
+
+    def ints(*size: int) -> np.ndarray:
+        return aligned(size, np.int64)
+
+    padded = batch + -(-PADDED // d)  # rows of a thread: those after the batch's are a gap
+    return Scratch(
+        x=floats(n_threads, padded, d),
+        normed=floats(n_threads, padded, d),
+        levels=aligned((n_threads, padded + padded, d), np.int16),
+        level_unit=floats(n_threads, PADDED),
+        level_sum=ints(n_threads, PADDED),
+        scores=floats(n_threads, max(context, h) + PADDED),
+        partial=floats(2, n_threads, padded, d),
+        mask=ints(n_threads, h + PADDED),
+        heads=ints(n_threads, h + PADDED),
+        units=ints(n_threads, f + PADDED),
+        unit_rows=ints(n_threads, f + PADDED),
+        counts=ints(n_threads, PADDED),
+        bytes_read=ints(n_threads, PADDED),
+        hidden=floats(max(1, len(plan.spec)), batch, rank),
+        q=floats(batch, d),
+        heads_out=floats(batch, d),
+        unit_logits=floats(batch, f),
+        logits=floats(batch, vocab),
+        residual=floats(batch, d),
+    )

@@ -1,0 +1,146 @@
+"""Compiled attention of one token: q, k, v of the selected heads, the missing K and V before, the output projection."""
+
+import numpy as np
+
+from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
+from dejavu_train.engine.cpu.rows import SUMS, add_row, copy, dot_row, exp_negative
+from dejavu_train.engine.cpu.select import BLOCK
+from dejavu_train.engine.cpu.team import compiled
+
+
+@compiled()
+def row_bytes(model):
+    """Bytes of one row of weights with its scales."""
+    codes = model.rows.shape[1] * model.rows.itemsize
+    return codes if model.rows.itemsize == 4 else codes + 4 * model.scales.shape[1]
+
+
+@compiled()
+def project_qkv(model, plan, state, work, layer, n_heads, thread, n_threads):
+    """q of the selected heads into work.q, k and v into the caches, for this position and those where they are missing.
+
+    A head that is selected again finds K and V missing from its watermark on; they are computed from the kept
+    attn_in of those positions, row of weights by row, so that the weights are still read once. Threads take turns.
+    """
+    e = state.keys.shape[3]
+    first, kept = model.first[layer, QKV], plan.kept[layer]
+    scale = np.float32(1) / np.sqrt(np.float32(e))
+    mask, heads, read = work.mask[thread], work.heads[thread], 0
+    for i in range(n_heads * 3 * e):
+        if (i // BLOCK) % n_threads != thread:
+            continue
+        head, part, k = heads[i // (3 * e)], (i // e) % 3, i % e
+        local = (head * 3 + part) * e + k
+        bias = model.qkv_bias[layer, local]
+        read += 1
+        for b in range(state.row_state.shape[0]):
+            if not mask[head] >> b & 1:
+                continue
+            position = state.position[b]
+            value = dot_row(model.rows, model.scales, model.group, first + local, work.normed[thread, b]) + bias
+            if part == 0:
+                work.q[b, head * e + k] = value * scale
+                continue
+            if part == 1:
+                state.keys[layer, b, head, k, position] = value
+            else:
+                state.values[layer, b, head, position, k] = value
+            if kept < 0:
+                continue
+            for p in range(state.watermark[layer, b, head], position):
+                value = dot_row(model.rows, model.scales, model.group, first + local, state.attn_in[kept, b, p]) + bias
+                if part == 1:
+                    state.keys[layer, b, head, k, p] = value
+                else:
+                    state.values[layer, b, head, p, k] = value
+    work.bytes_read[thread, WEIGHTS] += read * row_bytes(model)
+
+
+@compiled()
+def keep_input(plan, state, work, layer):
+    """Keep attn_in of this position, from which a head's K and V are computed when it is next selected."""
+    kept = plan.kept[layer]
+    for b in range(state.row_state.shape[0]):
+        if kept >= 0 and state.row_state[b] != DONE:
+            copy(state.attn_in[kept, b, state.position[b]], work.normed[0, b])
+
+
+@compiled()
+def raise_watermarks(state, work, layer, n_heads):
+    """K and V of the selected heads are valid up to this position; one thread says so when all have computed theirs."""
+    for i in range(n_heads):
+        head = work.heads[0, i]
+        for b in range(state.row_state.shape[0]):
+            if work.mask[0, head] >> b & 1:
+                state.watermark[layer, b, head] = state.position[b] + 1
+
+
+@compiled(fastmath=SUMS)
+def attend_one(q, keys, values, n, scores, mean, out):
+    """Softmax attention of q (e,) over n columns of keys (e, T) and rows of values (T, e), less mean (e,), into out."""
+    e = q.shape[0]
+    scores = scores[:n]
+    for p in range(n):
+        scores[p] = 0
+    for k in range(e // 2):
+        even, odd, from_even, from_odd = q[2 * k], q[2 * k + 1], keys[2 * k], keys[2 * k + 1]
+        for p in range(n):
+            scores[p] += even * from_even[p] + odd * from_odd[p]
+    if e % 2:
+        last, from_last = q[e - 1], keys[e - 1]
+        for p in range(n):
+            scores[p] += last * from_last[p]
+    largest = scores[0]
+    for p in range(n):
+        largest = max(largest, scores[p])
+    total = np.float32(0)
+    for p in range(n):
+        weight = exp_negative(scores[p] - largest)
+        scores[p] = weight
+        total += weight
+    for k in range(e):
+        out[k] = 0
+    for p in range(n):
+        weight, value = scores[p], values[p]
+        for k in range(e):
+            out[k] += weight * value[k]
+    for k in range(e):
+        out[k] = out[k] / total - mean[k]
+
+
+@compiled()
+def attend(plan, state, work, layer, n_heads, thread, n_threads):
+    """Attention of the selected heads into work.heads_out, less the mean that stands in for a skipped head."""
+    e = state.keys.shape[3]
+    turn = 0
+    for i in range(n_heads):
+        head = work.heads[thread, i]
+        for b in range(state.row_state.shape[0]):
+            if work.mask[thread, head] >> b & 1:
+                turn += 1
+                if turn % n_threads == thread:
+                    n = state.position[b] + 1
+                    attend_one(
+                        work.q[b, head * e : (head + 1) * e], state.keys[layer, b, head], state.values[layer, b, head],
+                        n, work.scores[thread], plan.means[layer, head], work.heads_out[b, head * e : (head + 1) * e],
+                    )  # fmt: skip
+                    work.bytes_read[thread, KV] += 8 * n * e
+
+
+@compiled()
+def project_out(model, state, work, layer, n_heads, thread, n_threads):
+    """This thread's share of the output projection's sum over the selected heads, into work.partial[0]."""
+    e = state.keys.shape[3]
+    first, read = model.first[layer, OUT], 0
+    work.partial[0, thread] = 0
+    for i in range(n_heads * e):
+        if (i // BLOCK) % n_threads != thread:
+            continue
+        head = work.heads[thread, i // e]
+        unit = head * e + i % e
+        read += 1
+        for b in range(state.row_state.shape[0]):
+            if work.mask[thread, head] >> b & 1:
+                factor = work.heads_out[b, unit]
+                add_row(work.partial[0, thread, b], model.rows, model.scales, model.group, first + unit, factor)
+    work.bytes_read[thread, WEIGHTS] += read * row_bytes(model)

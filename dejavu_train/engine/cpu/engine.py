@@ -1,0 +1,283 @@
+"""The decode engine for CPUs: reads an OPT and a bundle, writes tokens; a whole step is one call of compiled code.
+
+Dense and sparse come from the same code: a layer without a predictor runs densely. At batch 1 a processor reads weights
+at the speed of its memory, so a step takes as long as the rows that it reads. Threads are as many as the process may
+use; they wait without taking time from other work (see ``team``).
+"""
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.cpu import arrays
+from dejavu_train.engine.cpu.entry import enter, prepare
+from dejavu_train.engine.cpu.plan import TargetPredictor, make_plan, read_predictors
+from dejavu_train.engine.cpu.prefill import prefill
+from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
+from dejavu_train.engine.cpu.team import SUPPORTED, new_control
+from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.engine.inputs import Sampling, check_rows, per_row
+from dejavu_train.errors import UserError
+
+MAX_BATCH = 4
+MAX_STOPS = 8
+CALL_SECONDS = 0.05  # a call of compiled code takes at most about this long, so that Ctrl-C is heard
+MODES = {"greedy": arrays.GREEDY, "temperature": arrays.TEMPERATURE, "top_p": arrays.TOP_P}
+Callback = Callable[[int, int], None]
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CpuEngine:
+    """Decodes up to `batch` rows of up to `context` tokens on a CPU, by the selection rules of a bundle.
+
+    K and V of skipped heads are computed when a head is next selected, so decoding equals the masked dense model.
+
+    Args:
+        model: a Hugging Face OPTForCausalLM, or `CpuWeights`, which several engines may share.
+        bundle: a `Bundle`, or a list of `TargetPredictor`; None = dense.
+        batch: rows, at most 4. Fewer prompts may be given.
+        context: tokens a row can hold, prompt included; None = the model's limit.
+        stored: float32 or int8, how weights are kept; a given `CpuWeights` keeps its own.
+        group: columns that share a scale of int8 weights; None = a row.
+        threads: None = as many as the process may use.
+        release: give up the Hugging Face model's own tensors while copying.
+    Raises:
+        UserError: a size or format that does not fit, or an uncalibrated bundle.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        bundle: Any = None,
+        *,
+        batch: int = 1,
+        context: int | None = None,
+        stored: str = "float32",
+        group: int | None = None,
+        threads: int | None = None,
+        release: bool = False,
+    ) -> None:
+        if not SUPPORTED:
+            raise UserError("the CPU engine needs POSIX threads (Linux or macOS); use backend gather")
+        if not 1 <= batch <= MAX_BATCH:
+            raise UserError(f"the CPU engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
+        if threads is not None and threads < 1:
+            raise UserError(f"threads must be at least 1, got {threads}")
+        given = isinstance(model, CpuWeights)
+        predictors, means, cascades = _rules(bundle)
+        # Planes of a second stage are made from the weights as the model has them, not from rounded ones.
+        late = release and stored == "int8" and bool(cascades)
+        self.weights = model if given else CpuWeights.from_model(model, stored, group, release and not late)
+        self.shape = self.weights.shape
+        limit = self.shape.max_positions
+        if context is not None and not 2 <= context <= limit:
+            raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")
+        if getattr(bundle, "shape", self.shape) != self.shape:
+            raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
+        self.batch, self.context = batch, context or limit
+        self.threads = threads or usable_cores()
+        self.predictors = predictors
+        fc1 = None if given or stored == "float32" else lambda i: model.model.decoder.layers[i].fc1.weight
+        self.plan = make_plan(self.weights, predictors, means, cascades, fc1)
+        if late:
+            for parameter in model.model.decoder.layers.parameters():
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self.state = arrays.new_state(self.shape, batch, self.context, int((self.plan.kept >= 0).sum()))
+        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.plan)
+        self._command = np.zeros(8, np.int64)
+        self._team = (self.weights.model, self.plan, self.state, self.scratch, new_control(), self._command)
+        self._seconds_per_step = CALL_SECONDS
+        started = time.perf_counter()
+        prepare((*self._team, 0, self.threads))
+        self.start_seconds = time.perf_counter() - started
+        for thread in range(1, self.threads):
+            threading.Thread(
+                target=enter, args=(*self._team, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
+            ).start()
+        self._close = weakref.finalize(self, _send_home, self._team, self.threads)
+
+    def describe(self) -> str:
+        """What was decided when the engine was built: size, format, threads, and which layers are sparse."""
+        model = self.weights.model
+        scales = "each row" if model.group >= self.shape.d_model else f"each {model.group} columns"
+        stored = "fp32" if model.rows.dtype == np.float32 else f"int8 with a scale for {scales}"
+        lines = [f"{self.batch} rows of {self.context} tokens, weights in {stored}, {self.threads} threads"]
+        for target, column in (("mlp", arrays.MLP), ("heads", arrays.HEADS)):
+            line = f"{target}: {int((self.plan.at[:, column] >= 0).sum())} of {self.shape.n_layers} layers sparse"
+            tested = int((self.plan.fine >= 0).sum())
+            lines.append(line + (f", {tested} with a second stage" if target == "mlp" and tested else ""))
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Send the threads home; the engine cannot be used afterwards. Done by itself when the engine is forgotten."""
+        self._close()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.state.clear()
+
+    def _call(self, n_steps: int, mode: str, score: bool, tail_only: bool = False) -> None:
+        if not self._close.alive:
+            raise UserError("this engine was closed; build a new one")
+        command = self._command
+        command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
+        enter(*self._team, 0, self.threads)
+
+    def step(self, mode: str = "greedy", score: bool = False) -> None:
+        """One token for every row that is not done."""
+        self._call(1, mode, score)
+
+    def tail(self, mode: str = "greedy", score: bool = False) -> None:
+        """The tokens that follow what `begin` ran densely."""
+        self._call(0, mode, score, tail_only=True)
+
+    def _steps(self, n: int, mode: str, score: bool) -> int:
+        """Up to n steps in one call of compiled code that takes about CALL_SECONDS; returns how many were asked for."""
+        n = max(1, min(n, int(CALL_SECONDS / self._seconds_per_step)))
+        started = time.perf_counter()
+        self._call(n, mode, score)
+        self._seconds_per_step = max((time.perf_counter() - started) / n, 1e-6)
+        return n
+
+    def begin(
+        self,
+        rows: Sequence[Sequence[int]],
+        total: Sequence[int],
+        sparse_from: Sequence[int],
+        prefilled: Sequence[int],
+        sampler: Sampling,
+    ) -> None:
+        """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step."""
+        check_rows(rows, total, self.batch, self.context, self.shape)
+        if sampler.mode not in MODES:
+            raise UserError("the CPU engine samples with temperature and top_p, not with top_k; use backend gather")
+        state, n = self.state, len(rows)
+        state.clear()
+        for b, row in enumerate(rows):
+            state.tokens[b, : len(row)] = row
+            state.known[b], state.limit[b], state.sparse_from[b] = len(row), total[b], sparse_from[b]
+            state.position[b] = prefilled[b] - 1
+            # Not done, so that the tail gives the row its next token; whether it is sparse is decided there.
+            state.row_state[b] = arrays.DENSE
+            state.seed[b] = sampler.seed * MAX_BATCH + b
+            if prefilled[b]:
+                self.scratch.residual[b] = prefill(self.weights, self.plan, state, b, prefilled[b]).numpy()
+                state.watermark[:, b] = prefilled[b]
+        state.temperature[:n], state.top_p[:n] = sampler.temperature or 1.0, sampler.top_p
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] = (2,),
+        sparse_from: int | Sequence[int] | None = None,
+        prompt_phase: str = "dense",
+        callback: Callback | None = None,
+    ) -> list[list[int]]:
+        """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
+
+        Args:
+            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
+            sampling: None = greedy.
+            stop_tokens: at most 8 ids; the stop token is the row's last new token.
+            sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
+            prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
+            callback: called as (row, token) for each new token as soon as it exists.
+        Raises:
+            UserError: see the messages; nothing is decoded then.
+        """
+        sampler = sampling or Sampling()
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if len(stop_tokens) > MAX_STOPS:
+            raise UserError(f"at most {MAX_STOPS} stop tokens are supported, got {len(stop_tokens)}")
+        if prompt_phase not in ("dense", "steps"):
+            raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
+        lengths = [len(prompt) for prompt in prompts]
+        starts = per_row(sparse_from, lengths)
+        at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]
+        if prompt_phase == "steps":
+            at_once = [0] * len(lengths)
+        self.begin(prompts, [length + max_new_tokens for length in lengths], starts, at_once, sampler)
+        self.state.stops[: len(stop_tokens)] = list(stop_tokens)
+        self.tail(sampler.mode)
+        n, shown = len(prompts), list(lengths)
+        left = max(count + max_new_tokens - 1 - m for count, m in zip(lengths, at_once, strict=True))
+        while True:
+            if callback is not None:
+                self._tell(callback, shown)
+            if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
+                break
+            left -= self._steps(left if callback is None else 1, sampler.mode, False)
+        ends = [int(position) + 1 for position in self.state.position[:n]]
+        return [self.state.tokens[b, lengths[b] : ends[b]].tolist() for b in range(n)]
+
+    def _tell(self, callback: Callback, shown: list[int]) -> None:
+        for b, first in enumerate(shown):
+            end = int(self.state.position[b]) + 1
+            for token in self.state.tokens[b, first:end].tolist():
+                callback(b, token)
+            shown[b] = max(first, end)
+
+    def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:
+        """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
+
+        Args:
+            rows: token ids, each of 2 to `context` tokens; any number of rows, taken `batch` at a time.
+            sparse_from: first sparse position; earlier ones select everything.
+        Returns:
+            One fp32 tensor (n - 1,) per row.
+        """
+        lengths = [len(row) for row in rows]
+        if not rows or min(lengths) < 2:
+            raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
+        starts = per_row(sparse_from, lengths)
+        result: list[Tensor] = []
+        for first in range(0, len(rows), self.batch):
+            part = slice(first, first + self.batch)
+            n = lengths[part]
+            self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
+            self.tail("greedy", score=True)
+            left = max(n) - 1
+            while left > 0:
+                left -= self._steps(left, "greedy", True)
+            result += [torch.from_numpy(self.state.nll[b, 1:length].copy()) for b, length in enumerate(n)]
+        return result
+
+    def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
+        """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
+        nll = torch.cat(self.score(rows, sparse_from)).double()
+        return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}
+
+    def bytes_read(self) -> dict[str, int]:
+        """Bytes that the steps since the last call of this read: weights, predictors, lm_head, kv."""
+        total = self.scratch.bytes_read.sum(axis=0)
+        self.scratch.bytes_read[:] = 0
+        names = {"weights": arrays.WEIGHTS, "predictors": arrays.PREDICTORS, "lm_head": arrays.LM_HEAD, "kv": arrays.KV}
+        return {name: int(total[column]) for name, column in names.items()}
+
+
+def _rules(bundle: Any) -> tuple[list[TargetPredictor], dict[int, Tensor], dict[int, tuple[Tensor, Tensor, Tensor]]]:
+    if bundle is None or isinstance(bundle, list):
+        return bundle or [], {}, {}
+    return read_predictors(bundle), bundle.head_means(), bundle.cascades()
+
+
+def _send_home(team: tuple[Any, ...], n_threads: int) -> None:
+    team[-1][N_STEPS] = -1
+    if n_threads > 1:
+        enter(*team, 0, n_threads)

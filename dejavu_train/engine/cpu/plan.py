@@ -1,0 +1,180 @@
+"""Reads a bundle, writes the arrays of its selection rules for the CPU engine; predictors stay as they are stored."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Plan
+from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.errors import UserError
+from dejavu_train.predictors.bit_planes import BitPlanes
+from dejavu_train.predictors.quantization import pack_nibbles
+
+TARGETS = {"heads": HEADS, "mlp": MLP}
+KINDS = {"float32": FLOAT32, "bfloat16": FLOAT32, "float16": FLOAT16, "int8": INT8, "int4": INT4}
+ARRAYS = ("float32", "float16", "int8", "int4")
+DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8, "int4": np.uint8}
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetPredictor:
+    """One predictor: down (rank, d) and up (n, rank), fp32, or int8 codes with a scale for each row; bias (n).
+
+    Attributes:
+        stored: float32, float16, int8 or int4: how ``Plan`` keeps the two matrices. int4 codes lie in -8..7.
+        site, site_layer: what it reads; threshold, top_k: what it selects, one of the two.
+    """
+
+    layer: int
+    target: str
+    site: str
+    site_layer: int
+    stored: str
+    down: Tensor
+    up: Tensor
+    bias: Tensor
+    down_scale: Tensor | None = None
+    up_scale: Tensor | None = None
+    relu: bool = False
+    threshold: float | None = None
+    top_k: int | None = None
+
+
+def read_predictors(bundle: Any) -> list[TargetPredictor]:
+    """The predictors of a bundle's sparse entries, in order of layers.
+
+    Raises:
+        UserError: thresholds that were never calibrated.
+    """
+    found = []
+    for (layer, target), entry in sorted(bundle.specs.items()):
+        if entry.threshold is None and entry.top_k is None:
+            if not entry.keep_dense and not entry.curve:
+                raise UserError(
+                    f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
+                    " run python -m dejavu_train.calibration.calibrate on this bundle"
+                )
+            continue
+        module = bundle.predictor(layer, target)
+        bias = torch.zeros(module.up.shape[0]) if module.bias is None else module.bias.detach().float()
+        parts: dict[str, Tensor] = {"down": module.down.detach().float(), "up": module.up.detach().float()}
+        if entry.dtype in ("int8", "int4"):
+            for part in ("down", "up"):
+                parts[part], parts[f"{part}_scale"] = bundle.codes(layer, target, part)
+        found.append(
+            TargetPredictor(
+                layer, target, entry.site, entry.site_layer, entry.dtype, bias=bias, relu=module.nonlinearity == "relu",
+                threshold=entry.threshold, top_k=entry.top_k, **parts,
+            )
+        )  # fmt: skip
+    return found
+
+
+class _Flat:
+    """Grows one flat array for each kind; ``add`` returns where an addition starts."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[np.ndarray]] = {name: [] for name in (*ARRAYS, "scale", "bias")}
+        self.sizes = dict.fromkeys(self.parts, 0)
+
+    def add(self, name: str, array: np.ndarray) -> int:
+        start = self.sizes[name]
+        self.parts[name].append(array.ravel())
+        self.sizes[name] += array.size
+        return start
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        made = {}
+        for name, parts in self.parts.items():
+            dtype = DTYPES.get(name, np.float32)
+            made[name] = np.concatenate(parts).astype(dtype) if parts else np.zeros(1, dtype)
+        return made
+
+
+def _stored(weight: Tensor, kind: int) -> np.ndarray:
+    if kind == FLOAT16:
+        return weight.half().numpy().view(np.uint16)
+    if kind == INT4:
+        return pack_nibbles(weight).numpy()
+    return weight.numpy()
+
+
+def _spec(predictor: TargetPredictor, flat: _Flat) -> list[int]:
+    kind = KINDS[predictor.stored]
+    n, rank = predictor.up.shape
+    # up is transposed, so that the sums of many units run side by side.
+    matrices = _stored(predictor.down, kind), _stored(predictor.up, kind).T
+    offsets = [flat.add(ARRAYS[kind], matrix) for matrix in matrices]
+    for scale, rows in ((predictor.down_scale, rank), (predictor.up_scale, n)):
+        offsets.append(flat.add("scale", np.ones(rows, np.float32) if scale is None else scale.float().numpy()))
+    offsets.append(flat.add("bias", predictor.bias.numpy()))
+    return [kind, rank, n, int(predictor.relu), predictor.top_k or 0, *offsets]
+
+
+def make_plan(
+    weights: CpuWeights,
+    predictors: list[TargetPredictor],
+    means: dict[int, Tensor] | None = None,
+    cascades: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
+    fc1: Any = None,
+) -> Plan:
+    """The arrays for these predictors; none = a dense engine.
+
+    Args:
+        means: by layer (h, e) fp32, what stands in for skipped heads.
+        cascades: by layer (scale, steps, stage-2 threshold), each (f,).
+        fc1: ``fc1(layer)`` gives the layer's fc1 (f, d) as the model has it, for the planes of cascades.
+    """
+    shape = weights.shape
+    n_layers, h, e, f, d = shape.n_layers, shape.n_heads, shape.head_dim, shape.d_ffn, shape.d_model
+    flat = _Flat()
+    at = np.full((n_layers, 2), -1, np.int64)
+    readers: list[list[int]] = [[] for _ in range(2 * n_layers)]
+    spec = np.zeros((len(predictors), 10), np.int64)
+    for number, predictor in enumerate(predictors):
+        spec[number] = _spec(predictor, flat)
+        at[predictor.layer, TARGETS[predictor.target]] = number
+        readers[2 * predictor.site_layer + (predictor.site == "mlp_in")].append(number)
+    kept = np.full(n_layers, -1, np.int64)
+    sparse_heads = np.flatnonzero(at[:, HEADS] >= 0)
+    kept[sparse_heads] = np.arange(len(sparse_heads))
+    all_means, out_bias = np.zeros((n_layers, h, e), np.float32), weights.out_bias.copy()
+    for layer, mean in (means or {}).items():
+        if kept[layer] >= 0:
+            all_means[layer] = mean.numpy()
+            out = weights.rows(int(weights.model.first[layer, OUT]), h * e)
+            out_bias[layer] += (mean.flatten() @ out).numpy()
+    fine = np.full(n_layers, -1, np.int64)
+    tested = sorted(layer for layer in cascades or {} if at[layer, MLP] >= 0)
+    fine[tested] = np.arange(len(tested))
+    upper = np.zeros((max(1, len(tested) * f), d // 2 if tested else 1), np.uint8)
+    whole = np.zeros((max(1, len(tested) * f), d if tested else 1), np.int16)
+    grid = np.zeros((max(1, len(tested) * f), 3), np.float32)
+    for number, layer in enumerate(tested):
+        assert cascades is not None
+        scale, steps, threshold = cascades[layer]
+        rows = slice(number * f, (number + 1) * f)
+        weight = weights.rows(int(weights.model.first[layer, FC1]), f) if fc1 is None else fc1(layer)
+        planes = BitPlanes.of(weight.detach().float().cpu(), scale, steps)
+        codes = planes.codes()
+        upper[rows] = pack_nibbles(codes.to(torch.int8)).numpy()
+        whole[rows] = (planes.weight() / planes.scale[:, None]).round().numpy()
+        grid[rows] = torch.stack([planes.step, planes.scale, threshold.cpu().float()], dim=1).numpy()
+    return Plan(
+        at=at,
+        sites=np.cumsum([0, *map(len, readers)]).astype(np.int64),
+        readers=np.array([number for each in readers for number in each], np.int64).reshape(-1),
+        spec=spec,
+        threshold=np.array([predictor.threshold or 0.0 for predictor in predictors], np.float32),
+        **flat.arrays(),
+        out_bias=out_bias,
+        means=all_means,
+        kept=kept,
+        fine=fine,
+        upper=upper,
+        whole=whole,
+        grid=grid,
+    )

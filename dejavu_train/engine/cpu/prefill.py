@@ -1,0 +1,54 @@
+"""The dense prompt phase on a CPU: many tokens at once in plain torch, over views of the engine's own weights."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Plan, State
+from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
+
+
+@torch.no_grad()
+def prefill(weights: CpuWeights, plan: Plan, state: State, row: int, count: int) -> Tensor:
+    """Run the first ``count`` tokens of one batch row densely.
+
+    Writes K, V and attn_in of these positions; layers with a second stage multiply with what their planes hold.
+
+    Returns:
+        (d,) fp32, the residual stream of the last of these tokens after the last layer.
+    """
+    shape, model = weights.shape, weights.model
+    h, e, d, f = shape.n_heads, shape.head_dim, shape.d_model, shape.d_ffn
+
+    def norm(number: int, x: Tensor) -> Tensor:
+        weight, bias = torch.from_numpy(model.norms[number])
+        return F.layer_norm(x, (d,), weight, bias, model.eps)
+
+    tokens = torch.from_numpy(state.tokens[row, :count]).long()
+    used, place = tokens.unique(return_inverse=True)
+    embedded = torch.stack([weights.rows(model.embedding + token, 1)[0] for token in used.tolist()])
+    x = embedded[place] + torch.from_numpy(model.positions[POSITION_ROWS : POSITION_ROWS + count])
+    for layer in range(shape.n_layers):
+        first = [int(number) for number in model.first[layer]]
+        n = norm(2 * layer, x)
+        if plan.kept[layer] >= 0:
+            state.attn_in[plan.kept[layer], row, :count] = n.numpy()
+        heads = F.linear(n, weights.rows(first[QKV], 3 * d), torch.from_numpy(model.qkv_bias[layer]))
+        q, k, v = heads.view(count, h, 3, e).permute(2, 1, 0, 3)
+        state.keys[layer, row, :, :, :count] = k.transpose(1, 2).numpy()
+        state.values[layer, row, :, :count] = v.numpy()
+        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        mixed = (mixed - torch.from_numpy(plan.means[layer])[:, None]).transpose(0, 1).reshape(count, d)
+        x = x + mixed @ weights.rows(first[OUT], d) + torch.from_numpy(plan.out_bias[layer])
+        n = norm(2 * layer + 1, x)
+        hidden = F.linear(n, _fc1(weights, plan, layer), torch.from_numpy(model.fc1_bias[layer])).relu_()
+        x = x + hidden @ weights.rows(first[FC2], f) + torch.from_numpy(model.fc2_bias[layer])
+    return x[-1]
+
+
+def _fc1(weights: CpuWeights, plan: Plan, layer: int) -> Tensor:
+    f, fine = weights.shape.d_ffn, int(plan.fine[layer])
+    if fine < 0:
+        return weights.rows(int(weights.model.first[layer, FC1]), f)
+    rows = slice(fine * f, (fine + 1) * f)
+    return torch.from_numpy(plan.whole[rows]).float().mul_(torch.from_numpy(plan.grid[rows, 1:2]))

@@ -1,0 +1,204 @@
+"""Compiled sums over one row of weights: dot products, scaled additions, LayerNorm, and exp.
+
+Plain loops that LLVM turns into vector instructions: sums may be reordered (``SUMS``), which is what lets it.
+"""
+
+import numpy as np
+
+from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
+from dejavu_train.engine.cpu.team import compiled, float_from_bits
+
+SUMS = {"reassoc", "contract", "nsz", "arcp"}
+"""What the compiler may do with floating-point sums: reorder and fuse them, and take the sign of zero for either."""
+
+
+@compiled(fastmath=SUMS)
+def dot_row(rows, scales, group, number, x):
+    """Row ``number`` times x (d,) fp32."""
+    row = rows[number]
+    d = x.shape[0]
+    if group >= d:
+        whole = np.float32(0)
+        for j in range(d):
+            whole += np.float32(row[j]) * x[j]
+        return whole * scales[number, 0]
+    total = np.float32(0)
+    for g in range(scales.shape[1]):
+        part = np.float32(0)
+        some, same = row[g * group : (g + 1) * group], x[g * group : (g + 1) * group]
+        for j in range(some.shape[0]):
+            part += np.float32(some[j]) * same[j]
+        total += part * scales[number, g]
+    return total
+
+
+@compiled(fastmath=SUMS)
+def add_row(out, rows, scales, group, number, factor):
+    """Add ``factor`` times row ``number`` to out (d,) fp32."""
+    row = rows[number]
+    d = out.shape[0]
+    if group >= d:
+        by = factor * scales[number, 0]
+        for j in range(d):
+            out[j] += np.float32(row[j]) * by
+        return
+    for g in range(scales.shape[1]):
+        by = factor * scales[number, g]
+        some, same = row[g * group : (g + 1) * group], out[g * group : (g + 1) * group]
+        for j in range(some.shape[0]):
+            same[j] += np.float32(some[j]) * by
+
+
+@compiled(fastmath=SUMS)
+def stored_products(float32, float16, int8, int4, kind, offset, scale, x, start, stop, out):
+    """Rows ``start`` to ``stop`` of a predictor's matrix times x (n,), times scale (rows,), into out (rows,).
+
+    The matrix starts at element ``offset`` of the flat array of its kind.
+    """
+    n = x.shape[0]
+    if kind == FLOAT32:
+        for r in range(start, stop):
+            floats, total = float32[offset + r * n : offset + (r + 1) * n], np.float32(0)
+            for j in range(n):
+                total += floats[j] * x[j]
+            out[r] = total * scale[r]
+    elif kind == FLOAT16:
+        for r in range(start, stop):
+            halves, total = float16[offset + r * n : offset + (r + 1) * n], np.float32(0)
+            for j in range(n):
+                total += half_value(halves[j]) * x[j]
+            out[r] = total * scale[r]
+    elif kind == INT8:
+        for r in range(start, stop):
+            codes, total = int8[offset + r * n : offset + (r + 1) * n], np.float32(0)
+            for j in range(n):
+                total += np.float32(codes[j]) * x[j]
+            out[r] = total * scale[r]
+    else:
+        low, high = (n + 1) // 2, n // 2
+        first, second = x[:low], x[low:]
+        raised = np.float32(0)
+        for j in range(n):
+            raised += x[j]
+        for r in range(start, stop):
+            pairs, total = int4[offset + r * low : offset + (r + 1) * low], np.float32(0)
+            for j in range(high):
+                pair = np.int32(pairs[j])
+                total += np.float32(pair & 15) * first[j] + np.float32(pair >> 4) * second[j]
+            if high < low:
+                total += np.float32(pairs[high] & 15) * first[high]
+            out[r] = (total - np.float32(8) * raised) * scale[r]
+
+
+@compiled(fastmath=SUMS)
+def stored_sums(float32, float16, int8, int4, kind, offset, x, units, start, stop, out):
+    """x (rank,) times columns ``start`` to ``stop`` of a predictor's matrix (rank, units), into out (units,).
+
+    The matrix starts at element ``offset`` of the flat array of its kind; of int4 a byte holds rows k and k + half the
+    rank. Sums run along the units: ranks are too short for vector instructions.
+    """
+    # Slices, because an index that counts from ``start`` might be negative for all that the compiler knows.
+    sums, rank = out[start:stop], x.shape[0]
+    n = sums.shape[0]
+    for i in range(n):
+        sums[i] = 0
+    if kind == INT4:
+        low, raised = (rank + 1) // 2, np.float32(0)
+        for k in range(rank):
+            raised += x[k]
+        for k in range(low):
+            pairs = int4[offset + k * units + start : offset + k * units + stop]
+            first, second = x[k], x[low + k] if low + k < rank else np.float32(0)
+            for i in range(n):
+                pair = np.int32(pairs[i])
+                sums[i] += np.float32(pair & 15) * first + np.float32(pair >> 4) * second
+        for i in range(n):
+            sums[i] -= np.float32(8) * raised
+        return
+    for k in range(rank):
+        here, factor = offset + k * units + start, x[k]
+        if kind == FLOAT32:
+            floats = float32[here : here + n]
+            for i in range(n):
+                sums[i] += floats[i] * factor
+        elif kind == FLOAT16:
+            halves = float16[here : here + n]
+            for i in range(n):
+                sums[i] += half_value(halves[i]) * factor
+        else:
+            codes = int8[here : here + n]
+            for i in range(n):
+                sums[i] += np.float32(codes[i]) * factor
+
+
+@compiled()
+def half_value(bits):
+    """A finite fp16 number, given as uint16, in fp32: exact, in operations that every vector unit has."""
+    wide = np.int32(bits)
+    magnitude = float_from_bits((wide & np.int32(0x7FFF)) << np.int32(13)) * np.float32(2.0**112)
+    return -magnitude if wide & np.int32(0x8000) else magnitude
+
+
+@compiled()
+def dot_levels(pairs, levels):
+    """Sum of (code + 8) * level: pairs (d / 2) uint8, two codes each, levels (d) int16; exact."""
+    half = pairs.shape[0]
+    first, second = levels[:half], levels[half:]
+    total = np.int32(0)
+    for j in range(half):
+        pair = np.int32(pairs[j])
+        total += (pair & 15) * np.int32(first[j]) + (pair >> 4) * np.int32(second[j])
+    return total
+
+
+@compiled(fastmath=SUMS)
+def layer_norm(x, weight, bias, eps, out):
+    """x (d,) -> out (d,), both fp32."""
+    d = x.shape[0]
+    total = np.float32(0)
+    for j in range(d):
+        total += x[j]
+    mean = total / np.float32(d)
+    squares = np.float32(0)
+    for j in range(d):
+        squares += (x[j] - mean) * (x[j] - mean)
+    factor = np.float32(1) / np.sqrt(squares / np.float32(d) + np.float32(eps))
+    for j in range(d):
+        out[j] = (x[j] - mean) * factor * weight[j] + bias[j]
+
+
+@compiled()
+def copy(out, values):
+    """values (n,) into out (n,)."""
+    for j in range(out.shape[0]):
+        out[j] = values[j]
+
+
+@compiled()
+def scale_and_shift(out, scale, bias):
+    """out (n,) times scale (n,) plus bias (n,)."""
+    for i in range(out.shape[0]):
+        out[i] = out[i] * scale[i] + bias[i]
+
+
+@compiled()
+def add(out, values):
+    """Add values (n,) to out (n,)."""
+    for j in range(out.shape[0]):
+        out[j] += values[j]
+
+
+@compiled()
+def exp_negative(x):
+    """exp(x) of an fp32 x of at most 0, to 2 units in the last place: 2^k times a polynomial (Cephes' expf)."""
+    x = max(x, np.float32(-87.0))
+    k = np.rint(x * np.float32(1.44269504088896341))
+    r = (x - k * np.float32(0.693359375)) + k * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * float_from_bits((np.int32(k) + np.int32(127)) << np.int32(23))

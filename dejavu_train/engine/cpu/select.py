@@ -1,0 +1,234 @@
+"""Compiled selection: which heads and neurons each batch row uses, by the predictors and second stages of a bundle.
+
+A selection is a number for each unit with bit b set where batch row b uses the unit. Rows that are still dense use all.
+"""
+
+import numpy as np
+
+from dejavu_train.engine.cpu.arrays import (
+    BIAS,
+    DENSE,
+    DOWN,
+    DOWN_SCALE,
+    INT4,
+    KIND,
+    PREDICTORS,
+    RANK,
+    RELU,
+    SPARSE,
+    TOP_K,
+    UNITS,
+    UP,
+    UP_SCALE,
+)
+from dejavu_train.engine.cpu.rows import dot_levels, scale_and_shift, stored_products, stored_sums
+from dejavu_train.engine.cpu.team import barrier, bits_from_float, compiled
+
+BLOCK = 16  # consecutive rows that one thread takes when threads take turns: their results are a cache line
+
+
+@compiled()
+def stored_bytes(kind, n):
+    """Bytes of n weights of a predictor."""
+    return (n + 1) // 2 if kind == INT4 else n * (4 >> kind)
+
+
+@compiled()
+def predict_down(plan, state, work, site, thread, n_threads):
+    """The first half of every predictor that reads this site: work.hidden from work.normed. Threads share."""
+    for at in range(plan.sites[site], plan.sites[site + 1]):
+        number = plan.readers[at]
+        spec = plan.spec[number]
+        kind, rank = spec[KIND], spec[RANK]
+        d = work.normed.shape[2]
+        start, stop = rank * thread // n_threads, rank * (thread + 1) // n_threads
+        work.bytes_read[thread, PREDICTORS] += (stop - start) * stored_bytes(kind, d)
+        scale = plan.scale[spec[DOWN_SCALE] : spec[DOWN_SCALE] + rank]
+        for b in range(state.row_state.shape[0]):
+            if state.row_state[b] == SPARSE:
+                hidden = work.hidden[number, b]
+                stored_products(
+                    plan.float32, plan.float16, plan.int8, plan.int4, kind, spec[DOWN], scale,
+                    work.normed[thread, b], start, stop, hidden,
+                )  # fmt: skip
+                if spec[RELU]:
+                    for r in range(start, stop):
+                        hidden[r] = max(hidden[r], np.float32(0))
+
+
+@compiled()
+def unit_logits(plan, work, number, b, start, stop, out):
+    """The logits of units ``start`` to ``stop`` for batch row b into out (n,)."""
+    spec = plan.spec[number]
+    units = spec[UNITS]
+    hidden = work.hidden[number, b, : spec[RANK]]
+    stored_sums(
+        plan.float32, plan.float16, plan.int8, plan.int4, spec[KIND], spec[UP], hidden, units, start, stop, out
+    )  # fmt: skip
+    scale_and_shift(out[start:stop], plan.scale[spec[UP_SCALE] + start :], plan.bias[spec[BIAS] + start :])
+
+
+@compiled()
+def order_key(value):
+    """A whole number that orders as the fp32 value does; NaN comes before everything."""
+    if value != value:
+        return np.int64(-(1 << 40))
+    bits = np.int64(bits_from_float(value))
+    return bits if bits >= 0 else np.int64(-(1 << 31)) - bits
+
+
+@compiled()
+def kth_key(values, k):
+    """The order_key of the k-th largest of values (n,)."""
+    low, high = np.int64(-(1 << 41)), np.int64(1 << 31)  # at least k values reach low, fewer reach high
+    while high - low > 1:
+        middle = (low + high) >> 1
+        reach = 0
+        for i in range(values.shape[0]):
+            reach += order_key(values[i]) >= middle
+        if reach >= k:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled()
+def choose_above(logits, threshold, bit, chosen):
+    """Set ``bit`` in chosen (n,) where logits (n,) exceed the threshold; NaN does not."""
+    for i in range(logits.shape[0]):
+        chosen[i] |= bit if logits[i] > threshold else 0
+
+
+@compiled()
+def choose_largest(logits, k, bit, chosen):
+    """Set ``bit`` in chosen (n,) for the k largest logits (n,), of equal ones the first; NaN is never chosen."""
+    key = kth_key(logits, k)
+    above = 0
+    for i in range(logits.shape[0]):
+        above += order_key(logits[i]) > key
+    ties = k - above
+    for i in range(logits.shape[0]):
+        value = logits[i]
+        mine = order_key(value)
+        if mine > key or (mine == key and ties > 0):
+            ties -= mine == key
+            if value == value:
+                chosen[i] |= bit
+
+
+@compiled()
+def rows_in_state(state, wanted):
+    """Bits of the batch rows in this state."""
+    bits = 0
+    for b in range(state.row_state.shape[0]):
+        if state.row_state[b] == wanted:
+            bits |= 1 << b
+    return bits
+
+
+@compiled()
+def select_heads(plan, state, work, number, thread):
+    """The heads of this step into work.mask and work.heads of this thread; returns how many any row uses.
+
+    Every thread computes all of it: a few thousand products cost less than a barrier. number: -1 = a dense layer.
+    """
+    mask, heads = work.mask[thread], work.heads[thread]
+    n = state.keys.shape[2]
+    always = rows_in_state(state, DENSE)
+    sparse = rows_in_state(state, SPARSE)
+    mask[:n] = always | (sparse if number < 0 else 0)
+    if number >= 0 and sparse:
+        spec = plan.spec[number]
+        if thread == 0:
+            work.bytes_read[thread, PREDICTORS] += n * (stored_bytes(spec[KIND], spec[RANK]) + 8)
+        for b in range(state.row_state.shape[0]):
+            if state.row_state[b] != SPARSE:
+                continue
+            logits = work.scores[thread, :n]
+            unit_logits(plan, work, number, b, 0, n, logits)
+            if spec[TOP_K]:
+                choose_largest(logits, spec[TOP_K], 1 << b, mask)
+            else:
+                choose_above(logits, plan.threshold[number], 1 << b, mask)
+    count = 0
+    for i in range(n):
+        if mask[i]:
+            heads[count] = i
+            count += 1
+    return count
+
+
+@compiled()
+def select_neurons(model, plan, state, work, control, layer, number, thread, n_threads):
+    """The neurons of this step into lists: each thread writes its share to work.units, unit_rows and counts."""
+    spec, fine = plan.spec[number], plan.fine[layer]
+    n, batch = spec[UNITS], state.row_state.shape[0]
+    always, sparse = rows_in_state(state, DENSE), rows_in_state(state, SPARSE)
+    start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
+    work.bytes_read[thread, PREDICTORS] += (stop - start) * (stored_bytes(spec[KIND], spec[RANK]) + 8)
+    chosen = work.unit_rows[thread]
+    chosen[:] = always
+    for b in range(batch):
+        if state.row_state[b] == SPARSE:
+            unit_logits(plan, work, number, b, start, stop, work.unit_logits[b])
+            if not spec[TOP_K]:
+                mine = work.unit_logits[b, start:stop]
+                choose_above(mine, plan.threshold[number], 1 << b, chosen[start:stop])
+    if spec[TOP_K]:
+        barrier(control, n_threads)
+        for b in range(batch):
+            if state.row_state[b] == SPARSE:
+                choose_largest(work.unit_logits[b], spec[TOP_K], 1 << b, chosen)
+    if fine >= 0:
+        for b in range(batch):
+            if state.row_state[b] == SPARSE:
+                unit, total = round_input(work.normed[thread, b], work.levels[thread, b])
+                work.level_unit[thread, b], work.level_sum[thread, b] = unit, total
+    count, read = 0, 0
+    for i in range(start, stop):
+        bits = chosen[i]
+        if bits and fine >= 0:
+            read += plan.upper.shape[1] + 8
+            bits = second_stage(model, plan, work, layer, fine * n + i, i, bits, sparse, thread)
+        if bits:
+            # Entries before start were overwritten, which are read no more: count <= i - start.
+            work.units[thread, count] = i
+            chosen[start + count] = bits
+            count += 1
+    work.counts[thread, 0] = count
+    work.bytes_read[thread, PREDICTORS] += read
+
+
+@compiled()
+def round_input(x, levels):
+    """x (d,) as whole numbers in -127..127 into levels (d,), as in `planes.input_levels`: their unit, their sum."""
+    largest = np.float32(0)
+    for j in range(x.shape[0]):
+        largest = max(largest, abs(x[j]))
+    if largest == np.float32(0):
+        largest = np.float32(1)
+    factor = np.float32(127) / largest
+    total = 0
+    for j in range(x.shape[0]):
+        levels[j] = np.int16(np.rint(x[j] * factor))
+        total += int(levels[j])
+    return largest / np.float32(127), total
+
+
+@compiled()
+def second_stage(model, plan, work, layer, row, unit, bits, sparse, thread):
+    """The bits that stay: a sparse row keeps a candidate whose product by the upper plane exceeds its threshold.
+
+    In whole numbers, and in fp32 in the order of `planes.SecondStage.scores`: all executors decide alike.
+    """
+    tested = bits & sparse
+    if not tested:
+        return bits
+    for b in range(work.hidden.shape[1]):
+        if tested >> b & 1:
+            whole = dot_levels(plan.upper[row], work.levels[thread, b]) - 8 * work.level_sum[thread, b]
+            score = np.float32(whole) * plan.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
+            if not score > plan.grid[row, 2]:
+                bits &= ~(1 << b)
+    return bits

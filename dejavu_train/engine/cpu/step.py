@@ -1,0 +1,137 @@
+"""One decoding step of a whole OPT in compiled code, run by every thread of a team at once.
+
+Phases between barriers, in each layer: the head predictor's first half | q, k, v | attention | output projection | the
+neuron predictor's first half | its second half and the second stage | fc1 and fc2. A dense layer has no predictors to
+run; else it is the same code. The residual stream x is private: every thread adds up the same partial sums.
+"""
+
+import numpy as np
+
+from dejavu_train.engine.cpu.advance import advance, head_needed
+from dejavu_train.engine.cpu.arrays import DONE, HEADS, LM_HEAD, MLP, SPARSE
+from dejavu_train.engine.cpu.attention import (
+    attend,
+    keep_input,
+    project_out,
+    project_qkv,
+    raise_watermarks,
+    row_bytes,
+)
+from dejavu_train.engine.cpu.mlp import dense_mlp, listed_mlp
+from dejavu_train.engine.cpu.rows import add, add_row, copy, dot_row, layer_norm
+from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
+from dejavu_train.engine.cpu.team import barrier, compiled, inlined
+
+POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
+N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
+
+
+@compiled()
+def embed(model, state, work, thread):
+    """Token and position embedding into this thread's x."""
+    for b in range(state.row_state.shape[0]):
+        if state.row_state[b] != DONE:
+            x, position = work.x[thread, b], state.position[b]
+            copy(x, model.positions[position + POSITION_OFFSET])
+            token = model.embedding + np.int64(state.tokens[b, position])
+            add_row(x, model.rows, model.scales, model.group, token, np.float32(1))
+
+
+@compiled()
+def normalise(model, state, work, number, thread):
+    """LayerNorm ``number`` of x into this thread's normed."""
+    norm = model.norms[number]
+    for b in range(state.row_state.shape[0]):
+        if state.row_state[b] != DONE:
+            layer_norm(work.x[thread, b], norm[0], norm[1], model.eps, work.normed[thread, b])
+
+
+@compiled()
+def add_partials(state, work, half, bias, thread, n_threads):
+    """x += bias + what all threads summed; every thread in the same order."""
+    for b in range(state.row_state.shape[0]):
+        if state.row_state[b] != DONE:
+            add(work.x[thread, b], bias)
+            for other in range(n_threads):
+                add(work.x[thread, b], work.partial[half, other, b])
+
+
+@inlined()
+def attention_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads):
+    """x += the attention block of x."""
+    normalise(model, state, work, 2 * layer, thread)
+    if thread == 0:
+        keep_input(plan, state, work, layer)
+    if any_sparse and plan.sites[2 * layer + 1] > plan.sites[2 * layer]:
+        predict_down(plan, state, work, 2 * layer, thread, n_threads)
+        barrier(control, n_threads)
+    n_heads = select_heads(plan, state, work, plan.at[layer, HEADS], thread)
+    project_qkv(model, plan, state, work, layer, n_heads, thread, n_threads)
+    barrier(control, n_threads)
+    if thread == 0:
+        raise_watermarks(state, work, layer, n_heads)
+    attend(plan, state, work, layer, n_heads, thread, n_threads)
+    barrier(control, n_threads)
+    project_out(model, state, work, layer, n_heads, thread, n_threads)
+    barrier(control, n_threads)
+    add_partials(state, work, 0, plan.out_bias[layer], thread, n_threads)
+
+
+@inlined()
+def mlp_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads):
+    """x += the MLP block of x."""
+    normalise(model, state, work, 2 * layer + 1, thread)
+    if any_sparse and plan.sites[2 * layer + 2] > plan.sites[2 * layer + 1]:
+        predict_down(plan, state, work, 2 * layer + 1, thread, n_threads)
+        barrier(control, n_threads)
+    number = plan.at[layer, MLP]
+    if any_sparse and number >= 0:
+        select_neurons(model, plan, state, work, control, layer, number, thread, n_threads)
+        barrier(control, n_threads)
+        listed_mlp(model, plan, state, work, layer, thread, n_threads)
+    else:
+        alive = 0
+        for b in range(state.row_state.shape[0]):
+            alive |= (state.row_state[b] != DONE) << b
+        dense_mlp(model, plan, state, work, layer, alive, thread, n_threads)
+    barrier(control, n_threads)
+    add_partials(state, work, 1, model.fc2_bias[layer], thread, n_threads)
+
+
+@compiled()
+def tail(model, state, work, control, mode, score, thread, n_threads):
+    """Logits of x, and the next tokens."""
+    if head_needed(state, score):
+        normalise(model, state, work, model.norms.shape[0] - 1, thread)
+        start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
+        for i in range(start, stop):
+            for b in range(state.row_state.shape[0]):
+                if state.row_state[b] != DONE:
+                    value = dot_row(model.rows, model.scales, model.group, model.lm_head + i, work.normed[thread, b])
+                    work.logits[b, i] = value
+        work.bytes_read[thread, LM_HEAD] += (stop - start) * row_bytes(model)
+    barrier(control, n_threads)
+    if thread == 0:
+        advance(state, work, mode, score)
+    barrier(control, n_threads)
+
+
+@inlined()
+def run(model, plan, state, work, control, command, thread, n_threads):
+    """What a command asks for: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
+    mode, score = command[MODE], command[SCORE]
+    if command[TAIL_ONLY]:
+        for b in range(state.row_state.shape[0]):
+            copy(work.x[thread, b], work.residual[b])
+        tail(model, state, work, control, mode, score, thread, n_threads)
+        return
+    everyone = (1 << state.row_state.shape[0]) - 1
+    for _ in range(command[N_STEPS]):
+        if rows_in_state(state, DONE) == everyone:
+            break
+        any_sparse = rows_in_state(state, SPARSE) != 0
+        embed(model, state, work, thread)
+        for layer in range(model.first.shape[0]):
+            attention_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads)
+            mlp_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads)
+        tail(model, state, work, control, mode, score, thread, n_threads)

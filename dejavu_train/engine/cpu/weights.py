@@ -1,0 +1,173 @@
+"""Reads an OPT model, writes the arrays of the CPU engine: every unit's weights as rows of one array, fp32 or int8.
+
+int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of fc2 or of the output
+projection is a neuron's or a head's output, not an output dimension: what is selected has scales of its own.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import OPTShape
+
+STORED = {"float32": np.float32, "int8": np.int8}
+POSITION_ROWS = 2  # OPT's position table has two rows more than positions
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class CpuWeights:
+    """The weights of one model, never written again: several engines may share them.
+
+    Attributes:
+        shape: sizes of the model.
+        model: the arrays, see ``arrays.Model``.
+        out_bias: (L, d) fp32, biases of the output projections.
+    """
+
+    shape: OPTShape
+    model: Model
+    out_bias: np.ndarray
+
+    @classmethod
+    def from_model(
+        cls, model: Any, stored: str = "float32", group: int | None = None, release: bool = False
+    ) -> "CpuWeights":
+        """Copy the weights of a Hugging Face OPTForCausalLM on the CPU.
+
+        Args:
+            model: pre-norm OPT, of any floating dtype.
+            stored: ``float32``, or ``int8``: weights rounded to 8 bits, LayerNorms, biases and positions in fp32.
+            group: columns that share a scale; None = the whole row. int8 only.
+            release: give up the model's own tensors layer by layer, so that a large model never exists twice.
+        Raises:
+            UserError: not a pre-norm ReLU OPT, or a format that does not exist.
+        """
+        shape = OPTShape.from_config(model.config)
+        decoder = model.model.decoder
+        tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        made = _empty(shape, stored, group, tied, decoder.layers[0].self_attn_layer_norm.eps)
+        norms = [norm for layer in decoder.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)] + [
+            decoder.final_layer_norm
+        ]
+        for i, norm in enumerate(norms):
+            made.model.norms[i, 0], made.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
+        made.model.positions[:] = _array(decoder.embed_positions.weight)
+        made.put(made.model.embedding, decoder.embed_tokens.weight)
+        if not tied:
+            made.put(made.model.lm_head, model.lm_head.weight)
+        h = shape.n_heads
+        for i, layer in enumerate(decoder.layers):
+            attention, first = layer.self_attn, made.model.first[i]
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            made.put(
+                first[QKV], torch.stack([part.weight.view(h, -1, shape.d_model) for part in parts], 1).flatten(0, 2)
+            )
+            made.put(first[OUT], attention.out_proj.weight.T)
+            made.put(first[FC1], layer.fc1.weight)
+            made.put(first[FC2], layer.fc2.weight.T)
+            biases = [_bias(part).reshape(h, -1) for part in parts]
+            made.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
+            made.out_bias[i] = _bias(attention.out_proj)
+            made.model.fc1_bias[i], made.model.fc2_bias[i] = _bias(layer.fc1), _bias(layer.fc2)
+            if release:
+                for parameter in layer.parameters():
+                    parameter.data = torch.empty(0, dtype=parameter.dtype)
+        return made
+
+    @classmethod
+    def random(
+        cls, shape: OPTShape, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
+    ) -> "CpuWeights":
+        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing."""
+        made = _empty(shape, stored, group, True, 1e-5)
+        generator = torch.Generator().manual_seed(seed)
+        made.model.norms[:, 0] = 1
+        for start in range(0, len(made.model.rows), ROWS_AT_ONCE):
+            n = min(ROWS_AT_ONCE, len(made.model.rows) - start)
+            made.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
+        made.model.positions[:] = torch.empty(made.model.positions.shape).normal_(0, std, generator=generator).numpy()
+        return made
+
+    def put(self, first: int, weight: Tensor) -> None:
+        """Store weight (n, d) as the rows from number ``first`` on."""
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            part = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
+            rows = slice(int(first) + start, int(first) + start + len(part))
+            if self.model.rows.dtype == np.float32:
+                self.model.rows[rows] = part.numpy()
+            else:
+                codes, scales = quantise_groups(part, self.model.group)
+                self.model.rows[rows], self.model.scales[rows] = codes.numpy(), scales.numpy()
+
+    def rows(self, first: int, n: int) -> Tensor:
+        """n rows from number ``first`` on as fp32 (n, d): a view of fp32 weights, a copy of int8 ones."""
+        part = torch.from_numpy(self.model.rows[first : first + n])
+        if part.dtype == torch.float32:
+            return part
+        scales = torch.from_numpy(self.model.scales[first : first + n])
+        return part.float().mul_(scales.repeat_interleave(self.model.group, dim=1)[:, : part.shape[1]])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, scales included."""
+        return self.model.rows.nbytes + (self.model.scales.nbytes if self.model.rows.dtype == np.int8 else 0)
+
+
+def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """weight (n, d) fp32 -> codes (n, d) int8 and scales (n, ceil(d / group)) fp32, the largest weight at 127.
+
+    >>> quantise_groups(torch.tensor([[1.0, -0.5, 2.0]]), 2)
+    (tensor([[127, -64, 127]], dtype=torch.int8), tensor([[0.0079, 0.0157]]))
+    """
+    n, d = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -d % group)).view(n, -1, group)
+    largest = padded.abs().amax(dim=2, keepdim=True)
+    scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+    codes = (padded / scales).round_().to(torch.int8)
+    return codes.flatten(1)[:, :d].contiguous(), scales[..., 0].contiguous()
+
+
+def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
+    if stored not in STORED:
+        raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
+    if group is not None and (stored != "int8" or group < 1):
+        raise UserError(f"a group of {group} columns needs int8 weights and at least 1 column, got {stored}")
+    d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
+    group = min(group or d, d)
+    per_layer = 4 * d + 2 * f
+    first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
+    assert (QKV, OUT, FC1, FC2) == (0, 1, 2, 3)
+    embedding = per_layer * n_layers
+    n_rows = embedding + vocab * (1 if tied else 2)
+    model = Model(
+        rows=np.empty((n_rows, d), STORED[stored]),
+        scales=np.ones((n_rows, math.ceil(d / group)), np.float32),
+        group=group,
+        first=first.astype(np.int64),
+        embedding=embedding,
+        lm_head=embedding if tied else embedding + vocab,
+        vocab=vocab,
+        n_heads=shape.n_heads,
+        norms=np.zeros((2 * n_layers + 1, 2, d), np.float32),
+        eps=eps,
+        qkv_bias=np.zeros((n_layers, 3 * d), np.float32),
+        fc1_bias=np.zeros((n_layers, f), np.float32),
+        fc2_bias=np.zeros((n_layers, d), np.float32),
+        positions=np.zeros((shape.max_positions + POSITION_ROWS, d), np.float32),
+    )
+    return CpuWeights(shape, model, np.zeros((n_layers, d), np.float32))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().to("cpu", torch.float32).numpy()
+
+
+def _bias(linear: Any) -> np.ndarray:
+    return np.zeros(linear.weight.shape[0], np.float32) if linear.bias is None else _array(linear.bias)

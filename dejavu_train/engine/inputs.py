@@ -1,0 +1,90 @@
+"""What a decode engine is asked for: how tokens are sampled, and the checks that every engine makes of its input."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import OPTShape
+
+SEEDS = 2**26  # times at most 32 rows of a batch it fits 32 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a next token is chosen.
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
+        top_k: above 0 = from the top_k most likely tokens, before top_p.
+        seed: 0 to 2^26 - 1; a row's random numbers follow from it, its number in the batch and the position.
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    _: dataclasses.KW_ONLY
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be a number of at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
+        if not 0 <= self.seed < SEEDS:
+            raise UserError(f"seed must lie in 0 to {SEEDS - 1}, got {self.seed}")
+
+    @property
+    def mode(self) -> str:
+        """greedy, temperature, top_p or top_k."""
+        if self.temperature == 0:
+            return "greedy"
+        if self.top_k > 0:
+            return "top_k"
+        return "top_p" if self.top_p < 1 else "temperature"
+
+
+def check_length(length: int, context: int, shape: OPTShape) -> None:
+    """Raise :class:`UserError` unless a row of so many tokens fits an engine of this context."""
+    if length > context:
+        raise UserError(
+            f"{length} tokens do not fit the engine's context of {context}"
+            f" (the model's limit is {shape.max_positions}); shorten the prompt or max_new_tokens"
+        )
+
+
+def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, context: int, shape: OPTShape) -> None:
+    """Make sure that an engine of this size can take these rows.
+
+    Args:
+        rows: token ids; total: tokens of each row that the engine must hold.
+    Raises:
+        UserError: too many rows, an empty one, one that does not fit, or an id outside the vocabulary.
+    """
+    if not rows or len(rows) > batch:
+        raise UserError(f"this engine holds {batch} rows, got {len(rows)}; build it with batch={len(rows)}")
+    for row, length in zip(rows, total, strict=True):
+        if not row:
+            raise UserError("an empty prompt cannot be continued; give at least the start token </s> (id 2)")
+        check_length(length, context, shape)
+        if not 0 <= min(row) <= max(row) < shape.vocab_size:
+            raise UserError(f"token ids must lie in 0 to {shape.vocab_size - 1}, got {min(row)} to {max(row)}")
+
+
+def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
+    """The first sparse position of each row; None = after its prompt of the given length.
+
+    Raises:
+        UserError: a negative position, or not one for each row.
+    """
+    if sparse_from is None:
+        return list(lengths)
+    starts = [sparse_from] * len(lengths) if isinstance(sparse_from, int) else list(sparse_from)
+    if len(starts) != len(lengths) or any(start < 0 for start in starts):
+        raise UserError(f"sparse_from must be at least 0, one for all rows or one each, got {sparse_from}")
+    return starts
