@@ -4,7 +4,7 @@
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
 
 A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands there is replaced. A table
-whose rows do not exist yet is left as it is, and one line says so. Nothing in a table is typed by hand: every number is
+whose rows do not exist is left empty, and one line says so. Nothing in a table is typed by hand: every number is
 a field of a row, or a mean, a range, a ratio or a difference of such fields.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables_format import Row, devices, markdown, percent, provenance, read_csv, several
-from benchmarks.tables_texts import goals_table, matrix_table
+from benchmarks.tables_texts import goals_100m_table, goals_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/texts.md", "benchmarks/NOTES.md")
@@ -193,13 +193,14 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "generate": generate_table,
     "samples": samples_table,
     "goals": goals_table,
+    "goals-100m": goals_100m_table,
     "matrix-mini": lambda root: matrix_table(root, "opt-mini"),
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
 }
 
 
 def fill(text: str, root: Path) -> str:
-    """``text`` with every table made anew; one whose rows are missing stays as it is.
+    """``text`` with every table made anew; one whose rows are missing becomes empty, so that no withdrawn row is shown.
 
     Raises:
         KeyError: a marker names no table.
@@ -209,8 +210,8 @@ def fill(text: str, root: Path) -> str:
         try:
             return f"{match[1]}\n{TABLES[match[2]](root)}\n{match[4]}"
         except FileNotFoundError as error:
-            print(f"table {match[2]}: no {error.filename}, left as it is", file=sys.stderr)
-            return match[0]
+            print(f"table {match[2]}: no {error.filename}, left empty", file=sys.stderr)
+            return f"{match[1]}{match[4]}"
 
     return MARKED.sub(table, text)
 

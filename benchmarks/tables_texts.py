@@ -10,6 +10,7 @@ TEXTS = (*PROSE, "code")
 GOALS = {"0.1": 0.03, "0.2": 0.005}  # asked candidates -> largest increase
 HEADS_GOAL = 0.005
 CODE_GOAL = 2.0  # times the worst of the others
+SPREAD_GOAL = 0.003  # worst minus best text, of the 100M model
 Runs = dict[tuple[str, str, str, str, str], list[Row]]
 
 
@@ -109,3 +110,35 @@ def goals_table(root: Path) -> str:
         f"85 % of the heads: at most {100 * HEADS_GOAL:g} points more",
     ]
     return markdown(headings, table)
+
+
+def goals_100m_table(root: Path) -> str:
+    """Each seed of the default recipe on the 100M model: its worst text, its spread, what 85 % of the heads cost."""
+    runs, table = _runs(root, "opt-100m"), []
+    all_heads = runs["default", "self", "predicted", "0.2", "1.0"]
+    with_heads = runs["default", "self", "predicted", "0.2", "0.85"]
+    for seed in sorted({row["seed"] for row in all_heads}):
+        rows = [row for row in all_heads if row["seed"] == seed]
+        increases = {row["text"]: float(row["increase"]) for row in rows}
+        costs = {
+            row["text"]: float(row["increase"]) - increases[row["text"]] for row in with_heads if row["seed"] == seed
+        }
+        worst, dearest = max(increases, key=increases.__getitem__), max(costs, key=costs.__getitem__)
+        spread = increases[worst] - min(increases.values())
+        table.append(
+            [
+                f"seed {seed}",
+                share_range([float(row["mlp_bytes"]) for row in rows]),
+                f"{percent(increases[worst])} ({worst}): {_verdict(increases[worst], GOALS['0.2'])}",
+                f"{100 * spread:.2f}: {_verdict(spread, SPREAD_GOAL)}",
+                f"{percent(costs[dearest])} ({dearest}): {_verdict(costs[dearest], HEADS_GOAL)}",
+            ]
+        )
+    headings = ["20 % of candidates", "bytes, %", f"worst text: at most {percent(GOALS['0.2'])} %"]
+    headings += [f"worst minus best: at most {100 * SPREAD_GOAL:g} points"]
+    headings += [f"85 % of the heads, dearest text: at most {100 * HEADS_GOAL:g} points more"]
+    return markdown(headings, table)
+
+
+def _verdict(value: float, limit: float) -> str:
+    return "met" if value <= limit else "**missed**"
