@@ -237,8 +237,7 @@ def check_trainer(config: RunConfig, job: Job) -> None:
     Raises:
         UserError: as :func:`dejavu_train.training.trainer.build_trainer`.
     """
-    trainer = {**config.trainer, "logger": False}
-    build_trainer(dataclasses.replace(config, trainer=trainer), job, Path(config.output), [])
+    build_trainer(config, job, Path(config.output), [])
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

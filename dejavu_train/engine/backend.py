@@ -5,7 +5,6 @@ Hugging Face model, whose q, k and v projections become views of the engine's la
 weights there are the caches of each engine, and fc1 as planes where a bundle has a second stage.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.engine.decode import MAX_BATCH, DecodeEngine
-from dejavu_train.engine.request import Request, check_arguments, read_request, starts_of
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.generation import generate
+from dejavu_train.engine.inputs import MAX_BATCH
+from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_calibrated, load_predictors
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.opt import DTYPES, OPTShape
@@ -59,6 +60,7 @@ class EngineBackend:
 
     def engine(self, rows: int, tokens: int) -> DecodeEngine:
         """An engine for at least so many rows of so many tokens; one a number of rows, the longest asked for so far."""
+        tokens = min(tokens, self.shape.max_positions)
         batch = 1 << (rows - 1).bit_length()
         held = self.engines.get(batch)
         if held is not None and held.context >= tokens:
@@ -90,60 +92,9 @@ class EngineBackend:
             ops=self.ops,
         )
 
-    def generate(
-        self,
-        model: Any,
-        inputs: Tensor | None,
-        generation_config: Any,
-        kwargs: dict[str, Any],
-        sparse_from: int | Tensor | str,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
-
-        Raises:
-            Unsupported: what the engine does not do; nothing is decoded then.
-        """
-        kwargs = dict(kwargs)
-        streamer = kwargs.pop("streamer", None)
-        given = (generation_config, model.generation_config)
-        default_length = kwargs.get("max_length") is None and all(c is None or c.max_length is None for c in given)
-        config, rest = model._prepare_generation_config(generation_config, **kwargs)
-        check_arguments(rest)
-        ids = inputs if inputs is not None else rest.get("input_ids")
-        if ids is None:  # as transformers does: from the start token
-            ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])
-        limit = self.shape.max_positions
-        request = read_request(ids, rest.get("attention_mask"), config, default_length, limit, sparse_from, streamer)
-        if streamer is not None:
-            streamer.put(ids.cpu())
-        made = self.run(request).to(ids)
-        known = ids.repeat_interleave(len(made) // len(ids), dim=0)
-        sequences = torch.cat([known, made], dim=1)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
-
-    def run(self, request: Request) -> Tensor:
-        """The continuation of every row: (rows, longest) token ids on the CPU, filled up with the padding token."""
-        n = len(request.prompts)
-        longest = max(map(len, request.prompts)) + request.max_new_tokens
-        engine = self.engine(n, min(longest, self.shape.max_positions))
-        stream = None
-        if request.streamer is not None:
-            stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
-        made = engine.generate(
-            request.prompts,
-            request.max_new_tokens,
-            sampling=request.sampling,
-            stop_tokens=request.stop_tokens,
-            min_new_tokens=request.min_new_tokens,
-            sparse_from=request.sparse_from,
-            callback=None if stream is None else stream.add,
-        )
-        if stream is not None:
-            stream.end()
-        tokens = torch.full((n, max(map(len, made))), request.pad_token, dtype=torch.long)
-        for b, row in enumerate(made):
-            tokens[b, : len(row)] = torch.tensor(row)
-        return tokens
+    def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
+        """As :func:`dejavu_train.engine.generation.generate`, for up to 32 rows."""
+        return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
         """(B, T, V) in the model's dtype, every position through the engine's steps; zeros at padding.
@@ -163,32 +114,3 @@ class EngineBackend:
             for i, b in enumerate(part):
                 out[b, visible[b].to(self.device)] = made[i, : len(rows[b])]
         return out
-
-
-class Stream:
-    """Gives a streamer of transformers the tokens (B,) of one position after the other, padding behind a row's end.
-
-    Args:
-        stop_tokens: after which a row ends.
-    """
-
-    def __init__(self, streamer: Any, rows: int, pad_token: int, stop_tokens: Sequence[int]) -> None:
-        self.streamer, self.pad_token, self.stop_tokens = streamer, pad_token, frozenset(stop_tokens)
-        self.waiting: list[list[int]] = [[] for _ in range(rows)]
-        self.ended = [False] * rows
-
-    def add(self, row: int, token: int) -> None:
-        """A new token of a row; rows may run ahead of others that have longer prompts."""
-        self.waiting[row].append(token)
-        self.ended[row] = token in self.stop_tokens
-        while any(self.waiting) and all(tokens or over for tokens, over in zip(self.waiting, self.ended, strict=True)):
-            self._put()
-
-    def _put(self) -> None:
-        self.streamer.put(torch.tensor([tokens.pop(0) if tokens else self.pad_token for tokens in self.waiting]))
-
-    def end(self) -> None:
-        """All rows are over."""
-        while any(self.waiting):
-            self._put()
-        self.streamer.end()

@@ -6,7 +6,6 @@ prompts, generation and scoring of any length, and a reset only writes tensors. 
 Two sets of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,15 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.dispatch import choose_execution, describe_execution
-from dejavu_train.engine.inputs import Sampling, check_length, check_rows, per_row
+from dejavu_train.engine.inputs import (
+    MAX_BATCH,
+    Sampling,
+    check_length,
+    check_rows,
+    per_row,
+    read_continuation,
+    summary,
+)
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, load_predictors
@@ -23,7 +30,6 @@ from kernels.attention import qkv
 from kernels.common.checks import HEAD_DIMS, INTERPRET
 
 POLICIES = tuple(qkv.POLICIES)
-MAX_BATCH = 32
 CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
 
 Callback = Callable[[int, int], None]
@@ -204,33 +210,23 @@ class DecodeEngine:
             UserError: see the messages; nothing is decoded then. Or logits that hold NaN, while decoding.
         """
         sampler = sampling or Sampling()
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if len(stop_tokens) > len(self.state.stops):
-            raise UserError(f"at most {len(self.state.stops)} stop tokens are supported, got {len(stop_tokens)}")
-        if prompt_phase not in ("dense", "steps"):
-            raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
-        lengths = [len(prompt) for prompt in prompts]
-        total = [length + max_new_tokens for length in lengths]
-        check_length(max(total, default=0), self.context, self.shape)
-        starts = per_row(sparse_from, lengths)
-        at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]
-        if prompt_phase == "steps":
-            at_once = [0] * len(lengths)
-        self.begin(prompts, total, starts, at_once, sampler, [length + min_new_tokens for length in lengths])
+        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
+        lengths = asked.lengths
+        check_length(max(asked.total, default=0), self.context, self.shape)
+        least = [length + min_new_tokens for length in lengths]
+        self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least)
         for i, token in enumerate(stop_tokens):
             self.state.stops[i] = token
         self.core.tail(sampler.mode, score=False)
         n, shown = len(prompts), list(lengths)
-        n_steps = max(end - 1 - first for end, first in zip(total, at_once, strict=True))
-        for i in range(n_steps + 1):
+        for i in range(asked.n_steps + 1):
             if callback is not None or i % CHUNK == 0:
                 done = bool(self.state.done[:n].all())
                 if callback is not None:
                     self._tell(callback, shown)
                 if done:
                     break
-            if i < n_steps:
+            if i < asked.n_steps:
                 self.core.step(sampler.mode)
         self._check_logits(n)
         position = self.state.position[:n].tolist()
@@ -302,5 +298,4 @@ class DecodeEngine:
 
     def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
         """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
-        nll = torch.cat(self.score(rows, sparse_from)).double()
-        return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}
+        return summary(self.score(rows, sparse_from))

@@ -4,9 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 
+MAX_BATCH = 32  # rows of the engine on a GPU
+MAX_STOPS = 8
 SEEDS = 2**26  # times at most 32 rows of a batch it fits 32 bits
 
 
@@ -74,6 +79,63 @@ def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, 
         check_length(length, context, shape)
         if not 0 <= min(row) <= max(row) < shape.vocab_size:
             raise UserError(f"token ids must lie in 0 to {shape.vocab_size - 1}, got {min(row)} to {max(row)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """A call of an engine's ``generate``, checked; a value for each row.
+
+    Attributes:
+        lengths: tokens of the prompt; total: with the new ones at most.
+        starts: first sparse position; at_once: tokens that are run densely before the first step.
+    """
+
+    lengths: list[int]
+    total: list[int]
+    starts: list[int]
+    at_once: list[int]
+
+    @property
+    def n_steps(self) -> int:
+        """Steps until every row has as many tokens as it may have; the last one is not run."""
+        return max(end - 1 - first for end, first in zip(self.total, self.at_once, strict=True))
+
+
+def read_continuation(
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    sparse_from: int | Sequence[int] | None,
+    prompt_phase: str,
+    dense: bool,
+) -> Continuation:
+    """Check what ``generate`` was given.
+
+    Args:
+        sparse_from: first sparse position of each row; None = behind its prompt.
+        prompt_phase: "dense" = what lies before ``sparse_from`` at once; "steps" = token by token.
+        dense: the engine has no predictors: whole prompts can be run at once.
+    Raises:
+        UserError: nothing to generate, too many stop tokens, an unknown phase.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if len(stop_tokens) > MAX_STOPS:
+        raise UserError(f"at most {MAX_STOPS} stop tokens are supported, got {len(stop_tokens)}")
+    if prompt_phase not in ("dense", "steps"):
+        raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
+    lengths = [len(prompt) for prompt in prompts]
+    starts = per_row(sparse_from, lengths)
+    at_once = [n if dense else min(start, n) for start, n in zip(starts, lengths, strict=True)]
+    if prompt_phase == "steps":
+        at_once = [0] * len(lengths)
+    return Continuation(lengths, [length + max_new_tokens for length in lengths], starts, at_once)
+
+
+def summary(nll: Sequence[Tensor]) -> dict[str, float]:
+    """exp of the mean of negative log-likelihoods over all rows; {"perplexity", "nats", "tokens"}."""
+    joined = torch.cat(list(nll)).double()
+    return {"perplexity": math.exp(joined.mean().item()), "nats": joined.sum().item(), "tokens": float(joined.numel())}
 
 
 def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:

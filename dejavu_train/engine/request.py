@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dejavu_train.engine.decode import MAX_BATCH
-from dejavu_train.engine.inputs import SEEDS, Sampling
+from dejavu_train.engine.inputs import MAX_STOPS, SEEDS, Sampling
 from dejavu_train.errors import Unsupported, UserError
 
-MAX_STOPS = 8
 # What a request may set. The rest of a GenerationConfig must be unset or neutral.
 HONOURED = frozenset(
     "max_length max_new_tokens min_length min_new_tokens do_sample temperature top_p top_k eos_token_id pad_token_id "
@@ -110,6 +108,7 @@ def read_request(
     max_positions: int,
     sparse_from: int | Tensor | str,
     streamer: Any,
+    max_rows: int = 32,
 ) -> Request:
     """What the engine is to do.
 
@@ -117,14 +116,14 @@ def read_request(
         input_ids: (B, T), left- or right-padded; mask: (B, T), or None: read from the padding token.
         config: with all defaults filled in; default_length: nobody has set max_length.
     Raises:
-        Unsupported: see `check_settings`; more than 32 rows, more than 8 stop tokens.
+        Unsupported: see `check_settings`; more than ``max_rows`` rows, more than 8 stop tokens.
         UserError: no room for a new token.
     """
     check_settings(config)
     repeats = config.num_return_sequences or 1
     n_rows, width = input_ids.shape
-    if n_rows * repeats > MAX_BATCH:
-        raise Unsupported(f"the decode engine generates at most {MAX_BATCH} rows at once, got {n_rows * repeats}")
+    if n_rows * repeats > max_rows:
+        raise Unsupported(f"the decode engine generates at most {max_rows} rows at once, got {n_rows * repeats}")
     stops = token_list(config.eos_token_id)
     if len(stops) > MAX_STOPS:
         raise Unsupported(f"the decode engine knows at most {MAX_STOPS} stop tokens, got {len(stops)}")

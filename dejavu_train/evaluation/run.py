@@ -63,7 +63,7 @@ class InferConfig:
     text_field: str = _option("text", "of a hub dataset or a JSONL line")
     text_cache: str = _option("checkpoints/text", "where installed texts are cached")
     text_set: str = _option("test", "which set of the text trained on, of installed-docs, of hub datasets")
-    tokens: int | None = _option(20000, "how many to score of each text; null: all; 0: none")
+    tokens: int | None = _option(8000, "how many to score of each text; null: all; 0: none")
     window: int = _option(512, "</s> and window - 1 new tokens")
     selections: tuple[str, ...] = _option(SELECTIONS, "rows at every density")
     densities: tuple[float, ...] = _option((0.1, 0.2), "of MLPs, all heads")
@@ -110,7 +110,7 @@ class InferConfig:
             raise UserError("--new_tokens must be at least 1, and --sparse_from not negative")
         if self.text_set not in SETS:
             raise UserError(f"--text_set must be one of {', '.join(SETS)}, got {self.text_set}")
-        known = ("dense", *BACKENDS, CPU, DENSE_ENGINE, DENSE_CPU)
+        known = ("dense", *BACKENDS, DENSE_ENGINE, DENSE_CPU)
         if self.backend not in known:
             raise UserError(f"--backend must be one of {', '.join(known)}, got {self.backend}")
         timed = [name for name in known if name != "auto"]
@@ -346,13 +346,10 @@ def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
 
 def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor) -> str:
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
-    backend = config.backend
-    if backend == "auto" and dense.device.type == "cpu":
-        backend = CPU
-    if backend in (DENSE_ENGINE, CPU, DENSE_CPU):
-        made = _engine(backend, dense, bundle, config).generate(ids.tolist(), new_tokens)
+    if config.backend in (DENSE_ENGINE, DENSE_CPU):
+        made = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
-    model = _sparse(config, dense, bundle, backend)
+    model = _sparse(config, dense, bundle, config.backend)
     ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -368,14 +365,14 @@ def _bandwidth(timings: Sequence[Timing]) -> float | None:
     return read_bandwidth()
 
 
-def _engine(backend: str, dense: Any, bundle: Bundle, config: InferConfig) -> Any:
+def _dense_engine(backend: str, dense: Any) -> Any:
     if backend == DENSE_ENGINE:
         from dejavu_train.engine.decode import DecodeEngine  # imports triton
 
         return DecodeEngine(dense)
     from dejavu_train.engine.cpu import CpuEngine  # imports numba
 
-    return CpuEngine(dense, _moved(config, bundle) if backend == CPU else None)
+    return CpuEngine(dense)
 
 
 def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> list[Timing]:

@@ -5,6 +5,7 @@ Three backends select the same units:
 - ``mask``: the dense model with the unselected taken out; whole sequences, for study.
 - ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.
 - ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
+- ``cpu``: the compiled engine for CPUs, for ``generate()`` of up to 4 rows.
 
 ``auto`` takes the engine where it runs here, else ``gather``; a call that the engine refuses then runs through
 ``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, one
@@ -43,7 +44,8 @@ from dejavu_train.sparse.masked import masking
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "mask", "gather", "triton")
+BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
+ENGINES = ("triton", "cpu")
 PREDICTORS_FOLDER = "predictors"
 
 # Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
@@ -56,7 +58,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     Make one with :meth:`from_pretrained` or, around a model in memory, :meth:`from_model`.
 
     Attributes:
-        backend: ``mask``, ``gather`` or ``triton``, in use.
+        backend: ``mask``, ``gather``, ``triton`` or ``cpu``, in use.
         sparse_from: may be changed between calls.
         kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
     """
@@ -128,7 +130,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Args:
             pretrained_model_name_or_path: folder or hub id of an OPT.
             predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
-            backend: ``auto``, ``mask``, ``gather`` or ``triton``.
+            backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             device_map: as in transformers, for models larger than one GPU.
         Raises:
             UserError: no such model or bundle, or a bundle of other weights.
@@ -160,8 +162,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
         self._bundle = bundle
         self._selector, self._decoder, self._engines, self._means = None, None, None, {}
-        if self._auto or self.backend == "triton":
-            self.backend = "triton"
+        if self._auto or self.backend in ENGINES:
+            if self._auto:
+                self.backend = "cpu" if self.device.type == "cpu" and self._ops == "triton" else "triton"
             try:
                 self._engines = _engine_backend(self, bundle)
             except Unsupported as refusal:
@@ -239,7 +242,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                     **common,
                 )
         assert attention_mask is not None
-        if self.backend == "triton" and not self._gathering:
+        if self._engines is not None and not self._gathering:
             try:
                 _check_forward(past_key_values, inputs_embeds, position_ids, common)
                 logits = self._engines.logits(input_ids, attention_mask, self.sparse_from)
@@ -309,7 +312,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Raises:
             UserError: ``triton`` was asked for anything else.
         """
-        if self.backend == "triton":
+        if self._engines is not None:
             try:
                 return self._engines.generate(self, inputs, generation_config, kwargs, self.sparse_from)
             except Unsupported as refusal:
@@ -356,6 +359,10 @@ def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
 
 def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
+    if model.backend == "cpu":
+        from dejavu_train.engine.cpu.backend import CpuBackend
+
+        return CpuBackend(model, bundle, model.kv_policy)
     try:
         from dejavu_train.engine.backend import EngineBackend
     except ImportError as error:

@@ -5,7 +5,6 @@ at the speed of its memory, so a step takes as long as the rows that it reads. T
 use; they wait without taking time from other work (see ``team``).
 """
 
-import math
 import os
 import threading
 import time
@@ -24,11 +23,10 @@ from dejavu_train.engine.cpu.prefill import prefill
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.team import SUPPORTED, new_control
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.inputs import Sampling, check_rows, per_row
+from dejavu_train.engine.inputs import Sampling, check_rows, per_row, read_continuation, summary
 from dejavu_train.errors import UserError
 
 MAX_BATCH = 4
-MAX_STOPS = 8
 CALL_SECONDS = 0.05  # a call of compiled code takes at most about this long, so that Ctrl-C is heard
 MODES = {"greedy": arrays.GREEDY, "temperature": arrays.TEMPERATURE, "top_p": arrays.TOP_P}
 Callback = Callable[[int, int], None]
@@ -201,22 +199,12 @@ class CpuEngine:
             UserError: see the messages; nothing is decoded then.
         """
         sampler = sampling or Sampling()
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if len(stop_tokens) > MAX_STOPS:
-            raise UserError(f"at most {MAX_STOPS} stop tokens are supported, got {len(stop_tokens)}")
-        if prompt_phase not in ("dense", "steps"):
-            raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
-        lengths = [len(prompt) for prompt in prompts]
-        starts = per_row(sparse_from, lengths)
-        at_once = [min(s, n) if self.predictors else n for s, n in zip(starts, lengths, strict=True)]
-        if prompt_phase == "steps":
-            at_once = [0] * len(lengths)
-        self.begin(prompts, [length + max_new_tokens for length in lengths], starts, at_once, sampler)
+        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
+        self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler)
+        lengths, left = asked.lengths, asked.n_steps
         self.state.stops[: len(stop_tokens)] = list(stop_tokens)
         self.tail(sampler.mode)
         n, shown = len(prompts), list(lengths)
-        left = max(count + max_new_tokens - 1 - m for count, m in zip(lengths, at_once, strict=True))
         while True:
             if callback is not None:
                 self._tell(callback, shown)
@@ -260,8 +248,7 @@ class CpuEngine:
 
     def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
         """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
-        nll = torch.cat(self.score(rows, sparse_from)).double()
-        return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}
+        return summary(self.score(rows, sparse_from))
 
     def bytes_read(self) -> dict[str, int]:
         """Bytes that the steps since the last call of this read: weights, predictors, lm_head, kv."""

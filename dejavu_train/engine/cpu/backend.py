@@ -1,0 +1,70 @@
+"""The backend ``cpu`` of SparseOPTForCausalLM: the compiled engine for CPUs behind ``generate()``.
+
+The engine keeps a copy of the weights in its own layout, made when something is first generated.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.generation import generate
+from dejavu_train.engine.request import Request
+from dejavu_train.errors import Unsupported
+from dejavu_train.models.opt import OPTShape
+
+LEAST_CONTEXT = 256
+
+
+class CpuBackend:
+    """Engines for one model and bundle; one a number of rows, the longest context asked for so far.
+
+    Raises:
+        Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads.
+    """
+
+    def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill") -> None:
+        from dejavu_train.engine.cpu.team import SUPPORTED  # imports numba
+
+        if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+            raise Unsupported("the CPU engine decodes models that are on the CPU")
+        if kv_policy != "backfill":
+            raise Unsupported(f"the CPU engine knows the policy backfill only, got {kv_policy}")
+        if not SUPPORTED:
+            raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
+        self.model, self.bundle, self.shape = model, bundle, OPTShape.from_config(model.config)
+        self._weights: Any = None
+        self.engines: dict[int, Any] = {}
+
+    def engine(self, rows: int, tokens: int) -> Any:
+        """An engine for at least so many rows of so many tokens."""
+        from dejavu_train.engine.cpu import CpuEngine, CpuWeights
+
+        batch = 1 << (rows - 1).bit_length()
+        tokens = min(tokens, self.shape.max_positions)
+        held = self.engines.get(batch)
+        if held is not None and held.context >= tokens:
+            return held
+        if self._weights is None:
+            self._weights = CpuWeights.from_model(self.model)
+        context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
+        self.engines[batch] = CpuEngine(self._weights, self.bundle, batch=batch, context=max(context, 2))
+        return self.engines[batch]
+
+    def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
+        """As :func:`dejavu_train.engine.generation.generate`, for up to 4 rows."""
+        from dejavu_train.engine.cpu.engine import MAX_BATCH
+
+        return generate(self.engine, self.shape, MAX_BATCH, _refuse, *call)
+
+    def logits(self, *_: Any) -> Tensor:
+        """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""
+        raise Unsupported("a forward pass over whole rows is not for the CPU engine")
+
+
+def _refuse(request: Request) -> None:
+    if request.min_new_tokens:
+        raise Unsupported("generate() with a least length is not for the CPU engine")
+    if request.sampling.mode == "top_k":
+        raise Unsupported("generate() with top_k is not for the CPU engine (top_k=0 samples from all tokens)")

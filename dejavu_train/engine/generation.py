@@ -1,0 +1,107 @@
+"""``generate()`` of transformers on a decode engine: arguments in, padded tokens and streams out."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dejavu_train.engine.request import Request, check_arguments, read_request
+from dejavu_train.models.opt import OPTShape
+
+EngineFor = Callable[[int, int], Any]
+"""``engine_for(rows, tokens)``: an engine that holds at least so many rows of so many tokens."""
+
+
+def generate(
+    engine_for: EngineFor,
+    shape: OPTShape,
+    max_rows: int,
+    refuse: Callable[[Request], None],
+    model: Any,
+    inputs: Tensor | None,
+    generation_config: Any,
+    kwargs: dict[str, Any],
+    sparse_from: int | Tensor | str,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
+
+    Args:
+        max_rows: of the engines that ``engine_for`` gives.
+        refuse: raises Unsupported for a request that these engines cannot do.
+    Raises:
+        Unsupported: what the engine does not do; nothing is decoded then.
+    """
+    kwargs = dict(kwargs)
+    streamer = kwargs.pop("streamer", None)
+    given = (generation_config, model.generation_config)
+    default_length = kwargs.get("max_length") is None and all(c is None or c.max_length is None for c in given)
+    config, rest = model._prepare_generation_config(generation_config, **kwargs)
+    check_arguments(rest)
+    ids = inputs if inputs is not None else rest.get("input_ids")
+    if ids is None:  # as transformers does: from the start token
+        ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])
+    mask, limit = rest.get("attention_mask"), shape.max_positions
+    request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, max_rows)
+    refuse(request)
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    made = run(engine_for, request).to(ids)
+    known = ids.repeat_interleave(len(made) // len(ids), dim=0)
+    sequences = torch.cat([known, made], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+
+def run(engine_for: EngineFor, request: Request) -> Tensor:
+    """The continuation of every row: (rows, longest) token ids on the CPU, filled up with the padding token."""
+    n = len(request.prompts)
+    engine = engine_for(n, max(map(len, request.prompts)) + request.max_new_tokens)
+    stream = None
+    if request.streamer is not None:
+        stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
+    least = {"min_new_tokens": request.min_new_tokens} if request.min_new_tokens else {}
+    made = engine.generate(
+        request.prompts,
+        request.max_new_tokens,
+        sampling=request.sampling,
+        stop_tokens=request.stop_tokens,
+        sparse_from=request.sparse_from,
+        callback=None if stream is None else stream.add,
+        **least,
+    )
+    if stream is not None:
+        stream.end()
+    tokens = torch.full((n, max(map(len, made))), request.pad_token, dtype=torch.long)
+    for b, row in enumerate(made):
+        tokens[b, : len(row)] = torch.tensor(row)
+    return tokens
+
+
+class Stream:
+    """Gives a streamer of transformers the tokens (B,) of one position after the other, padding behind a row's end.
+
+    Args:
+        stop_tokens: after which a row ends.
+    """
+
+    def __init__(self, streamer: Any, rows: int, pad_token: int, stop_tokens: Sequence[int]) -> None:
+        self.streamer, self.pad_token, self.stop_tokens = streamer, pad_token, frozenset(stop_tokens)
+        self.waiting: list[list[int]] = [[] for _ in range(rows)]
+        self.ended = [False] * rows
+
+    def add(self, row: int, token: int) -> None:
+        """A new token of a row; rows may run ahead of others that have longer prompts."""
+        self.waiting[row].append(token)
+        self.ended[row] = token in self.stop_tokens
+        while any(self.waiting) and all(tokens or over for tokens, over in zip(self.waiting, self.ended, strict=True)):
+            self._put()
+
+    def _put(self) -> None:
+        self.streamer.put(torch.tensor([tokens.pop(0) if tokens else self.pad_token for tokens in self.waiting]))
+
+    def end(self) -> None:
+        """All rows are over."""
+        while any(self.waiting):
+            self._put()
+        self.streamer.end()

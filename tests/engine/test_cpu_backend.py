@@ -1,0 +1,65 @@
+"""``generate()`` of the public class through the CPU engine gives what ``gather`` gives, or says why it cannot."""
+
+import logging
+
+import pytest
+import torch
+from bundles import make_bundle
+from transformers import pipeline
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+PROMPTS = torch.tensor([[1, 1, 2, 9, 30], [2, 40, 50, 60, 70], [1, 2, 8, 8, 8]])  # left-padded with 1
+
+
+@pytest.fixture(scope="module")
+def models(tiny_opt):
+    """The same model and bundle behind gather and behind the CPU engine."""
+    bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.75)
+    return {
+        name: SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, name, sparse_from="prompt")
+        for name in ("gather", "cpu", "auto")
+    }
+
+
+def written(model, **settings):
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1, "eos_token_id": [2, 77]} | settings
+    return model.generate(PROMPTS, attention_mask=(PROMPTS != 1).long(), **settings)
+
+
+def test_greedy_rows_of_unequal_prompts_equal_gather(models):
+    expected = written(models["gather"])
+    assert models["auto"].backend == "cpu"
+    for name in ("cpu", "auto"):
+        assert torch.equal(written(models[name]), expected)
+    assert torch.equal(written(models["cpu"], return_dict_in_generate=True).sequences, expected)
+
+
+def test_sampling_repeats_with_torchs_seed(models):
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(written(models["cpu"], do_sample=True, top_k=0, temperature=1.5, top_p=0.9))
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+def test_what_the_engine_cannot_do_runs_through_gather_or_is_refused(models, caplog):
+    caplog.set_level(logging.WARNING, logger="dejavu_train")
+    expected = written(models["gather"], num_beams=2)
+    assert torch.equal(written(models["auto"], num_beams=2), expected)
+    assert "num_beams" in caplog.text and "gather runs instead" in caplog.text
+    for changes, words in ((dict(num_beams=2), "num_beams"), (dict(min_new_tokens=3), "least length")):
+        with pytest.raises(UserError, match=words) as caught:
+            written(models["cpu"], **changes)
+        assert "backend='gather'" in str(caught.value)
+    ids = PROMPTS[1:2]
+    with torch.no_grad():
+        torch.testing.assert_close(models["auto"](ids).logits, models["gather"](ids).logits)
+
+
+def test_a_pipeline_writes_through_it(models, tiny_opt):
+    generator = pipeline("text-generation", model=models["cpu"], tokenizer=load_tokenizer(str(tiny_opt)))
+    made = generator("the model reads", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert made.startswith("the model reads") and len(made) > len("the model reads")
