@@ -1,6 +1,6 @@
 """A sparse OPT that is used as ``OPTForCausalLM`` is: the same signature, ``generate()``, config and device.
 
-Three backends select the same units:
+Four backends select the same units:
 
 - ``mask``: the dense model with the unselected taken out; whole sequences, for study.
 - ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.
