@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from dejavu_train.engine.backend import Stream
 from dejavu_train.engine.decode import MAX_BATCH
+from dejavu_train.engine.generation import Stream
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -240,11 +240,12 @@ def test_auto_falls_back_to_gather_and_says_so_once(folder, bundle, caplog):
     torch.testing.assert_close(step, want, atol=1e-4, rtol=1e-4)
 
 
-def test_auto_without_a_gpu_is_gather(folder, bundle, caplog, monkeypatch):
+def test_auto_without_a_gpu_is_the_engine_for_cpus(folder, bundle, caplog, monkeypatch):
     monkeypatch.setattr("dejavu_train.engine.backend.INTERPRET", False)
+    assert SparseOPTForCausalLM.from_model(load_opt(folder), bundle).backend == "cpu"
     with caplog.at_level(logging.WARNING, "dejavu_train"):
-        made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle)
-    assert made.backend == "gather" and "needs a GPU" in caplog.text
+        made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle, kv_policy="always")
+    assert made.backend == "gather" and "knows the policy backfill only" in caplog.text
     with pytest.raises(UserError, match="needs a GPU.*use backend='gather'"):
         SparseOPTForCausalLM.from_model(load_opt(folder), bundle, "triton")
 
