@@ -1,7 +1,7 @@
 """The backend ``triton`` of SparseOPTForCausalLM: the decode engine behind ``generate()`` and ``forward()``.
 
 Engines are built and captured once per number of rows and size of context, and reused. They share the weights with the
-Hugging Face model, whose q, k and v projections become views of the engine's layout (`decode_share`): beside the
+Hugging Face model, whose q, k and v projections become views of the engine's layout (`share`): beside the
 weights there are the caches of each engine, and fc1 as planes where a bundle has a second stage.
 """
 

@@ -43,8 +43,9 @@ class ListedMlp:
     def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen, packed: bool) -> None:
         self.weights, self.work, self.mlp, self.packed = weights, work, mlp, packed
         self.own = reads_own_site(mlp)
-        # What was made before the launch before this one's may be read before the wait: x where the predictor
-        # normalised it, then its list was packed; the list of a predictor that rode with attention.
+        # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before
+        # its own: x where the predictor normalised it and its list was packed after that; or the list itself where
+        # the predictor ran beside attention.
         self.early = "x" if self.own else "list" if packed else None
 
     def run(self, x: Tensor, out: Tensor) -> None:

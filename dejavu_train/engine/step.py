@@ -1,6 +1,6 @@
 """One decoding step of the engine: its state, its halves in order, and the CUDA graph that replays them.
 
-The step is a loop: embed; then for each layer an attention half and an MLP half (`decode_attention`, `decode_mlp`), in
+The step is a loop: embed; then for each layer an attention half and an MLP half (`attention`, `mlp`), in
 front of each of which the predictors that read its site run; then the LM head and the choice of the next token. Which
 kernels a half launches stands in its `run`.
 """

@@ -93,7 +93,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
         ``gather`` and ``triton`` lay some weights of the model out anew, in place; the dense model keeps its values and
         goes on working. Through ``triton`` its q, k and v projections become views of the engine's tensor, see
-        ``decode_share``.
+        ``engine/share.py``.
 
         Args:
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
