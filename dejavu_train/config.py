@@ -33,7 +33,7 @@ class PredictorConfig:
     init: Literal["random", "small", "svd", "whitened_svd"] = "whitened_svd"
     """First values: random, small, the SVD of fc1, or that SVD weighed with the inputs' second moment (mlp only)."""
     lookahead: int = 0
-    """How many half-blocks earlier the predictor reads: 0 its own block's input, 1 the half-block before it, and so on."""
+    """Half-blocks that the predictor reads ahead: 0 its own block's input, 1 the half-block before it, and so on."""
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     loss: str = "contribution"
