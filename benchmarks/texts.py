@@ -2,7 +2,7 @@
 
     python benchmarks/texts.py prepare --data FOLDER     the test texts and the training texts, as files (.data/)
     python benchmarks/texts.py run --training self       trains one bundle and scores it on every test text
-    python benchmarks/texts.py tables                    the rows as Markdown
+    make tables                                          the rows as Markdown, in docs/texts.md
 
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
 wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl; where to get them: docs/texts.md).

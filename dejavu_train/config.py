@@ -189,6 +189,11 @@ class RunConfig:
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
         self.text.sample.check()
         length = self.text.sample.length or self.collect.window
+        sample = self.text.sample
+        if sample.prompts is not None and sample.prompt_tokens + 1 >= length:
+            raise UserError(
+                f"text.sample.prompt_tokens is {sample.prompt_tokens}, of samples of {length} tokens; choose less"
+            )
         if self.text.source == SELF and length > shape.max_positions:
             raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
         self.calibrate.check(shape)

@@ -28,7 +28,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
-from dejavu_train.run_folder import claimed_folder
+from dejavu_train.run_folder import check_output, claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
@@ -55,6 +55,7 @@ def run(config: RunConfig) -> None:
     shape = read_shape(config.model, config.revision)
     config.check(shape)
     jobs = config.all_jobs(shape.n_layers)
+    check_output(Path(config.output))
     check_trainer(config, jobs[0])
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.
@@ -130,7 +131,7 @@ def sampled(config: RunConfig) -> LoadSets | None:
         loaded = load_samples(
             config.text,
             config.model,
-            weight_hash(config.model, config.verify == "full", config.revision),
+            weight_hash(config.model, revision=config.revision),  # a model's own samples are named by it, always
             config.collect.window,
             [(name, config.collect.budget(name)) for name in SETS],
             resolve_device(config.collect.device).type == "cuda",
@@ -183,7 +184,8 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
         return load_opt(config.model, run.dtype, resolve_device(run.device), run.device_map, config.revision)
 
     def calibrated(folder: Path, settings: CalibrateConfig) -> Bundle:
-        return calibrate(folder, activations, settings, windows, load_model, config.collect.device)
+        asked = [target for target in TARGETS if config.predictor(target).enabled]
+        return calibrate(folder, activations, settings, windows, load_model, config.collect.device, targets=asked)
 
     folder = output / "predictors"
     if config.tune.steps:
@@ -191,7 +193,9 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
         if not tuning.made(stored_stage(output / "tuned")):
             settings = config.calibrate
             if config.tune.density is not None:
-                settings = dataclasses.replace(settings, mlp_density=config.tune.density, budget=None)
+                settings = dataclasses.replace(
+                    settings, mlp_density=config.tune.density, budget=None, retained_mass=None
+                )
             finetune_all(config, output, jobs, calibrated(folder, settings), tuning)
         folder = output / "tuned"
     bundle = calibrated(folder, config.calibrate)

@@ -32,8 +32,7 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
             settings, or it is no folder.
     """
     output = Path(config.output)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"the output {output} is a file; choose a folder")
+    check_output(output)
     output.mkdir(parents=True, exist_ok=True)
     with open(output / ".active.lock", "a") as active:
         os.set_inheritable(active.fileno(), True)  # a child process that trains goes on if we are killed
@@ -51,7 +50,7 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
                 raise UserError(
                     f"the folder {output} holds another run ({reason}); choose another --output or delete the folder"
                 )
-            densities = {target: _trained_density(config, stored, target) for target in TARGETS}
+            densities = {target: _trained_density(config, target) for target in TARGETS}
             described = {
                 "schema": SCHEMA,
                 "collect": collect.to_json(),
@@ -73,20 +72,28 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
         )
 
 
+def check_output(output: Path) -> None:
+    """Raise :class:`UserError` for a path that is no folder."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"the output {output} is a file; choose a folder")
+
+
 def _stored(output: Path) -> dict[str, Any]:
     path = output / "run.json"
     values = read_json(path, "the description of the run") if path.exists() else {}
     return values if isinstance(values, dict) else {}
 
 
-def _trained_density(config: RunConfig, stored: dict[str, Any], target: str) -> float:
-    """The density a target's predictors are trained for: as configured, else as trained before, else calibrate's."""
+def _trained_density(config: RunConfig, target: str) -> float:
+    """The density a target's predictors are trained for: as configured, else as one was trained, else calibrate's."""
     configured = config.predictor(target).density
     if configured is not None:
         return configured
-    before: Any = (stored.get("train") or {}).get(target)
-    if train_stage(config, target).made(before) and isinstance(before.get("density"), float):
-        return before["density"]
+    stage = train_stage(config, target)
+    trained = sorted(Path(config.output).glob(f"predictors/layer_*/{target}/stage.json"))
+    for before in [read_json(path, "the description of a stage") for path in trained]:
+        if stage.made(before) and isinstance(before.get("density"), float):
+            return before["density"]
     return config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density
 
 

@@ -17,7 +17,7 @@ from dejavu_train.config import RunConfig
 
 # How a run runs, not what it makes.
 _NOT_KEYS = {
-    "trainer": ("devices", "strategy", "logger", "accelerator", "num_nodes", "enable_progress_bar", "callbacks"),
+    "trainer": ("devices", "strategy", "logger", "accelerator", "num_nodes", "enable_progress_bar"),
     "data": ("num_workers",),
     "collect": ("device", "device_map", "batch_size", "dtype"),
     "text": ("cache",),

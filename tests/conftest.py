@@ -1,7 +1,6 @@
 """Fixtures shared by all tests: a tiny random OPT with a real tokenizer, and some text."""
 
 import os
-import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -12,6 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # kernel tests run in the interpreter; before anything imports triton
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KERNEL_TESTS = Path(__file__).resolve().parent / "kernels"
@@ -86,12 +90,6 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-def pytest_collect_file(file_path, parent):
-    """Kernel tests run natively on a GPU, else in Triton's interpreter, asked for before triton is imported."""
-    if file_path.is_relative_to(KERNEL_TESTS) and not torch.cuda.is_available() and "triton" not in sys.modules:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
@@ -102,8 +100,7 @@ def pytest_collection_modifyitems(items):
             from kernels.common.launch import INTERPRET
 
             if not INTERPRET:
-                reason = "triton was imported before: run with TRITON_INTERPRET=1"
-                item.add_marker(pytest.mark.skip(reason=reason))
+                raise pytest.UsageError("triton was imported before conftest.py: run with TRITON_INTERPRET=1")
 
 
 @pytest.fixture

@@ -101,6 +101,8 @@ def test_only_what_depends_on_a_changed_key_is_made_anew(finished, tiny_opt, tex
     assert "calibrated anew, calibrate.mlp_density was 0.4 and is 0.2" in log and "training" not in log
     log = run("--mlp.rank=8")
     assert log.count("training anew, mlp.rank was 16 and is 8") == 2 and log.count("trained before") == 2
+    run("--mlp.rank=8", "--heads.enabled=false", "--calibrate.head_density=1.0", "--bundle=mlp-only")
+    assert Bundle.from_pretrained(output / "mlp-only").targets == ["mlp"]
     path = output / "bundle" / "predictors.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert "the bundle is written anew" in run("--mlp.rank=8")

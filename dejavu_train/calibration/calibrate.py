@@ -32,7 +32,7 @@ from dejavu_train.bundle.allocation import (
 )
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes, unit_bytes
-from dejavu_train.bundle.spec import PREDICTOR_DTYPES, PredictorSpec, tensor_name
+from dejavu_train.bundle.spec import PREDICTOR_DTYPES, TARGETS, PredictorSpec, tensor_name
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
@@ -110,6 +110,7 @@ def calibrate(
     load_model: Callable[[], Any] | None = None,
     device: str = "auto",
     progress: Callable[[str], object] | None = None,
+    targets: Sequence[str] | None = None,
 ) -> Bundle:
     """Set the thresholds of every predictor in ``predictors_folder`` and pack them.
 
@@ -121,6 +122,7 @@ def calibrate(
         load_model: gives the dense model, wherever its layers lie; called once, for the sensitivities alone.
         device: where the rows are scored, a layer at a time.
         progress: called with a line at the start of every step.
+        targets: whose predictors are packed; None: of every target that has a folder.
 
     Raises:
         UserError: a missing predictor, a budget that cannot be met, or another value that cannot be meant.
@@ -134,9 +136,9 @@ def calibrate(
     shape = manifest.shape
     config.check(shape)
     folder = Path(predictors_folder)
-    targets = [
-        t for t in ("mlp", "heads") if any((folder / f"layer_{i:02d}" / t).is_dir() for i in range(shape.n_layers))
-    ]
+    if targets is None:
+        found = [(folder / f"layer_{i:02d}") for i in range(shape.n_layers)]
+        targets = [target for target in TARGETS if any((layer / target).is_dir() for layer in found)]
     if not targets:
         raise UserError(f"there is no predictor in {folder}; train some first")
     specs: dict[Key, PredictorSpec] = {}

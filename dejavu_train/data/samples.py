@@ -140,15 +140,18 @@ def load_samples(
     settings = settings_of(config, window)
     wanted = tokens_wanted(config, budgets, on_gpu)
     folder = _find(Path(model), weight_hash, settings, config.tokens)
-    if folder is None:
+    if folder is not None:
+        manifest = SampleManifest.load(folder)
+        rows = _read(folder, manifest)
+    else:
         key = hashlib.sha256(json.dumps([weight_hash, settings], sort_keys=True).encode()).hexdigest()[:16]
         folder = Path(source.cache) / f"self-{key}"
         with locked(folder / ".lock", f"another process is sampling into {folder}; waiting for it"):
             if _find(folder, weight_hash, settings, wanted) is None:
                 prompts = _prompts(config, tokenizer)
                 _sample(folder, model, weight_hash, config, settings, wanted, prompts, open_writer)
-    manifest = SampleManifest.load(folder)
-    rows = _read(folder, manifest)
+            manifest = SampleManifest.load(folder)  # before another run may write more
+            rows = _read(folder, manifest)
     if config.tokens is not None:  # more may be there than this run asks for
         rows = rows[: _rows_for(config.tokens, rows.shape[1])]
     sets = split_rows(rows)
@@ -192,7 +195,7 @@ def _find(folder: Path, weight_hash: str, settings: dict[str, Any], tokens: int 
     if not (folder / "samples.json").is_file() or not (folder / "samples.xz").is_file():
         return None
     manifest = SampleManifest.load(folder)
-    if manifest.weight_hash.removeprefix("full:") != weight_hash.removeprefix("full:"):
+    if manifest.weight_hash != weight_hash:
         return None
     return folder if manifest.settings == settings and manifest.tokens >= (tokens or 0) else None
 
@@ -236,8 +239,6 @@ def _sample(
     length = settings["length"]
     n_rows = _rows_for(tokens, length)
     starts = list(range(0, n_rows, config.batch_size))
-    missing = [part for part in range(len(starts)) if not (folder / f"part_{part:04d}.xz").is_file()]
-    write, writer = open_writer(config.batch_size, length)
 
     def batch(part: int) -> Rows:
         size = min(config.batch_size, n_rows - starts[part])
@@ -245,6 +246,8 @@ def _sample(
             return [[START_TOKEN]] * size
         return [prompts[(starts[part] + i) % len(prompts)] for i in range(size)]
 
+    missing = [part for part in range(len(starts)) if not _is_whole(folder, part, len(batch(part)), length)]
+    write, writer = open_writer(config.batch_size, length)
     if missing:
         _announce(write, batch(missing[0]), length, sum(len(batch(part)) for part in missing))
     with tqdm(
@@ -259,13 +262,20 @@ def _sample(
             progress.update(rows.size)
     parts = [folder / f"part_{part:04d}.xz" for part in range(len(starts))]
     rows = np.concatenate([decode_rows(path.read_bytes(), length) for path in parts])
+    (folder / "samples.json").unlink(missing_ok=True)  # a kill in between leaves no manifest of other samples
     with replacing(folder / "samples.xz") as temporary:
         temporary.write_bytes(encode_rows(rows))
     versions = {"torch": torch.__version__.split("+")[0]}
     digest = sha256_file(folder / "samples.xz")
     SampleManifest(model, weight_hash, settings, len(rows), int(rows.size), digest, writer, versions).save(folder)
-    for path in parts:
+    for path in folder.glob("part_*.xz"):
         path.unlink()
+
+
+def _is_whole(folder: Path, part: int, rows: int, length: int) -> bool:
+    """Whether a part of an interrupted run is there and holds as many rows as this run wants of it."""
+    path = folder / f"part_{part:04d}.xz"
+    return path.is_file() and len(decode_rows(path.read_bytes(), length)) == rows
 
 
 def _announce(write: Write, prompts: Rows, length: int, rows: int) -> None:

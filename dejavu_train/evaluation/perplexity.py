@@ -244,7 +244,8 @@ class _Evaluation:
             self._sparse_pass(batch, self.predicted, sparse, rows.get("predicted"), counts)
             for name, row in rows.items():
                 if name != "predicted":
-                    given = Given({key: take(orders[name][key], count) for key, count in counts.items()})
+                    order = orders[name]
+                    given = Given({key: take(order[key].to(count.device), count) for key, count in counts.items()})
                     self._sparse_pass(batch, given, sparse, row)
 
     def _dense_pass(self, batch: _Batch) -> dict[str, dict[Key, Tensor]]:
@@ -308,11 +309,11 @@ def _nats(model: OPTForCausalLM, batch: _Batch) -> np.ndarray:
     """Summed nats of each window's real tokens: (B,) float64."""
     hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
     real = batch.real.flatten()
-    flat, targets = hidden.flatten(0, 1)[real], batch.targets.flatten()[real]
-    pieces = [
-        F.cross_entropy(model.lm_head(states).float(), wanted.to(states.device), reduction="none")
-        for states, wanted in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
-    ]
+    flat, targets = hidden.flatten(0, 1)[real.to(hidden.device)], batch.targets.flatten()[real]
+    pieces = []
+    for states, wanted in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
+        logits = model.lm_head(states).float()
+        pieces.append(F.cross_entropy(logits, wanted.to(logits.device), reduction="none"))
     losses = torch.cat(pieces).double().cpu().numpy()
     window = np.repeat(np.arange(len(batch.ids)), batch.real.sum(dim=1).cpu().numpy())
     return np.bincount(window, weights=losses, minlength=len(batch.ids))

@@ -250,11 +250,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--window {config.window} exceeds the model's {dense.config.max_position_embeddings} positions"
         )
     prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
+    if config.timing:
+        _check_room(config, dense, texts[0].held)
+    shown = config.densities[0] if config.densities else None
     scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
+    # What was scored is kept, whatever timing and generating run into.
+    report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
     timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
     if prompt is not None:  # last: the engine lays weights of the model out anew
         print(_generate(config, dense, bundle, tokenizer, prompt))
-    shown = config.densities[0] if config.densities else None
     found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings))
     print(report.tables(found))
     report.write_results(found, config.output)
@@ -378,26 +382,37 @@ def _dense_engine(backend: str, dense: Any) -> Any:
 def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> list[Timing]:
     """Dense first: gather lays some weights of the shared model out anew."""
     longest = max(held.windows, key=len)
-    if (
-        len(longest) < config.prompt
-        or config.prompt + config.new_tokens + WARM_UP > dense.config.max_position_embeddings
-    ):
-        raise UserError(
-            f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the longest window has"
-            f" {len(longest)} tokens, the model {dense.config.max_position_embeddings} positions"
-        )
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
-    own = (DENSE_CPU, CPU) if dense.device.type == "cpu" else (DENSE_ENGINE, "triton")
+    own: tuple[str, ...] = (DENSE_CPU, CPU) if dense.device.type == "cpu" else (DENSE_ENGINE, "triton")
+    if config.device_map is not None:
+        own = ()  # the engines run on one device
     for backend in sorted(config.timing_backends or ("dense", *own), key=lambda name: name != "dense"):
         logger.info("timing %s", backend)
-        if backend in (DENSE_ENGINE, "triton"):
-            used = _moved(config, bundle) if backend == "triton" else None
-            timings.append(time_engine(dense, used, backend, prompt, config.new_tokens))
-            continue
-        if backend in (DENSE_CPU, CPU):
-            used = _moved(config, bundle) if backend == CPU else None
-            timings.append(time_cpu_engine(dense, used, backend, prompt, config.new_tokens))
-            continue
-        timings.append(time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens))
+        try:
+            timings.append(_time_one(config, dense, bundle, backend, prompt))
+        except UserError as error:
+            if config.timing_backends:  # asked for by name
+                raise
+            logger.info("%s is not timed: %s", backend, error)
     return timings
+
+
+def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, prompt: torch.Tensor) -> Timing:
+    if backend in (DENSE_ENGINE, "triton"):
+        used = _moved(config, bundle) if backend == "triton" else None
+        return time_engine(dense, used, backend, prompt, config.new_tokens)
+    if backend in (DENSE_CPU, CPU):
+        used = _moved(config, bundle) if backend == CPU else None
+        return time_cpu_engine(dense, used, backend, prompt, config.new_tokens)
+    return time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
+
+
+def _check_room(config: InferConfig, dense: Any, held: EvalCorpus) -> None:
+    """Raise :class:`UserError` unless the prompt and the new tokens of timing fit text and model."""
+    longest, room = len(max(held.windows, key=len)), dense.config.max_position_embeddings
+    if longest < config.prompt or config.prompt + config.new_tokens + WARM_UP > room:
+        raise UserError(
+            f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the longest window has"
+            f" {longest} tokens, the model {room} positions"
+        )

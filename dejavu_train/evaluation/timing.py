@@ -76,7 +76,7 @@ def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prom
     rows = prompt.tolist()
     engine.begin(rows, [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
     engine.core.tail("greedy", score=False)
-    times = _per_step(engine.step, model.device, new_tokens - 1)  # the first new token came with the prompt
+    times = _per_step(engine.step, model.device, max(1, new_tokens - 1))  # one new token came with the prompt
     return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
 
 
@@ -101,7 +101,7 @@ def time_cpu_engine(
     engine.begin(prompt.tolist(), [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
     engine.tail()
     engine.bytes_read()
-    n = new_tokens - 1  # the first new token came with the prompt
+    n = max(1, new_tokens - 1)  # the first new token came with the prompt
     times = _per_step(engine.step, model.device, n)
     megabytes = sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6
     engine.close()

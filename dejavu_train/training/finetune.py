@@ -96,7 +96,9 @@ class _Gates:
         self.predictors: dict[tuple[int, str], LowRankPredictor] = {}
         for (layer, target), spec in bundle.specs.items():
             if not spec.dense:
-                self.predictors[layer, target] = bundle.predictor(layer, target).to(device)
+                block = self.blocks[layer]  # of a model over several devices each layer has its own
+                place = (block.fc1 if target == "mlp" else block.self_attn.out_proj).weight.device
+                self.predictors[layer, target] = bundle.predictor(layer, target).to(place)
                 if target == "mlp":
                     made = self.predictors[layer, target]
                     made.requires_grad_(True).train()
@@ -141,12 +143,12 @@ class _Gates:
 
     def _neurons(self, layer: int, activation: Tensor, sites: Sites) -> Tensor:
         spec = self.bundle.specs[layer, "mlp"]
-        logits = self.predictors[layer, "mlp"](sites[spec.site, spec.site_layer].float())
+        logits = self.predictors[layer, "mlp"](sites[spec.site, spec.site_layer].float().to(activation.device))
         assert spec.threshold is not None
         d = self.bundle.shape.d_model
         live = (activation > 0).to(activation.dtype)
         if layer in self.second_stages:
-            passed = self._passed(self.second_stages[layer], sites["mlp_in", layer]).to(activation.dtype)
+            passed = self._passed(self.second_stages[layer], sites["mlp_in", layer]).to(activation)
             activation = activation * passed
             cost = (d / 2 + 8) + passed * ((1.5 * d + 4) + 2 * d * live)
         else:
@@ -163,7 +165,8 @@ class _Gates:
     def _heads(self, layer: int, values: Tensor, sites: Sites) -> Tensor:
         spec: PredictorSpec = self.bundle.specs[layer, "heads"]
         with torch.no_grad():
-            keep = select(self.predictors[layer, "heads"](sites[spec.site, spec.site_layer].float()), spec)
+            site = sites[spec.site, spec.site_layer].float().to(values.device)
+            keep = select(self.predictors[layer, "heads"](site), spec)
         by_head = values.unflatten(-1, (keep.shape[-1], -1))
         instead = self.means[layer].to(values) if layer in self.means else values.new_zeros(())
         return torch.where(keep[..., None], by_head, instead).flatten(-2)
@@ -214,7 +217,7 @@ def finetune(
         for _ in range(passes):
             ids = torch.tensor(next(batches), device=next(model.parameters()).device)
             divergence = _divergence(model, gates, ids)
-            spent = torch.stack(gates.spent).sum()
+            spent = torch.stack([spent.to(divergence.device) for spent in gates.spent]).sum()
             ((divergence + price * spent / ledger.dense) / passes).backward()
             nats += float(divergence.detach()) / passes
             share += ledger.share(float(spent.detach())) / passes
@@ -262,6 +265,7 @@ def _divergence(model: Any, gates: _Gates, ids: Tensor) -> Tensor:
         dense = F.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), dim=-1)
     with gates.on((ids.shape[0], ids.shape[1])):
         sparse = F.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), dim=-1)
+    dense = dense.to(sparse.device)
     return (dense.exp() * (dense - sparse)).sum(-1)[:, :-1].mean()
 
 

@@ -71,15 +71,15 @@ def stored_stage(folder: Path) -> Any:
     return read_json(path, "the description of a stage") if path.is_file() else None
 
 
-def begin_stage(folder: Path, stage: Stage) -> None:
-    """Note the stage in the folder; what another stage left there goes first."""
+def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
+    """Note the stage and the density that is trained for in the folder; what another stage left there goes first."""
     before = stored_stage(folder)
     if stage.made(before):
         return
     for path in folder.iterdir():
         if path.name != ".lock":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(folder / "stage.json", stage.to_json())
+    write_json(folder / "stage.json", stage.to_json() | {"density": density})
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
             return False
         if is_finished(config.output, job, stage):
             return True
-        begin_stage(folder, stage)
+        begin_stage(folder, stage, config.predictor(job[1]).density)
         write_text(folder / "config.yaml", yaml.safe_dump(config.to_json(), sort_keys=False))
         if count_devices(config.trainer) == 1:
             fit(config, job, title)

@@ -63,3 +63,26 @@ def test_a_pipeline_writes_through_it(models, tiny_opt):
     generator = pipeline("text-generation", model=models["cpu"], tokenizer=load_tokenizer(str(tiny_opt)))
     made = generator("the model reads", max_new_tokens=4, do_sample=False)[0]["generated_text"]
     assert made.startswith("the model reads") and len(made) > len("the model reads")
+
+
+def test_new_weights_are_noticed(tiny_opt):
+    bundle = make_bundle(tiny_opt).at(0.3, 0.75)
+    dense = load_opt(str(tiny_opt))
+    model = SparseOPTForCausalLM.from_model(dense, bundle, "cpu", sparse_from="prompt")
+    before = written(model)
+    with torch.no_grad():
+        dense.model.decoder.layers[0].fc1.bias.normal_(std=3.0, generator=torch.Generator().manual_seed(1))
+    assert not torch.equal(written(model), before)
+
+
+def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
+    caplog.set_level(logging.WARNING, logger="dejavu_train")
+    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt), "bfloat16"), make_bundle(tiny_opt))
+    assert model.backend == "gather" and "float32" in caplog.text
+
+
+def test_one_engine_decodes_in_one_thread_at_a_time(models):
+    engine = models["cpu"]._engines.engine(1, 64)
+    with engine._busy, pytest.raises(UserError, match="another thread"):
+        engine.generate([[2, 9]], 4)
+    assert len(engine.generate([[2, 9]], 4, stop_tokens=())[0]) == 4

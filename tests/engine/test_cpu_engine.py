@@ -158,7 +158,8 @@ def test_sampling_follows_the_distribution_and_the_seed(tiny_opt):
     order = chances.argsort(descending=True)
     kept = order[: int((chances[order].cumsum(0) < 0.5).sum()) + 1].tolist()
     first = {
-        engine.generate([prompt], 1, sampling=Sampling(0.7, 0.5, seed), stop_tokens=())[0][0] for seed in range(200)
+        engine.generate([prompt], 1, sampling=Sampling(0.7, 0.5, seed=seed), stop_tokens=())[0][0]
+        for seed in range(200)
     }
     assert first <= set(kept) and len(first) > len(kept) // 2
     again = [engine.generate([prompt], 20, sampling=Sampling(1.0, 0.9, seed=5)) for _ in range(2)]

@@ -3,8 +3,11 @@
 The engine keeps a copy of the weights in its own layout, made when something is first generated.
 """
 
+import os
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -25,16 +28,24 @@ class CpuBackend:
     """
 
     def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill") -> None:
-        from dejavu_train.engine.cpu.team import SUPPORTED  # imports numba
-
+        try:
+            from dejavu_train.engine.cpu.engine import SUPPORTED  # imports numba and looks for a folder for its cache
+        except (ImportError, RuntimeError) as error:
+            raise Unsupported(f"the CPU engine cannot be loaded ({str(error).splitlines()[0]})") from None
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
         if kv_policy != "backfill":
             raise Unsupported(f"the CPU engine knows the policy backfill only, got {kv_policy}")
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
-        self.model, self.bundle, self.shape = model, bundle, OPTShape.from_config(model.config)
+        if model.dtype != torch.float32:
+            raise Unsupported(f"the CPU engine keeps weights in float32, and this model is in {model.dtype}")
+        if model.model.decoder.final_layer_norm is None:
+            raise Unsupported("the CPU engine needs a final LayerNorm")
+        self._model, self.bundle, self.shape = weakref.ref(model), bundle, OPTShape.from_config(model.config)
         self._weights: Any = None
+        self._versions: list[tuple[int, int]] = []
+        self._owner = os.getpid()
         self.engines: dict[int, Any] = {}
 
     def engine(self, rows: int, tokens: int) -> Any:
@@ -43,11 +54,21 @@ class CpuBackend:
 
         batch = 1 << (rows - 1).bit_length()
         tokens = min(tokens, self.shape.max_positions)
+        if self._owner != os.getpid():  # forked: the weights are there, the threads are not
+            self.engines.clear()
+            self._owner = os.getpid()
+        model = self._model()
+        assert model is not None, "the model that owns this backend is alive"
+        versions = [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
+        if versions != self._versions:  # loaded or trained anew since the weights were copied
+            self.engines.clear()
+            self._weights = CpuWeights.from_model(model)
+            self._versions = versions
         held = self.engines.get(batch)
         if held is not None and held.context >= tokens:
             return held
-        if self._weights is None:
-            self._weights = CpuWeights.from_model(self.model)
+        held = None
+        self.engines.pop(batch, None)
         context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
         self.engines[batch] = CpuEngine(self._weights, self.bundle, batch=batch, context=max(context, 2))
         return self.engines[batch]

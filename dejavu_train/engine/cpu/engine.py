@@ -33,8 +33,9 @@ Callback = Callable[[int, int], None]
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use: those it is bound to, and no more than torch was told to use."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(bound, torch.get_num_threads()))
 
 
 class CpuEngine:
@@ -104,7 +105,9 @@ class CpuEngine:
             threading.Thread(
                 target=enter, args=(*self._team, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
             ).start()
-        self._close = weakref.finalize(self, _send_home, self._team, self.threads)
+        self._owner = os.getpid()
+        self._busy = threading.Lock()
+        self._close = weakref.finalize(self, _send_home, self._team, self.threads, self._owner, self._busy)
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, format, threads, and which layers are sparse."""
@@ -129,9 +132,16 @@ class CpuEngine:
     def _call(self, n_steps: int, mode: str, score: bool, tail_only: bool = False) -> None:
         if not self._close.alive:
             raise UserError("this engine was closed; build a new one")
-        command = self._command
-        command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
-        enter(*self._team, 0, self.threads)
+        if os.getpid() != self._owner:
+            raise UserError("a forked process has no threads of this engine; build a new one there")
+        if not self._busy.acquire(blocking=False):
+            raise UserError("this engine is decoding in another thread; wait for it, or build one for each thread")
+        try:
+            command = self._command
+            command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
+            enter(*self._team, 0, self.threads)
+        finally:
+            self._busy.release()
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done."""
@@ -264,7 +274,9 @@ def _rules(bundle: Any) -> tuple[list[TargetPredictor], dict[int, Tensor], dict[
     return read_predictors(bundle), bundle.head_means(), bundle.cascades()
 
 
-def _send_home(team: tuple[Any, ...], n_threads: int) -> None:
+def _send_home(team: tuple[Any, ...], n_threads: int, owner: int, busy: threading.Lock) -> None:
+    if os.getpid() != owner or not busy.acquire(timeout=1.0):
+        return  # after a fork there are no threads; while another thread decodes, they end with the process
     team[-1][N_STEPS] = -1
     if n_threads > 1:
         enter(*team, 0, n_threads)
