@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags, start_main
 
+from dejavu_train import pipeline
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
 from dejavu_train.errors import exit_on_user_error
@@ -119,6 +121,21 @@ def test_an_open_density_is_that_of_the_first_training(tiny_opt, text_file, tmp_
     assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few, "--calibrate.mlp_density=0.3")) == 0
     assert "were trained for density 0.4, calibrated for 0.3" in caplog.text
     assert json.loads((output / "run.json").read_text())["train"]["mlp"]["density"] == 0.4
+
+
+def test_the_model_is_loaded_for_sensitivities_alone_and_as_configured(
+    finished, tiny_opt, text_file, tmp_path, monkeypatch
+):
+    """Thresholds come from the shards, layer by layer; dtype, device map and revision reach what loads the model."""
+    output = shutil.copytree(finished, tmp_path / "run")
+    calls = []
+    original = pipeline.load_opt
+    monkeypatch.setattr(pipeline, "load_opt", lambda *args: calls.append(args) or original(*args))
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, "--calibrate.mlp_density=0.3")) == 0
+    assert not calls
+    more = ("--calibrate.mlp_density=0.3", "--collect.dtype=bfloat16", "--calibrate.sensitivity_tokens=60")
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *more)) == 0
+    assert [call[:4] for call in calls] == [(str(tiny_opt), "bfloat16", torch.device("cpu"), None)]
 
 
 def test_open_jobs_are_named_and_the_last_one_bundles(tiny_opt, text_file, tmp_path, capsys, finished):

@@ -5,6 +5,7 @@ Hugging Face model, whose q, k and v projections become views of the engine's la
 weights there are the caches of each engine, and fc1 as planes where a bundle has a second stage.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -68,9 +69,10 @@ class EngineBackend:
         held = None
         self.engines.pop(batch, None)
         context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
-        try:
+        made = None
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
             made = self._make(batch, max(context, 2))
-        except torch.cuda.OutOfMemoryError:
+        if made is None:  # behind the error, which would hold what was half made
             self.engines.clear()  # caches of other numbers of rows
             torch.cuda.empty_cache()
             made = self._make(batch, max(context, 2))
