@@ -10,13 +10,10 @@ thresholds at the quantiles of their logits; biases of fc1 make the stated share
 """
 
 import argparse
-import csv
 import datetime
 import math
-import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import SPARSE
@@ -195,27 +193,6 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The commit measured: DEJAVU_COMMIT where the tree travels without its history, else git's."""
-    try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        found = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        found = "unknown"
-    return os.environ.get("DEJAVU_COMMIT", found)
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """One row at the end of the CSV, which is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        if new:
-            writer.writeheader()
-        writer.writerow({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()})
-
-
 def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[tuple[str, CpuEngine]], float | str]:
     """Our rivals, dense and sparse, in every asked format; sparse and dense share the weights."""
     engines: list[tuple[str, CpuEngine]] = []
@@ -291,7 +268,7 @@ def main() -> int:
     print(f"{conditions['cpu']}, {usable_cores()} threads, reads {bandwidth:.1f} GB/s")
     for rival in rivals:
         row = conditions | row_of(rival, args.batch, bandwidth, tokens)
-        append(args.out, row)
+        append_row(args.out, five_digits(row), COLUMNS)
         read = (
             f"{row['mb_per_token']:8.1f} MB  {row['share_of_bandwidth']:.0%} of the bandwidth" if rival.engine else ""
         )

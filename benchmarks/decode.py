@@ -10,7 +10,6 @@ densities and live share in a row are measured, not asked.
 """
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import gc
@@ -36,7 +35,8 @@ from benchmarks.decode_problem import (
     set_thresholds,
     start,
 )
-from benchmarks.harness import commit, measure, step_times
+from benchmarks.harness import measure, step_times
+from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.opt import OPTShape
@@ -63,13 +63,7 @@ def conditions() -> dict[str, Any]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        if new:
-            writer.writeheader()
-        writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+    append_row(path, five_digits(row), COLUMNS)
     shown = "model engine batch prompt options mlp_density row_density head_density live_share p50_ms share45 note"
     parts = [f"{row[k]:.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in shown.split()]
     print(" | ".join(parts), flush=True)

@@ -7,14 +7,14 @@ finds its weights in memory, as in a model of many layers. A row carries the con
 import csv
 import dataclasses
 import datetime
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
+
+from benchmarks.rows import append_row, commit
 
 L2_BYTES = 60 * 2**20
 
@@ -45,18 +45,6 @@ class BenchRow:
     date: str = ""
 
 
-def commit() -> str:
-    """The commit measured: DEJAVU_COMMIT where the tree travels without its history, else git's."""
-    named = os.environ.get("DEJAVU_COMMIT")
-    if named:
-        return named
-    try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 class Rows:
     """Appends rows to a CSV as they come, so that an interrupted run leaves what it measured."""
 
@@ -68,13 +56,7 @@ class Rows:
     def add(self, row: BenchRow) -> BenchRow:
         row.gpu, row.torch, row.triton = torch.cuda.get_device_name(), torch.__version__, triton.__version__
         row.commit, row.date = self.commit, datetime.date.today().isoformat()
-        names = [field.name for field in dataclasses.fields(BenchRow)]
-        new = not self.path.exists()
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            if new:
-                writer.writeheader()
-            writer.writerow(dataclasses.asdict(row))
+        append_row(self.path, dataclasses.asdict(row), [field.name for field in dataclasses.fields(BenchRow)])
         self.rows.append(row)
         if self.echo:
             shape = f"{row.n}x{row.d} density {row.density:<5} live {row.live:<4} rank {row.rank:<4}"

@@ -5,7 +5,6 @@ temperature 1, as `text.source self` does. Appends a row to benchmarks/results/s
 """
 
 import argparse
-import csv
 import datetime
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.decode_problem import SHAPES, STD
-from benchmarks.harness import commit
+from benchmarks.rows import append_row, commit
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
@@ -56,13 +55,7 @@ def main() -> None:
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
-    path = Path(options.output)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append_row(options.output, row, list(row))
     print(row)
 
 

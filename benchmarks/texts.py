@@ -11,7 +11,6 @@ through `mask`, appending a row per text and selection to docs/texts/<model>.csv
 """
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import commit
+from benchmarks.rows import append_row, commit
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.cli import parse_config
@@ -34,7 +33,7 @@ from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out, 
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.pipeline import run as train
-from dejavu_train.predictors.metrics import SelectionSums
+from dejavu_train.predictors.metrics import total
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +184,9 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         dense = next(quality for quality in scored if quality.row.selection == "dense")
         for quality in scored:
             value, error = increase(quality.nats, dense.nats, corpus.document_tokens)
-            mlp, heads = _total(quality.sums, "mlp"), _total(quality.sums, "heads")
+            mlp, heads = (
+                total(sums for (_, name), sums in quality.sums.items() if name == target) for target in ("mlp", "heads")
+            )
             sparse = quality.row.selection != "dense"
             row = TextRow(
                 model=Path(options.model).name,
@@ -213,31 +214,12 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
                 commit=commit(),
                 date=datetime.date.today().isoformat(),
             )
-            _append(Path(options.output), row)
+            append_row(options.output, dataclasses.asdict(row), [field.name for field in dataclasses.fields(TextRow)])
             if quality.row.selection == "predicted":
                 what = f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}"
                 told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
                 print(f"{what}: {told}", flush=True)
     shutil.rmtree(work / "activations", ignore_errors=True)
-
-
-def _total(sums: dict[tuple[int, str], SelectionSums], target: str) -> SelectionSums:
-    total = SelectionSums()
-    for (_, name), part in sums.items():
-        if name == target:
-            for field in dataclasses.fields(SelectionSums):
-                setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
-    return total
-
-
-def _append(path: Path, row: TextRow) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(TextRow)])
-        if new:
-            writer.writeheader()
-        writer.writerow(dataclasses.asdict(row))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

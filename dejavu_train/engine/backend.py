@@ -14,15 +14,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.generation import generate
+from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_calibrated, load_predictors
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.opt import DTYPES, OPTShape
 from kernels.common.checks import HEAD_DIMS, INTERPRET
-
-LEAST_CONTEXT = 256
 
 
 class EngineBackend:
@@ -57,26 +55,21 @@ class EngineBackend:
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
         self.weights = DecodeWeights.from_model(model, model.dtype, self.device, share=True, transposed=sparse)
-        self.engines: dict[int, DecodeEngine] = {}
+        self.pool = EnginePool(shape.max_positions, self._build)
 
     def engine(self, rows: int, tokens: int) -> DecodeEngine:
-        """An engine for at least so many rows of so many tokens; one a number of rows, the longest asked for so far."""
-        tokens = min(tokens, self.shape.max_positions)
-        batch = 1 << (rows - 1).bit_length()
-        held = self.engines.get(batch)
-        if held is not None and held.context >= tokens:
-            return held
-        held = None
-        self.engines.pop(batch, None)
-        context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
+        """An engine for at least so many rows of so many tokens."""
+        return self.pool.engine(rows, tokens)
+
+    def _build(self, batch: int, context: int) -> DecodeEngine:
+        """An engine, at the price of those of other numbers of rows where the memory is short."""
         made = None
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            made = self._make(batch, max(context, 2))
+            made = self._make(batch, context)
         if made is None:  # behind the error, which would hold what was half made
-            self.engines.clear()  # caches of other numbers of rows
+            self.pool.engines.clear()
             torch.cuda.empty_cache()
-            made = self._make(batch, max(context, 2))
-        self.engines[batch] = made
+            made = self._make(batch, context)
         return made
 
     def _make(self, batch: int, context: int) -> DecodeEngine:

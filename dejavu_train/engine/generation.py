@@ -14,6 +14,35 @@ EngineFor = Callable[[int, int], Any]
 """``engine_for(rows, tokens)``: an engine that holds at least so many rows of so many tokens."""
 
 
+LEAST_CONTEXT = 256
+
+
+class EnginePool:
+    """Engines of one model: one a number of rows, each as long as the longest that was asked for so far.
+
+    Args:
+        limit: positions of the model.
+        make: ``make(batch, context)`` builds an engine.
+    """
+
+    def __init__(self, limit: int, make: Callable[[int, int], Any]) -> None:
+        self.limit, self.make = limit, make
+        self.engines: dict[int, Any] = {}
+
+    def engine(self, rows: int, tokens: int) -> Any:
+        """An engine for at least so many rows of so many tokens; the model's limit is the most."""
+        tokens = min(tokens, self.limit)
+        batch = 1 << (rows - 1).bit_length()
+        held = self.engines.get(batch)
+        if held is not None and held.context >= tokens:
+            return held
+        held = None  # its caches make room for those of the next one
+        self.engines.pop(batch, None)
+        context = min(self.limit, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
+        self.engines[batch] = self.make(batch, max(context, 2))
+        return self.engines[batch]
+
+
 def generate(
     engine_for: EngineFor,
     shape: OPTShape,

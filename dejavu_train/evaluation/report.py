@@ -14,7 +14,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetti
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.files import write_json
-from dejavu_train.predictors.metrics import SelectionSums
+from dejavu_train.predictors.metrics import SelectionSums, total
 
 SCHEMA = 2
 Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
@@ -140,13 +140,7 @@ def _told(row: EvalSetting, target: str, mlp_density: float | None) -> bool:
 
 
 def _of_target(quality: EvalResult, target: str) -> SelectionSums:
-    """Sums over all layers: layers are equally wide, so this density is the mean of theirs."""
-    total = SelectionSums()
-    for (_, name), sums in quality.sums.items():
-        if name == target:
-            for field in dataclasses.fields(SelectionSums):
-                setattr(total, field.name, getattr(total, field.name) + getattr(sums, field.name))
-    return total
+    return total(sums for (_, name), sums in quality.sums.items() if name == target)
 
 
 def _rounded(value: float | None) -> float | None:

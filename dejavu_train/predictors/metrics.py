@@ -4,6 +4,7 @@ Pure torch, shared by training, calibration and evaluation. Booleans go in, and 
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -71,6 +72,15 @@ class SelectionSums:
     def retained_mass(self) -> float:
         """Share of the summed contribution that the selection keeps; 1 when there is none."""
         return _ratio(self.kept, self.mass, 1.0)
+
+
+def total(parts: Iterable[SelectionSums]) -> SelectionSums:
+    """The sums of several layers; of layers equally wide the density is the mean of theirs."""
+    added = SelectionSums()
+    for part in parts:
+        for field in dataclasses.fields(SelectionSums):
+            setattr(added, field.name, getattr(added, field.name) + getattr(part, field.name))
+    return added
 
 
 def logit_histograms(logits: Tensor, active: Tensor, contribution: Tensor) -> Tensor:

@@ -12,16 +12,14 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.engine.generation import generate
+from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.request import Request
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.opt import OPTShape
 
-LEAST_CONTEXT = 256
-
 
 class CpuBackend:
-    """Engines for one model and bundle; one a number of rows, the longest context asked for so far.
+    """Engines for one model and bundle.
 
     Raises:
         Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads.
@@ -46,32 +44,28 @@ class CpuBackend:
         self._weights: Any = None
         self._versions: list[tuple[int, int]] = []
         self._owner = os.getpid()
-        self.engines: dict[int, Any] = {}
+        self.pool = EnginePool(self.shape.max_positions, self._make)
 
     def engine(self, rows: int, tokens: int) -> Any:
         """An engine for at least so many rows of so many tokens."""
-        from dejavu_train.engine.cpu import CpuEngine, CpuWeights
+        from dejavu_train.engine.cpu import CpuWeights
 
-        batch = 1 << (rows - 1).bit_length()
-        tokens = min(tokens, self.shape.max_positions)
         if self._owner != os.getpid():  # forked: the weights are there, the threads are not
-            self.engines.clear()
+            self.pool.engines.clear()
             self._owner = os.getpid()
         model = self._model()
         assert model is not None, "the model that owns this backend is alive"
         versions = [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
         if versions != self._versions:  # loaded or trained anew since the weights were copied
-            self.engines.clear()
+            self.pool.engines.clear()
             self._weights = CpuWeights.from_model(model)
             self._versions = versions
-        held = self.engines.get(batch)
-        if held is not None and held.context >= tokens:
-            return held
-        held = None
-        self.engines.pop(batch, None)
-        context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
-        self.engines[batch] = CpuEngine(self._weights, self.bundle, batch=batch, context=max(context, 2))
-        return self.engines[batch]
+        return self.pool.engine(rows, tokens)
+
+    def _make(self, batch: int, context: int) -> Any:
+        from dejavu_train.engine.cpu import CpuEngine
+
+        return CpuEngine(self._weights, self.bundle, batch=batch, context=context)
 
     def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
         """As :func:`dejavu_train.engine.generation.generate`, for up to 4 rows."""
