@@ -45,6 +45,7 @@ hundred() {
 --training docs $file
 --training self --recipe whitened-svd
 --training self --seed 1
+--training self --seed 2
 EOF
 }
 
