@@ -14,7 +14,7 @@ from kernels.common.launch import wait_for_predecessor
 def saturated(z, TYPE: tl.constexpr):
     """fp32 z in TYPE; beyond fp16's range its largest value, where a plain conversion gives an infinity."""
     if TYPE == tl.float16:
-        bounded = tl.where(tl.abs(z) > 65504.0, tl.where(z > 0, 65504.0, -65504.0), z)  # keeps a NaN
+        bounded = tl.clamp(z, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)  # two instructions, keeps a NaN
     else:
         bounded = z
     return bounded.to(TYPE)
