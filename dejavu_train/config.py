@@ -9,11 +9,12 @@ from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
 from dejavu_train.bundle.spec import TARGETS, PredictorSpec
 from dejavu_train.calibration.calibrate import CalibrateConfig
 from dejavu_train.data.datamodule import DataConfig
-from dejavu_train.data.text import SELF, TextSource
+from dejavu_train.data.text import TextSource
 from dejavu_train.data.windows import CollectConfig
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.losses import get_loss
+from dejavu_train.predictors.quantization import SCALED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,10 @@ class PredictorConfig:
     """Half-blocks that the predictor reads ahead: 0 its own block's input, 1 the half-block before it, and so on."""
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
-    loss: str = "contribution"
-    """paper, pos_weight, contribution, listwise, regression or log_contribution."""
+    predictor: dict[str, Any] | None = None
+    """A predictor of one's own, class_path and init_args, in place of the low-rank one; see docs/extend.md."""
+    loss: str | dict[str, Any] = "contribution"
+    """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
     density: float | None = None
     """Mean density at which the predictors will be deployed; figures and early stopping are taken there. null: that of
     calibrate when they are first trained."""
@@ -67,7 +70,7 @@ class PredictorConfig:
             if getattr(self, name) < least:
                 raise UserError(f"{section}.{name} must be at least {least}, got {getattr(self, name)}")
         for rank in (self.rank, *self.ranks.values()):
-            if rank > shape.d_model:
+            if self.predictor is None and rank > shape.d_model:
                 raise UserError(f"{section}.rank is {rank}, above the model's width {shape.d_model}; choose less")
         for layer in self.ranks:
             if not 0 <= layer < shape.n_layers:
@@ -76,9 +79,17 @@ class PredictorConfig:
             raise UserError(f"{section}.density must lie above 0 and at most at 1, got {self.density}")
         if not 0.0 <= self.warmup < 1.0:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
-        if section == "heads" and self.init in ("svd", "whitened_svd"):
+        if section == "heads" and self.init in ("svd", "whitened_svd") and self.predictor is None:
             raise UserError(f"heads.init cannot be {self.init}: heads have no weight to decompose; use small or random")
-        get_loss(self.loss)
+        get_loss(self.loss, f"{section}.loss")
+
+    def describe(self, layer: int) -> dict[str, Any]:
+        """What a checkpoint says of the kind of the predictor of ``layer``."""
+        if self.predictor is not None:
+            unused = {"rank": 0, "nonlinearity": "none", "bias": False}
+            return {"kind": "custom", **unused, "init_args": {}, **self.predictor}
+        kept = {"rank": self.rank_of(layer), "nonlinearity": self.nonlinearity, "bias": self.bias}
+        return {"kind": "low_rank", **kept}
 
     def rank_of(self, layer: int) -> int:
         return self.ranks.get(layer, self.rank)
@@ -194,15 +205,31 @@ class RunConfig:
             raise UserError(
                 f"text.sample.prompt_tokens is {sample.prompt_tokens}, of samples of {length} tokens; choose less"
             )
-        if self.text.source == SELF and length > shape.max_positions:
+        if self.text.is_self and length > shape.max_positions:
             raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
         self.calibrate.check(shape)
+        self._check_custom()
         self._check_budget(shape)
         self.tune.check()
         if not self.bundle or "/" in self.bundle or self.bundle in ("activations", "predictors", "tuned", ".", ".."):
             raise UserError(f"bundle must name a folder of its own within the output, got {self.bundle!r}")
         if self.tune.steps and (not self.mlp.enabled or self.calibrate.selection != "threshold"):
             raise UserError("tune.steps needs predictors of the mlp and calibrate.selection threshold")
+
+    def _check_custom(self) -> None:
+        """Refuse what is made for low-rank predictors only, where a target has a predictor of another class."""
+        for target in TARGETS:
+            named = self.predictor(target).predictor
+            if named is None or not self.predictor(target).enabled:
+                continue
+            name = f"{target}.predictor {named.get('class_path')}"
+            dtype = self.calibrate.dtype_of(target)
+            if dtype in SCALED:
+                raise UserError(f"calibrate.dtype {dtype} is for low-rank predictors, not for {name}; use float16")
+            if target == "mlp" and self.calibrate.cascade is not None:
+                raise UserError(f"calibrate.cascade is for low-rank predictors, not for {name}; leave it out")
+            if target == "mlp" and self.tune.steps:
+                raise UserError(f"tune.steps tunes low-rank predictors, not {name}; set tune.steps to 0")
 
     def _check_budget(self, shape: OPTShape) -> None:
         """A budget that the predictors alone exceed is known before anything is collected."""
@@ -211,7 +238,8 @@ class RunConfig:
         for layer, target in self.all_jobs(shape.n_layers):
             section, n_out = self.predictor(target), shape.units(target)
             site, rank, dtype = section.site(target, layer), section.rank_of(layer), self.calibrate.dtype_of(target)
-            spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, bias=section.bias, dtype=dtype)
+            kind = section.describe(layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
+            spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, kind, bias=section.bias, dtype=dtype)
             least += min(predictor_bytes(spec), spec_bytes(spec, shape))
         if budget is not None and budget < least:
             raise UserError(

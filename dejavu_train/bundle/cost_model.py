@@ -12,11 +12,14 @@ from dejavu_train.bundle.allocation import cascade_bytes, head_bytes, mlp_bytes,
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec
 from dejavu_train.models.opt import OPTShape, torch_dtype
+from dejavu_train.predictors.custom import described_bytes
 from dejavu_train.predictors.metrics import SelectionSums
 
 
 def predictor_bytes(spec: PredictorSpec) -> float:
-    """Bytes of one predictor in its deployed dtype, scales included."""
+    """Bytes of one predictor in its deployed dtype, scales included; of a custom one those of its ``state_dict``."""
+    if spec.kind == "custom":
+        return float(described_bytes(spec.tensors))
     weights = spec.rank * (spec.d_in + spec.n_out)
     bias = 2 * spec.n_out if spec.bias else 0
     if spec.dtype == "int8":

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
 from dejavu_train.files import replacing, sha256_text
 
@@ -85,6 +86,10 @@ class TextSource:
     source: str = SELF
     """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
     .txt or .jsonl file (also .gz, .xz), or a hub dataset such as allenai/c4."""
+    class_path: str | None = None
+    """Instead of source: a class or function of one's own whose instances iterate over pairs of id and text."""
+    init_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Its arguments."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None
@@ -105,7 +110,24 @@ class TextSource:
     @property
     def key(self) -> str:
         """What the split hashes as the source: a file's name without its folder, else the source itself."""
+        if self.class_path is not None:
+            return self.class_path
         return Path(self.source).name if Path(self.source).is_file() else self.source
+
+    @property
+    def is_self(self) -> bool:
+        """Whether the model writes the text."""
+        return self.source == SELF and self.class_path is None
+
+    def named(self) -> tuple[Any, dict[str, Any]]:
+        """The class or function of ``class_path``, imported, and its arguments.
+
+        Raises:
+            UserError: it cannot be imported, or does not take them.
+        """
+        value = {"class_path": self.class_path, "init_args": self.init_args}
+        kind = import_named(value, "text")
+        return kind, bound_arguments(kind, value, "text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +213,18 @@ def _hub_documents(source: TextSource) -> list[Document]:
     return [Document(sha256_text(row[source.field])[:16], row[source.field]) for row in rows]
 
 
+def _documents_of_class(source: TextSource) -> list[Document]:
+    kind, arguments = source.named()
+    documents: dict[str, Document] = {}
+    for number, item in enumerate(kind(**arguments)):
+        if not isinstance(item, (tuple, list)) or len(item) != 2 or not all(isinstance(part, str) for part in item):
+            raise UserError(f"text.class_path {source.class_path}: document {number} is no pair of id and text")
+        if item[0] in documents:
+            raise UserError(f"text.class_path {source.class_path}: two documents have the id {item[0]}")
+        documents[item[0]] = Document(*item)
+    return list(documents.values())
+
+
 def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
     """All documents of a source, and the package versions it depends on (installed sources only).
 
@@ -198,9 +232,11 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
         UserError: nothing there, an empty file, not UTF-8, a missing package.
     """
     versions: dict[str, str] = {}
-    if source.source == SELF:
+    if source.is_self:
         raise UserError("the text source self is written by the model, there is nothing to read; name a text")
-    if source.source in INSTALLED:
+    if source.class_path is not None:
+        documents = _documents_of_class(source)
+    elif source.source in INSTALLED:
         from dejavu_train.data.installed_text import load_installed
 
         rows, versions = load_installed(source.source, source.cache)

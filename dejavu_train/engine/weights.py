@@ -256,7 +256,8 @@ class TargetPredictor:
 
 
 def check_calibrated(bundle: Any) -> None:
-    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold."""
+    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold, or is no low-rank one."""
+    bundle.check_low_rank("the decode engine")
     for (layer, target), spec in bundle.specs.items():
         if spec.threshold is None and spec.top_k is None and not spec.keep_dense and not spec.curve:
             raise UserError(

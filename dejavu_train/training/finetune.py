@@ -93,7 +93,8 @@ class _Gates:
         self.bundle, self.width = bundle, width
         self.means = bundle.head_means(device)
         self.second_stages = bundle.second_stages(self.blocks)
-        self.predictors: dict[tuple[int, str], LowRankPredictor] = {}
+        self.predictors: dict[tuple[int, str], nn.Module] = {}
+        self.trained: dict[int, LowRankPredictor] = {}
         for (layer, target), spec in bundle.specs.items():
             if not spec.dense:
                 block = self.blocks[layer]  # of a model over several devices each layer has its own
@@ -101,13 +102,10 @@ class _Gates:
                 self.predictors[layer, target] = bundle.predictor(layer, target).to(place)
                 if target == "mlp":
                     made = self.predictors[layer, target]
-                    made.requires_grad_(True).train()
+                    assert isinstance(made, LowRankPredictor), "train.py tunes no other"
+                    self.trained[layer] = made.requires_grad_(True).train()
                     made.rounded_to = spec.dtype if spec.dtype in SCALED else None
         self.spent: list[Tensor] = []
-
-    @property
-    def trained(self) -> dict[int, LowRankPredictor]:
-        return {layer: made for (layer, target), made in self.predictors.items() if target == "mlp"}
 
     @contextmanager
     def on(self, shape: tuple[int, int]) -> Iterator[None]:

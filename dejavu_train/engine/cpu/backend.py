@@ -22,7 +22,8 @@ class CpuBackend:
     """Engines for one model and bundle.
 
     Raises:
-        Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads.
+        Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads, predictors that
+            are not low-rank.
     """
 
     def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill") -> None:
@@ -30,6 +31,7 @@ class CpuBackend:
             from dejavu_train.engine.cpu.engine import SUPPORTED  # imports numba and looks for a folder for its cache
         except (ImportError, RuntimeError) as error:
             raise Unsupported(f"the CPU engine cannot be loaded ({str(error).splitlines()[0]})") from None
+        bundle.check_low_rank("the CPU engine")
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
         if kv_policy != "backfill":

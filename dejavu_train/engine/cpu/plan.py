@@ -48,7 +48,9 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
 
     Raises:
         UserError: thresholds that were never calibrated.
+        Unsupported: a predictor that is no low-rank one.
     """
+    bundle.check_low_rank("the CPU engine")
     found = []
     for (layer, target), entry in sorted(bundle.specs.items()):
         if entry.threshold is None and entry.top_k is None:
