@@ -41,5 +41,10 @@ def bound_arguments(kind: Any, value: dict[str, Any], key: str, **given: Any) ->
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
         names = ", ".join(arguments) or "nothing"
-        raise UserError(f"{key}: {value['class_path']} cannot be called with {names}: {error}") from None
+        raise UserError(f"{key}: {full_name(kind)} cannot be called with {names}: {error}") from None
     return arguments
+
+
+def full_name(kind: Any) -> str:
+    """``package.module.Name`` of a class or function."""
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -9,7 +9,7 @@ from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
 from dejavu_train.bundle.spec import TARGETS, PredictorSpec
 from dejavu_train.calibration.calibrate import CalibrateConfig
 from dejavu_train.data.datamodule import DataConfig
-from dejavu_train.data.text import TextSource
+from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.data.windows import CollectConfig
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
@@ -205,7 +205,7 @@ class RunConfig:
             raise UserError(
                 f"text.sample.prompt_tokens is {sample.prompt_tokens}, of samples of {length} tokens; choose less"
             )
-        if self.text.is_self and length > shape.max_positions:
+        if self.text.source == SELF and length > shape.max_positions:
             raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
         self.calibrate.check(shape)
         self._check_custom()

@@ -23,7 +23,7 @@ from dejavu_train.data.collect import LoadSets, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import SETS
-from dejavu_train.data.text import Document, SampleConfig, TextManifest
+from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
@@ -126,7 +126,7 @@ def bundle_stage(folder: Path) -> Any:
 
 def sampled(config: RunConfig) -> LoadSets | None:
     """With the text source ``self``: what gives the documents that the model writes, or finds them written."""
-    if not config.text.is_self:
+    if config.text.source != SELF:
         return None
 
     def load() -> tuple[dict[str, list[Document]], TextManifest]:

@@ -19,7 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.data.text import INSTALLED, SETS, TextSource
+from dejavu_train.data.text import INSTALLED, SETS, TextSource, import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.baselines import SELECTIONS
@@ -66,8 +66,9 @@ class InferConfig:
     text_revision: str | None = _option(None, "of a hub dataset")
     text_field: str = _option("text", "of a hub dataset or a JSONL line")
     text_cache: str = _option("checkpoints/text", "where installed texts are cached")
-    text_class_path: str | None = _option(None, "a text of one's own, scored before those: see docs/extend.md")
-    text_init_args: dict[str, Any] | None = _option(None, "its arguments")
+    own_text: dict[str, Any] | None = _option(
+        None, "{class_path: ..., init_args: {...}} of a text of one's own, scored before the others, see docs/extend.md"
+    )
     text_set: str = _option("test", "which set of the text trained on, of installed-docs, of hub datasets")
     tokens: int | None = _option(8000, "how many to score of each text; null: all; 0: none")
     window: int = _option(512, "</s> and window - 1 new tokens")
@@ -324,13 +325,14 @@ def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[Eva
     if tokens == 0:  # without scoring one window is enough: timing takes its prompt from it
         named, tokens = named[:1], config.window - 1
     options = (config.text_set, config.model, trained, tokenizer, config.window, tokens, config.seed)
-    own = config.text_class_path
+    sources: list[tuple[str, str | dict[str, Any]]] = [*named]
+    if config.own_text is not None:
+        import_text(config.own_text, "--own_text")  # named by its flag where it cannot be imported
+        sources.insert(0, (str(config.own_text.get("class_path")).rpartition(".")[2], config.own_text))
     texts = []
-    for name, source in [*([(own.rpartition(".")[2], own)] if own else []), *named]:
+    for name, source in sources:
         asked = TextSource(
             source=source,
-            class_path=own if source == own else None,
-            init_args=(config.text_init_args or {}) if source == own else {},
             config=config.text_config,
             revision=config.text_revision,
             field=config.text_field,

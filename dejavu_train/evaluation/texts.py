@@ -132,13 +132,13 @@ def load_text(
     """
     documents, _ = load_documents(source)
     digest = sha256_text("".join(sha256_text(document.text) for document in documents))
-    is_file = source.class_path is None and Path(source.source).is_file()
+    is_file = _is_file(source)
     # Two files may have one name; an installed source of other versions stays the same domain and keeps its split.
     same = trained.get("source") == source.key and (not is_file or trained.get("sha256") == digest)
     seen_by_predictors = 0
     pretrained = read_paragraph_hashes(model)
     skipped = 0
-    split = source.class_path is not None or source.source == INSTALLED_DOCS or _is_hub(source)
+    split = source.source == INSTALLED_DOCS or not (is_file or source.source in INSTALLED)
     chosen = set_name if same or split else None
     if chosen is not None:
         sets, skipped = split_documents(documents, source.key, pretrained)
@@ -155,11 +155,12 @@ def load_text(
     require_one_sequence(held.tokens, window, name)
     domain = IN_DOMAIN if same or seen_by_predictors else UNSEEN
     whole = chosen is None and not held.truncated
-    return EvalText(name, source.class_path or source.source, digest, chosen, whole, domain, skipped, window, held)
+    shown = source.source if isinstance(source.source, str) else source.key
+    return EvalText(name, shown, digest, chosen, whole, domain, skipped, window, held)
 
 
-def _is_hub(source: TextSource) -> bool:
-    return source.class_path is None and source.source not in INSTALLED and not Path(source.source).is_file()
+def _is_file(source: TextSource) -> bool:
+    return isinstance(source.source, str) and Path(source.source).is_file()
 
 
 def _without_pretrained_paragraphs(documents: Sequence[Document], hashes: np.ndarray) -> tuple[list[Document], int]:

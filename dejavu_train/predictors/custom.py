@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.class_path import bound_arguments, import_named
+from dejavu_train.class_path import bound_arguments, full_name, import_named
 from dejavu_train.errors import UserError
 
 PredictorClass = type[nn.Module]
@@ -47,7 +47,7 @@ def build_custom(kind: PredictorClass, value: dict[str, Any], d_in: int, n_out: 
         if not isinstance(logits, Tensor) or tuple(logits.shape) != expected or not logits.is_floating_point():
             got = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
-                f"{key}: {value['class_path']} must map {(*leading, d_in)} to logits {expected}, one for each unit,"
+                f"{key}: {full_name(kind)} must map {(*leading, d_in)} to logits {expected}, one for each unit,"
                 f" got {got}"
             )
     return made.train(training)

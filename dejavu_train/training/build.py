@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dejavu_train.bundle.spec import TARGETS
 from dejavu_train.config import RunConfig
+from dejavu_train.data.text import import_text
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.checkpoint import build_predictor
@@ -21,8 +22,7 @@ def make_predictor(config: RunConfig, job: tuple[int, str], d_in: int, n_out: in
     int4 is trained through its rounding; int8 selects what fp32 selects.
     """
     layer, target = job
-    section = config.predictor(target)
-    metadata = section.describe(layer) | {"d_in": d_in, "n_out": n_out}
+    metadata = config.predictor(target).describe(layer) | {"d_in": d_in, "n_out": n_out}
     predictor = build_predictor(metadata, predictor_classes(config), f"{target}.predictor")
     if isinstance(predictor, LowRankPredictor) and config.calibrate.dtype_of(target) == "int4":
         predictor.rounded_to = "int4"
@@ -37,7 +37,7 @@ def predictor_classes(config: RunConfig) -> dict[str, PredictorClass]:
     """
     named = {target: config.predictor(target) for target in TARGETS}
     return {
-        section.predictor["class_path"]: import_predictor(section.predictor, f"{target}.predictor")
+        str(section.predictor.get("class_path")): import_predictor(section.predictor, f"{target}.predictor")
         for target, section in named.items()
         if section.enabled and section.predictor is not None
     }
@@ -50,8 +50,8 @@ def check_classes(config: RunConfig, shape: OPTShape) -> None:
         UserError: what cannot be imported or called so, a predictor whose logits have another shape than
             (..., n_out), a loss that gives no scalar with a gradient.
     """
-    if config.text.class_path is not None:
-        config.text.named()
+    if isinstance(config.text.source, dict):
+        import_text(config.text.source)
     for target in TARGETS:
         section = config.predictor(target)
         if not section.enabled or (section.predictor is None and isinstance(section.loss, str)):
