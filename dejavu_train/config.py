@@ -14,7 +14,6 @@ from dejavu_train.data.windows import CollectConfig
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.losses import get_loss
-from dejavu_train.predictors.quantization import SCALED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,8 @@ class PredictorConfig:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
         if section == "heads" and self.init in ("svd", "whitened_svd") and self.predictor is None:
             raise UserError(f"heads.init cannot be {self.init}: heads have no weight to decompose; use small or random")
-        get_loss(self.loss, f"{section}.loss")
+        if isinstance(self.loss, str):
+            get_loss(self.loss, f"{section}.loss")
 
     def describe(self, layer: int) -> dict[str, Any]:
         """What a checkpoint says of the kind of the predictor of ``layer``."""
@@ -208,28 +208,12 @@ class RunConfig:
         if self.text.source == SELF and length > shape.max_positions:
             raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
         self.calibrate.check(shape)
-        self._check_custom()
         self._check_budget(shape)
         self.tune.check()
         if not self.bundle or "/" in self.bundle or self.bundle in ("activations", "predictors", "tuned", ".", ".."):
             raise UserError(f"bundle must name a folder of its own within the output, got {self.bundle!r}")
         if self.tune.steps and (not self.mlp.enabled or self.calibrate.selection != "threshold"):
             raise UserError("tune.steps needs predictors of the mlp and calibrate.selection threshold")
-
-    def _check_custom(self) -> None:
-        """Refuse what is made for low-rank predictors only, where a target has a predictor of another class."""
-        for target in TARGETS:
-            named = self.predictor(target).predictor
-            if named is None or not self.predictor(target).enabled:
-                continue
-            name = f"{target}.predictor {named.get('class_path')}"
-            dtype = self.calibrate.dtype_of(target)
-            if dtype in SCALED:
-                raise UserError(f"calibrate.dtype {dtype} is for low-rank predictors, not for {name}; use float16")
-            if target == "mlp" and self.calibrate.cascade is not None:
-                raise UserError(f"calibrate.cascade is for low-rank predictors, not for {name}; leave it out")
-            if target == "mlp" and self.tune.steps:
-                raise UserError(f"tune.steps tunes low-rank predictors, not {name}; set tune.steps to 0")
 
     def _check_budget(self, shape: OPTShape) -> None:
         """A budget that the predictors alone exceed is known before anything is collected."""

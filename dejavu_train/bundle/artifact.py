@@ -131,7 +131,7 @@ class Bundle:
         Raises:
             UserError: a density outside (0, 1], or a target this bundle has no predictors for.
         """
-        wanted: dict[Key, float] = {}
+        densities: dict[Key, float] = {}
         for target, density in (("mlp", mlp_density), ("heads", head_density)):
             if density is None or (density == 1 and target not in self.targets):
                 continue
@@ -140,8 +140,8 @@ class Bundle:
             if target not in self.targets:
                 raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
             layers = {layer: self.specs[layer, target] for layer in range(self.shape.n_layers)}
-            wanted |= {(layer, target): share for layer, share in allocate(layers, density).items()}
-        return self.with_densities(wanted, top_k)
+            densities |= {(layer, target): share for layer, share in allocate(layers, density).items()}
+        return self.with_densities(densities, top_k)
 
     def check_model(self, model: str, revision: str | None = None) -> None:
         """Make sure that the bundle belongs to exactly these weights.

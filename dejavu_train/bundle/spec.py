@@ -101,7 +101,14 @@ def tensor_name(layer: int, target: str, part: str) -> str:
     return f"layers.{layer}.{target}.{part}"
 
 
-def _low_rank_tensors(spec: PredictorSpec) -> Layout:
+def predictor_layout(spec: PredictorSpec) -> Layout:
+    """The tensors of the predictor alone, without what else belongs to a spec, by the last part of their names.
+
+    Raises:
+        UserError: tensors of a custom predictor that are not described as they should be.
+    """
+    if spec.kind == "custom":
+        return _custom_tensors(spec)
     packed = spec.dtype == "int4"
     dtype = DTYPES.get(spec.dtype, torch.uint8 if packed else torch.int8)
     needed: Layout = {
@@ -116,7 +123,8 @@ def _low_rank_tensors(spec: PredictorSpec) -> Layout:
     return needed
 
 
-def _custom_tensors(spec: PredictorSpec, part: str) -> Layout:
+def _custom_tensors(spec: PredictorSpec) -> Layout:
+    part = f"the {spec.target} predictor of layer {spec.layer}"
     if spec.dtype in SCALED:
         raise UserError(f"{part} is stored in {spec.dtype}, which is for low-rank predictors")
     try:
@@ -167,7 +175,7 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
             raise UserError(f"{part}: the calibration curve of a cascade has no column selected")
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
-    needed = _custom_tensors(spec, part) if spec.kind == "custom" else _low_rank_tensors(spec)
+    needed = predictor_layout(spec)
     needed["frequency"] = ((spec.n_out,), torch.float32)
     if spec.kind == "cascade":
         grid_dtypes = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "stage2_threshold": torch.float32}

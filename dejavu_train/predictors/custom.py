@@ -5,7 +5,6 @@ per neuron or head. A bundle stores the entries of its ``state_dict`` and the na
 from whoever reads the bundle.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,11 +75,6 @@ def described_dtype(name: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is no dtype")
     return dtype
-
-
-def described_bytes(described: Mapping[str, list[Any]]) -> int:
-    """Bytes of the tensors that :func:`describe` described."""
-    return sum(described_dtype(dtype).itemsize * math.prod(shape) for dtype, *shape in described.values())
 
 
 def load_custom(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str) -> nn.Module:

@@ -14,6 +14,7 @@ from dejavu_train.predictors.checkpoint import build_predictor
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.predictors.losses import Batch, get_loss
 from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.predictors.quantization import SCALED
 
 
 def make_predictor(config: RunConfig, job: tuple[int, str], d_in: int, n_out: int) -> nn.Module:
@@ -43,13 +44,34 @@ def predictor_classes(config: RunConfig) -> dict[str, PredictorClass]:
     }
 
 
+def check_low_rank_only(config: RunConfig) -> None:
+    """Refuse what is made for low-rank predictors only, where a target has a predictor of another class.
+
+    Raises:
+        UserError: such a setting, by name.
+    """
+    for target in TARGETS:
+        section, mlp = config.predictor(target), target == "mlp"
+        if not section.enabled or section.predictor is None:
+            continue
+        name = f"{target}.predictor {section.predictor.get('class_path')}"
+        dtype = config.calibrate.dtype_of(target)
+        if dtype in SCALED:
+            raise UserError(f"calibrate.dtype {dtype} is for low-rank predictors, not for {name}; use float16")
+        if mlp and config.calibrate.cascade is not None:
+            raise UserError(f"calibrate.cascade is for low-rank predictors, not for {name}; leave it out")
+        if mlp and config.tune.steps:
+            raise UserError(f"tune.steps tunes low-rank predictors, not {name}; set tune.steps to 0")
+
+
 def check_classes(config: RunConfig, shape: OPTShape) -> None:
     """Import and try what the configuration names by class_path, before any long work.
 
     Raises:
         UserError: what cannot be imported or called so, a predictor whose logits have another shape than
-            (..., n_out), a loss that gives no scalar with a gradient.
+            (..., n_out), a loss that gives no scalar with a gradient, a setting for low-rank predictors only.
     """
+    check_low_rank_only(config)
     if isinstance(config.text.source, dict):
         import_text(config.text.source)
     for target in TARGETS:

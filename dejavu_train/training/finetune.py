@@ -78,9 +78,9 @@ class Gate(torch.autograd.Function):
         return grad * wide, grad_logits, None, grad_rest, None, None
 
 
-def next_price(price: float, share: float, wanted: float) -> float:
-    """The price of bytes after a step that read ``share`` where ``wanted`` was asked."""
-    turn = 0.7 * (share / wanted - 1)
+def next_price(price: float, share: float, budget: float) -> float:
+    """The price of bytes after a step that read ``share`` of the dense MLPs' bytes where the budget was ``budget``."""
+    turn = 0.7 * (share / budget - 1)
     return price * float(torch.tensor(min(max(turn, -HIGHEST_TURN), HIGHEST_TURN)).exp())
 
 
@@ -180,7 +180,7 @@ def finetune(
         bundle: calibrated with thresholds; layers that it keeps dense stay so.
         windows: token ids of train documents; the longest ones of one length are used.
         seed: of the windows' order.
-    Returns: by layer the predictor in fp32 on the CPU, and some steps' figures: step, nats, share of the MLPs' bytes.
+    Returns: by layer the predictor in fp32 on the CPU, and metrics of some steps: step, nats, share of the MLPs' bytes.
 
     Raises:
         UserError: nothing to tune, a bundle without thresholds, or no windows.
@@ -221,7 +221,7 @@ def finetune(
             share += ledger.share(float(spent.detach())) / passes
         optimiser.step()
         schedule.step()
-        price = next_price(price, share, ledger.wanted)
+        price = next_price(price, share, ledger.budget)
         if step % max(1, config.steps // 10) == 0 or step == config.steps - 1:
             metrics.append({"step": float(step), "nats": nats, "share": share, "price": price})
             logger.info("tuning: step %d of %d, %.4f nats, %.2f %% of the bytes", step, config.steps, nats, 100 * share)
@@ -239,7 +239,7 @@ class _Ledger:
         self.dense = 4.0 * shape.d_model * shape.d_ffn * shape.n_layers
         self.fixed = sum(predictor_bytes(spec) for spec in sparse.values())
         self.fixed += 4.0 * shape.d_model * shape.d_ffn * (shape.n_layers - len(sparse))
-        self.wanted = mlp_share(bundle)
+        self.budget = mlp_share(bundle)
 
     def first_price(self) -> float:
         """What the sensitivities say: nats saved by 15 % more density, per share of the bytes that it costs."""
