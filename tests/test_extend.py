@@ -90,7 +90,7 @@ def test_the_page_trains_calibrates_and_bundles(place):
     assert again.mean_density("mlp") == pytest.approx(0.3) and not again.predictor(0, "mlp").training
 
 
-def test_the_page_evaluates(place):
+def test_the_page_evaluates(place, capsys):
     _, infer = commands()
     few = ["--tokens=300", "--window=64", "--selections=dense,predicted", "--densities=0.4", "--curve_densities="]
     few += ["--head_densities=", "--sparse_from=0", "--timing=false", "--device=cpu"]
@@ -100,6 +100,9 @@ def test_the_page_evaluates(place):
     assert [text["source"] for text in found["texts"]] == ["my_parts.Notes", str(place / "notes" / "1.txt")]
     row = next(row for row in found["quality"] if row["selection"] == "predicted")
     assert 0.2 < row["mlp_density"] < 0.6
+    for more in (["--timing=true", "--timing_backends=gather,cpu"], ["--generate=the token", "--backend=triton"]):
+        assert exit_on_user_error(infer_main, [*infer, *few, "--model=checkpoints/opt-mini", *more]) == 2
+        assert "my_parts.HiddenLayer; use backend='gather'" in capsys.readouterr().err
 
 
 def test_the_page_reads_the_bundle_and_mask_agrees(place, tiny_opt, caplog):

@@ -39,7 +39,7 @@ from dejavu_train.evaluation.timing import (
 from dejavu_train.files import read_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
-from dejavu_train.sparse.model import BACKENDS, SparseOPTForCausalLM
+from dejavu_train.sparse.model import BACKENDS, ENGINES, SparseOPTForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
     _check_densities(config, bundle)
+    _check_engines(config, bundle)
     texts = _load_texts(config, bundle, tokenizer)
     dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
     if config.window - 1 > dense.config.max_position_embeddings:
@@ -316,6 +317,14 @@ def _check_densities(config: InferConfig, bundle: Bundle) -> None:
         pairs.add((config.timing_mlp_density, config.timing_head_density))
     for pair in sorted(pairs):
         bundle.at(*pair)
+
+
+def _check_engines(config: InferConfig, bundle: Bundle) -> None:
+    """Let an engine that is asked for by name refuse predictors of one's own before anything slow starts."""
+    asked = [*(config.timing_backends if config.timing else ()), *([config.backend] if config.generate else [])]
+    for backend in asked:
+        if backend in ENGINES:
+            _moved(config, bundle).check_low_rank(f"the engine {backend}")
 
 
 def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[EvalText]:
