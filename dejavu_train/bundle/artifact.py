@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.spec import TARGETS, Key, PredictorSpec, check_spec, tensor_name
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json
 from dejavu_train.models.opt import OPTShape, read_shape, weight_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
@@ -75,13 +75,6 @@ class Bundle:
         made = build_predictor(vars(self.specs[layer, target]), self.classes, where)
         stored = {n.removeprefix(prefix): tensor for n, tensor in self.tensors.items() if n.startswith(prefix)}
         return as_stored(made, stored, where).requires_grad_(False).eval()
-
-    def check_low_rank(self, what: str) -> None:
-        """Raise :class:`Unsupported` in the name of ``what`` for a sparse layer whose predictor is a custom one."""
-        for (layer, target), spec in self.specs.items():
-            if spec.kind == "custom" and not spec.dense:
-                name = f"the {target} predictor of layer {layer} is a {spec.class_path}"
-                raise Unsupported(f"{what} runs low-rank predictors, and {name}")
 
     def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
         """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dejavu_train.bundle.allocation import read_curve
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.opt import DTYPES, OPTShape
 from dejavu_train.predictors.custom import described_dtype
 from dejavu_train.predictors.quantization import SCALED
@@ -125,8 +126,6 @@ def predictor_layout(spec: PredictorSpec) -> Layout:
 
 def _custom_tensors(spec: PredictorSpec) -> Layout:
     part = f"the {spec.target} predictor of layer {spec.layer}"
-    if spec.dtype in SCALED:
-        raise UserError(f"{part} is stored in {spec.dtype}, which is for low-rank predictors")
     try:
         return {name: (tuple(shape), described_dtype(dtype)) for name, (dtype, *shape) in spec.tensors.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -144,6 +143,8 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
         raise UserError(
             f"{part} is of kind {spec.kind} with class_path {spec.class_path}; only a custom one has a class"
         )
+    if spec.kind == "custom" and spec.dtype in SCALED:
+        raise UserError(f"{part} is stored in {spec.dtype}, which is for low-rank predictors")
     if (spec.kind == "cascade") != (spec.stage2_retained_mass is not None) or (
         spec.kind == "cascade" and spec.target != "mlp"
     ):
@@ -183,3 +184,11 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
     if spec.replacement == "mean":
         needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
     return {tensor_name(spec.layer, spec.target, part): value for part, value in needed.items()}
+
+
+def check_low_rank(specs: Mapping[Key, PredictorSpec], what: str) -> None:
+    """Raise :class:`Unsupported` in the name of ``what``, an engine, for a sparse layer with a custom predictor."""
+    for (layer, target), spec in specs.items():
+        if spec.kind == "custom" and not spec.dense:
+            name = f"the {target} predictor of layer {layer} is a {spec.class_path}"
+            raise Unsupported(f"{what} runs low-rank predictors, and {name}")

@@ -19,6 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.data.text import INSTALLED, SETS, TextSource, import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
@@ -324,7 +325,7 @@ def _check_engines(config: InferConfig, bundle: Bundle) -> None:
     asked = [*(config.timing_backends if config.timing else ()), *([config.backend] if config.generate else [])]
     for backend in asked:
         if backend in ENGINES:
-            _moved(config, bundle).check_low_rank(f"the engine {backend}")
+            check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
 
 
 def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[EvalText]:
