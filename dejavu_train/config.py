@@ -36,8 +36,10 @@ class PredictorConfig:
     """Half-blocks that the predictor reads ahead: 0 its own block's input, 1 the half-block before it, and so on."""
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
-    loss: str = "contribution"
-    """paper, pos_weight, contribution, listwise, regression or log_contribution."""
+    predictor: dict[str, Any] | None = None
+    """A predictor of one's own, class_path and init_args, in place of the low-rank one; see docs/extend.md."""
+    loss: str | dict[str, Any] = "contribution"
+    """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
     density: float | None = None
     """Mean density at which the predictors will be deployed; figures and early stopping are taken there. null: that of
     calibrate when they are first trained."""
@@ -67,7 +69,7 @@ class PredictorConfig:
             if getattr(self, name) < least:
                 raise UserError(f"{section}.{name} must be at least {least}, got {getattr(self, name)}")
         for rank in (self.rank, *self.ranks.values()):
-            if rank > shape.d_model:
+            if self.predictor is None and rank > shape.d_model:
                 raise UserError(f"{section}.rank is {rank}, above the model's width {shape.d_model}; choose less")
         for layer in self.ranks:
             if not 0 <= layer < shape.n_layers:
@@ -76,9 +78,18 @@ class PredictorConfig:
             raise UserError(f"{section}.density must lie above 0 and at most at 1, got {self.density}")
         if not 0.0 <= self.warmup < 1.0:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
-        if section == "heads" and self.init in ("svd", "whitened_svd"):
+        if section == "heads" and self.init in ("svd", "whitened_svd") and self.predictor is None:
             raise UserError(f"heads.init cannot be {self.init}: heads have no weight to decompose; use small or random")
-        get_loss(self.loss)
+        if isinstance(self.loss, str):
+            get_loss(self.loss, f"{section}.loss")
+
+    def describe(self, layer: int) -> dict[str, Any]:
+        """What a checkpoint says of the kind of the predictor of ``layer``."""
+        if self.predictor is not None:
+            unused = {"rank": 0, "nonlinearity": "none", "bias": False}
+            return {"kind": "custom", **unused, "init_args": {}, **self.predictor}
+        kept = {"rank": self.rank_of(layer), "nonlinearity": self.nonlinearity, "bias": self.bias}
+        return {"kind": "low_rank", **kept}
 
     def rank_of(self, layer: int) -> int:
         return self.ranks.get(layer, self.rank)
@@ -211,7 +222,8 @@ class RunConfig:
         for layer, target in self.all_jobs(shape.n_layers):
             section, n_out = self.predictor(target), shape.units(target)
             site, rank, dtype = section.site(target, layer), section.rank_of(layer), self.calibrate.dtype_of(target)
-            spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, bias=section.bias, dtype=dtype)
+            kind = section.describe(layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
+            spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, kind, bias=section.bias, dtype=dtype)
             least += min(predictor_bytes(spec), spec_bytes(spec, shape))
         if budget is not None and budget < least:
             raise UserError(

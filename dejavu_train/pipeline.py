@@ -30,6 +30,7 @@ from dejavu_train.files import locked, read_json, replacing, sha256_file, write_
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 from dejavu_train.run_folder import check_output, claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
+from dejavu_train.training.build import check_classes, predictor_classes
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
     Job,
@@ -54,6 +55,7 @@ def run(config: RunConfig) -> None:
     """
     shape = read_shape(config.model, config.revision)
     config.check(shape)
+    check_classes(config, shape)
     jobs = config.all_jobs(shape.n_layers)
     check_output(Path(config.output))
     check_trainer(config, jobs[0])
@@ -71,7 +73,7 @@ def _run(
     folder, stage = output / config.bundle, calibrate_stage(config)
     if stage.made(bundle_stage(folder)):
         try:
-            Bundle.from_pretrained(folder)
+            Bundle.from_pretrained(folder, predictor_class=predictor_classes(config))
         except UserError as error:
             logger.info("the bundle is written anew: %s", error)
             shutil.rmtree(folder)
@@ -185,7 +187,8 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
 
     def calibrated(folder: Path, settings: CalibrateConfig) -> Bundle:
         asked = [target for target in TARGETS if config.predictor(target).enabled]
-        return calibrate(folder, activations, settings, windows, load_model, config.collect.device, targets=asked)
+        device, classes = config.collect.device, predictor_classes(config)
+        return calibrate(folder, activations, settings, windows, load_model, device, targets=asked, classes=classes)
 
     folder = output / "predictors"
     if config.tune.steps:

@@ -90,6 +90,7 @@ def random_bundle(
             dense = layer in dense_layers
             k = None if top_k is None else max(1, int(top_k * n_out))
             bundle.specs[layer, target] = SimpleNamespace(
+                kind="low_rank",
                 threshold=None if dense or k else threshold,
                 top_k=None if dense else k,
                 keep_dense=dense,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.spec import TARGETS, Key, PredictorSpec, check_spec, tensor_name
@@ -25,8 +25,9 @@ from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json
 from dejavu_train.models.opt import OPTShape, read_shape, weight_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
-from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.predictors.quantization import SCALED, row_codes
+from dejavu_train.predictors.checkpoint import as_stored, build_predictor
+from dejavu_train.predictors.custom import PredictorClass, chosen_classes
+from dejavu_train.predictors.quantization import row_codes
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,10 @@ class Bundle:
             replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
             An int8 spec has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32; an int4 spec the same
             with scales in fp16 and two weights a byte, see ``quantization``. A cascade also has ``.fc1_scale`` fp32 and
-            ``.fc1_steps`` int16, the grid of fc1's planes, and ``.stage2_threshold`` fp32, all (n_out).
+            ``.fc1_steps`` int16, the grid of fc1's planes, and ``.stage2_threshold`` fp32, all (n_out). A custom
+            predictor has its ``state_dict`` under ``.predictor.`` in place of ``.down``, ``.up`` and ``.bias``.
         metadata: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
+        classes: of custom predictors, by the name that their specs give.
     """
 
     model: str
@@ -59,24 +62,19 @@ class Bundle:
     specs: dict[Key, PredictorSpec]
     tensors: dict[str, Tensor]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    classes: Mapping[str, PredictorClass] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def targets(self) -> list[str]:
         present = {target for _, target in self.specs}
         return [target for target in TARGETS if target in present]
 
-    def predictor(self, layer: int, target: str) -> LowRankPredictor:
+    def predictor(self, layer: int, target: str) -> nn.Module:
         """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32."""
-        spec = self.specs[layer, target]
-        made = LowRankPredictor(spec.d_in, spec.rank, spec.n_out, spec.nonlinearity, spec.bias)  # type: ignore[arg-type]
-        with torch.no_grad():
-            for name, parameter in made.named_parameters():
-                if spec.dtype in SCALED and name != "bias":
-                    codes, scale = self.codes(layer, target, name)
-                    parameter.copy_(codes * scale[:, None])
-                else:
-                    parameter.copy_(self.tensors[tensor_name(layer, target, name)])
-        return made.requires_grad_(False).eval()
+        where, prefix = f"the {target} predictor of layer {layer}", tensor_name(layer, target, "")
+        made = build_predictor(vars(self.specs[layer, target]), self.classes, where)
+        stored = {n.removeprefix(prefix): tensor for n, tensor in self.tensors.items() if n.startswith(prefix)}
+        return as_stored(made, stored, where).requires_grad_(False).eval()
 
     def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
         """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""
@@ -126,7 +124,7 @@ class Bundle:
         Raises:
             UserError: a density outside (0, 1], or a target this bundle has no predictors for.
         """
-        wanted: dict[Key, float] = {}
+        densities: dict[Key, float] = {}
         for target, density in (("mlp", mlp_density), ("heads", head_density)):
             if density is None or (density == 1 and target not in self.targets):
                 continue
@@ -135,8 +133,8 @@ class Bundle:
             if target not in self.targets:
                 raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
             layers = {layer: self.specs[layer, target] for layer in range(self.shape.n_layers)}
-            wanted |= {(layer, target): share for layer, share in allocate(layers, density).items()}
-        return self.with_densities(wanted, top_k)
+            densities |= {(layer, target): share for layer, share in allocate(layers, density).items()}
+        return self.with_densities(densities, top_k)
 
     def check_model(self, model: str, revision: str | None = None) -> None:
         """Make sure that the bundle belongs to exactly these weights.
@@ -189,8 +187,17 @@ class Bundle:
         write_json(folder / METADATA, metadata | {"sha256": _digest(metadata)})
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, revision: str | None = None) -> "Bundle":
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        revision: str | None = None,
+        predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
+    ) -> "Bundle":
         """Read a bundle from a folder or a hub id.
+
+        Args:
+            predictor_class: of custom predictors: the class, or classes by the names that the bundle gives them. The
+                bundle names its classes and none is ever imported for it.
 
         Raises:
             UserError: anything that is not exactly as it was written, naming the part.
@@ -238,6 +245,10 @@ class Bundle:
         if len(found) != len(bundle.specs) or metadata["targets"] != bundle.targets:
             raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold")
         _check_parts(bundle, where)
+        named = {spec.class_path: spec.key for spec in found if spec.class_path is not None}
+        bundle = dataclasses.replace(bundle, classes=chosen_classes(set(named), predictor_class, where))
+        for key in named.values():
+            bundle.predictor(*key)  # a class that its tensors do not fit is named now, not in the middle of a run
         return bundle
 
     def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None) -> str:

@@ -4,28 +4,19 @@ Weights count 16 bits. fc2 rows are read of neurons that are selected and truly 
 from the calibration curves (``spec_bytes``, ``mlp_share``) or taken from scored text (``measured_mlp_share``).
 """
 
+import math
 from collections.abc import Mapping
-
-import torch
 
 from dejavu_train.bundle.allocation import cascade_bytes, head_bytes, mlp_bytes, read_curve
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.models.opt import OPTShape, torch_dtype
+from dejavu_train.bundle.spec import Key, PredictorSpec, predictor_layout
+from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.metrics import SelectionSums
 
 
 def predictor_bytes(spec: PredictorSpec) -> float:
-    """Bytes of one predictor in its deployed dtype, scales included."""
-    weights = spec.rank * (spec.d_in + spec.n_out)
-    bias = 2 * spec.n_out if spec.bias else 0
-    if spec.dtype == "int8":
-        return float(weights + 4 * (spec.rank + spec.n_out) + bias)
-    if spec.dtype == "int4":
-        nibbles = spec.rank * ((spec.d_in + 1) // 2) + spec.n_out * ((spec.rank + 1) // 2)
-        return float(nibbles + 2 * (spec.rank + spec.n_out) + bias)
-    size = torch.empty(0, dtype=torch_dtype(spec.dtype)).element_size()
-    return float(size * (weights + (spec.n_out if spec.bias else 0)))
+    """Bytes of one predictor in its deployed dtype, scales included; of a custom one those of its ``state_dict``."""
+    return float(sum(dtype.itemsize * math.prod(shape) for shape, dtype in predictor_layout(spec).values()))
 
 
 def unit_bytes(

@@ -2,23 +2,26 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dejavu_train.bundle.allocation import read_curve
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.predictors.custom import described_dtype
 from dejavu_train.predictors.quantization import SCALED
 
 TARGETS = ("mlp", "heads")
 SITES = ("attn_in", "mlp_in")
-KINDS = ("low_rank", "cascade")
+KINDS = ("low_rank", "cascade", "custom")
 PREDICTOR_DTYPES = (*DTYPES, *SCALED)
 CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
 Key = tuple[int, str]
 Curve = dict[str, list[float]]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by a tensor's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,10 @@ class PredictorSpec:
     A ``cascade`` (MLP only) is a low-rank predictor whose selection, the candidates, is tested once more on the upper
     plane of fc1 (see ``bit_planes``); what passes is selected. Its density is that of the candidates,
     ``stage2_retained_mass`` the share of the contribution that the second stage lets through, and its curve has a
-    column ``selected``."""
+    column ``selected``.
+
+    A ``custom`` predictor is a module of the class ``class_path``, built with ``init_args``; ``tensors`` describes its
+    ``state_dict``, by name [dtype, *shape]. rank, nonlinearity and bias say nothing about it."""
 
     layer: int
     target: str
@@ -57,6 +63,9 @@ class PredictorSpec:
     retained_mass: float = 1.0
     active_density: float | None = None
     curve: Curve = dataclasses.field(default_factory=dict)
+    class_path: str | None = None
+    init_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -93,13 +102,49 @@ def tensor_name(layer: int, target: str, part: str) -> str:
     return f"layers.{layer}.{target}.{part}"
 
 
-def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def predictor_layout(spec: PredictorSpec) -> Layout:
+    """The tensors of the predictor alone, without what else belongs to a spec, by the last part of their names.
+
+    Raises:
+        UserError: tensors of a custom predictor that are not described as they should be.
+    """
+    if spec.kind == "custom":
+        return _custom_tensors(spec)
+    packed = spec.dtype == "int4"
+    dtype = DTYPES.get(spec.dtype, torch.uint8 if packed else torch.int8)
+    needed: Layout = {
+        "down": ((spec.rank, (spec.d_in + 1) // 2 if packed else spec.d_in), dtype),
+        "up": ((spec.n_out, (spec.rank + 1) // 2 if packed else spec.rank), dtype),
+    }
+    if spec.dtype in SCALED:
+        scale = torch.float16 if packed else torch.float32
+        needed |= {"down_scale": ((spec.rank,), scale), "up_scale": ((spec.n_out,), scale)}
+    if spec.bias:
+        needed["bias"] = ((spec.n_out,), torch.float16 if spec.dtype in SCALED else dtype)
+    return needed
+
+
+def _custom_tensors(spec: PredictorSpec) -> Layout:
+    part = f"the {spec.target} predictor of layer {spec.layer}"
+    try:
+        return {name: (tuple(shape), described_dtype(dtype)) for name, (dtype, *shape) in spec.tensors.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{part}: its tensors are not described as [dtype, *shape] ({error})") from None
+
+
+def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
     """The tensors that a spec needs: name -> (shape, dtype)."""
     part = f"{where}: {spec.target} of layer {spec.layer}"
     if not 0 <= spec.layer < shape.n_layers:
         raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
     if spec.kind not in KINDS:
         raise UserError(f"{part} is of kind {spec.kind}; this version knows {', '.join(KINDS)}")
+    if (spec.kind == "custom") != (spec.class_path is not None):
+        raise UserError(
+            f"{part} is of kind {spec.kind} with class_path {spec.class_path}; only a custom one has a class"
+        )
+    if spec.kind == "custom" and spec.dtype in SCALED:
+        raise UserError(f"{part} is stored in {spec.dtype}, which is for low-rank predictors")
     if (spec.kind == "cascade") != (spec.stage2_retained_mass is not None) or (
         spec.kind == "cascade" and spec.target != "mlp"
     ):
@@ -131,21 +176,19 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> dict[str, tu
             raise UserError(f"{part}: the calibration curve of a cascade has no column selected")
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
-    packed = spec.dtype == "int4"
-    dtype = DTYPES.get(spec.dtype, torch.uint8 if packed else torch.int8)
-    needed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "down": ((spec.rank, (spec.d_in + 1) // 2 if packed else spec.d_in), dtype),
-        "up": ((spec.n_out, (spec.rank + 1) // 2 if packed else spec.rank), dtype),
-        "frequency": ((spec.n_out,), torch.float32),
-    }
-    if spec.dtype in SCALED:
-        scale = torch.float16 if packed else torch.float32
-        needed |= {"down_scale": ((spec.rank,), scale), "up_scale": ((spec.n_out,), scale)}
-    if spec.bias:
-        needed["bias"] = ((spec.n_out,), torch.float16 if spec.dtype in SCALED else dtype)
+    needed = predictor_layout(spec)
+    needed["frequency"] = ((spec.n_out,), torch.float32)
     if spec.kind == "cascade":
         grid_dtypes = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "stage2_threshold": torch.float32}
         needed |= {name: ((spec.n_out,), dtype) for name, dtype in grid_dtypes.items()}
     if spec.replacement == "mean":
         needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
     return {tensor_name(spec.layer, spec.target, part): value for part, value in needed.items()}
+
+
+def check_low_rank(specs: Mapping[Key, PredictorSpec], what: str) -> None:
+    """Raise :class:`Unsupported` in the name of ``what``, an engine, for a sparse layer with a custom predictor."""
+    for (layer, target), spec in specs.items():
+        if spec.kind == "custom" and not spec.dense:
+            name = f"the {target} predictor of layer {layer} is a {spec.class_path}"
+            raise Unsupported(f"{what} runs low-rank predictors, and {name}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import (
     OperatingPoint,
@@ -40,7 +40,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape, resolve_device
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.checkpoint import as_stored, read_predictor, stored_tensors
-from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.predictors.custom import PredictorClass, describe
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, str]
@@ -111,6 +111,7 @@ def calibrate(
     device: str = "auto",
     progress: Callable[[str], object] | None = None,
     targets: Sequence[str] | None = None,
+    classes: Mapping[str, PredictorClass] | None = None,
 ) -> Bundle:
     """Set the thresholds of every predictor in ``predictors_folder`` and pack them.
 
@@ -123,6 +124,7 @@ def calibrate(
         device: where the rows are scored, a layer at a time.
         progress: called with a line at the start of every step.
         targets: whose predictors are packed; None: of every target that has a folder.
+        classes: of custom predictors, by name.
 
     Raises:
         UserError: a missing predictor, a budget that cannot be met, or another value that cannot be meant.
@@ -143,14 +145,14 @@ def calibrate(
         raise UserError(f"there is no predictor in {folder}; train some first")
     specs: dict[Key, PredictorSpec] = {}
     tensors: dict[str, Tensor] = {}
-    predictors: dict[Key, LowRankPredictor] = {}
+    predictors: dict[Key, nn.Module] = {}
     second_stages: dict[Key, SecondStage] = {}
     unions: dict[Key, list[float]] = {}
     for layer in range(shape.n_layers):
         say(f"thresholds of layer {layer}")
         weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash).to(where)
         for target in targets:
-            metadata, trained = read_predictor(folder / f"layer_{layer:02d}" / target)
+            metadata, trained = read_predictor(folder / f"layer_{layer:02d}" / target, classes)
             stored = stored_tensors(trained, config.dtype_of(target))
             predictor = as_stored(trained, stored).to(where)
             site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
@@ -175,7 +177,10 @@ def calibrate(
                 n_out=metadata["n_out"],
                 nonlinearity=metadata["nonlinearity"],
                 bias=metadata["bias"],
-                kind="low_rank" if second_stage is None else "cascade",
+                kind=metadata["kind"] if second_stage is None else "cascade",
+                class_path=metadata.get("class_path"),
+                init_args=metadata.get("init_args", {}),
+                tensors=describe(stored),
                 stage2_retained_mass=None if second_stage is None else config.cascade,
                 dtype=config.dtype_of(target),
                 keep_dense=layer in config.dense_layers,
@@ -197,7 +202,7 @@ def calibrate(
         for key, losses in _sensitivities(load_model(), predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
-    bundle = Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, metadata_kept)
+    bundle = Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, metadata_kept, classes or {})
     return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
 
 
@@ -219,7 +224,7 @@ def _take(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
 
 def _sensitivities(
     dense: Any,
-    predictors: Mapping[Key, LowRankPredictor],
+    predictors: Mapping[Key, nn.Module],
     second_stages: Mapping[Key, SecondStage],
     specs: Mapping[Key, PredictorSpec],
     tensors: Mapping[str, Tensor],

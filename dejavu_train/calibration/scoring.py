@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.bundle.allocation import density_for_mass, read_curve
 from dejavu_train.calibration.curves import HEAD_GRID, MLP_GRID, LogitHistogram, head_curve, spread_blocks
 from dejavu_train.errors import UserError
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage, choose_grid
-from dejavu_train.predictors.low_rank import LowRankPredictor
 
 BLOCK_ROWS = 1024
 STAGE2_LIMIT = 1e30  # the threshold of a neuron whose fc2 column is zero, or its negative
@@ -99,7 +98,7 @@ def fit_second_stage(
 
 @torch.no_grad()
 def score_predictor(
-    predictor: LowRankPredictor,
+    predictor: nn.Module,
     target: str,
     blocks: Iterator[RowBlock],
     keep_logits: bool = False,

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.predictors.bit_planes import SecondStage
-from dejavu_train.predictors.low_rank import LowRankPredictor
 
 Key = tuple[int, str]
 Progress = Callable[[int], object]
@@ -36,7 +35,7 @@ class SensitivityProbe:
     for skipped heads.
     """
 
-    predictor: LowRankPredictor
+    predictor: nn.Module
     site: str
     site_layer: int
     thresholds: Sequence[float]

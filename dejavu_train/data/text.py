@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
 from dejavu_train.files import replacing, sha256_text
 
@@ -82,9 +83,10 @@ class SampleConfig:
 class TextSource:
     """Where text comes from."""
 
-    source: str = SELF
+    source: str | dict[str, Any] = SELF
     """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
-    .txt or .jsonl file (also .gz, .xz), or a hub dataset such as allenai/c4."""
+    .txt or .jsonl file (also .gz, .xz), a hub dataset such as allenai/c4, or class_path and init_args of a text of
+    one's own, see docs/extend.md."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None
@@ -104,7 +106,9 @@ class TextSource:
 
     @property
     def key(self) -> str:
-        """What the split hashes as the source: a file's name without its folder, else the source itself."""
+        """What the split hashes as the source: a file's name without its folder, a class's, else the source itself."""
+        if isinstance(self.source, dict):
+            return str(self.source.get("class_path"))
         return Path(self.source).name if Path(self.source).is_file() else self.source
 
 
@@ -169,26 +173,49 @@ def _local_documents(path: Path, field: str) -> list[Document]:
     return documents
 
 
-def _hub_documents(source: TextSource) -> list[Document]:
+def _hub_documents(source: TextSource, name: str) -> list[Document]:
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"there is no text file {source.source}, and to read it as a hub dataset the package datasets is needed:"
+            f"there is no text file {name}, and to read it as a hub dataset the package datasets is needed:"
             " pip install 'dejavu-train[train]'"
         ) from None
     count = source.documents or 500
     try:
         stream = datasets.load_dataset(
-            source.source, source.config, split=source.split, revision=source.revision, streaming=True
+            name, source.config, split=source.split, revision=source.revision, streaming=True
         )
         rows = list(itertools.islice(stream.shuffle(seed=source.seed, buffer_size=10_000), count))
     except Exception as error:  # the hub client raises many classes for one thing: not to be had
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot read {source.source}: no such file, and as a hub dataset: {first}") from None
+        raise UserError(f"cannot read {name}: no such file, and as a hub dataset: {first}") from None
     if rows and source.field not in rows[0]:
-        raise UserError(f"the dataset {source.source} has no field {source.field!r}; it has {', '.join(rows[0])}")
+        raise UserError(f"the dataset {name} has no field {source.field!r}; it has {', '.join(rows[0])}")
     return [Document(sha256_text(row[source.field])[:16], row[source.field]) for row in rows]
+
+
+def import_text(value: dict[str, Any], key: str = "text.source") -> tuple[Any, dict[str, Any]]:
+    """The class or function that ``value`` (class_path, init_args) names, which iterates over pairs of id and text,
+    and its arguments.
+
+    Raises:
+        UserError: it cannot be imported, or does not take them.
+    """
+    kind = import_named(value, key)
+    return kind, bound_arguments(kind, value, key)
+
+
+def _own_documents(value: dict[str, Any]) -> list[Document]:
+    kind, arguments = import_text(value)
+    documents: dict[str, Document] = {}
+    for number, item in enumerate(kind(**arguments)):
+        if not isinstance(item, (tuple, list)) or len(item) != 2 or not all(isinstance(part, str) for part in item):
+            raise UserError(f"text.source {value['class_path']}: document {number} is no pair of id and text")
+        if item[0] in documents:
+            raise UserError(f"text.source {value['class_path']}: two documents have the id {item[0]}")
+        documents[item[0]] = Document(*item)
+    return list(documents.values())
 
 
 def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
@@ -200,7 +227,9 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
     versions: dict[str, str] = {}
     if source.source == SELF:
         raise UserError("the text source self is written by the model, there is nothing to read; name a text")
-    if source.source in INSTALLED:
+    if isinstance(source.source, dict):
+        documents = _own_documents(source.source)
+    elif source.source in INSTALLED:
         from dejavu_train.data.installed_text import load_installed
 
         rows, versions = load_installed(source.source, source.cache)
@@ -210,7 +239,7 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
     elif Path(source.source).suffix in (".txt", ".jsonl", ".xz", ".gz") or source.source.startswith((".", "/", "~")):
         raise UserError(f"there is no text file {source.source}")
     else:
-        documents = _hub_documents(source)
+        documents = _hub_documents(source, source.source)
     if source.documents is not None and len(documents) > source.documents:
         order = np.random.default_rng(source.seed).permutation(len(documents))[: source.documents]
         documents = [documents[index] for index in sorted(order)]

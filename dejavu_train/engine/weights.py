@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.share import GroupedProjection
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import DTYPES, OPTShape
@@ -256,7 +257,8 @@ class TargetPredictor:
 
 
 def check_calibrated(bundle: Any) -> None:
-    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold."""
+    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold, or is no low-rank one."""
+    check_low_rank(bundle.specs, "the decode engine")
     for (layer, target), spec in bundle.specs.items():
         if spec.threshold is None and spec.top_k is None and not spec.keep_dense and not spec.curve:
             raise UserError(

@@ -19,7 +19,8 @@ import yaml
 from tqdm import tqdm
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.data.text import INSTALLED, SETS, TextSource
+from dejavu_train.bundle.spec import check_low_rank
+from dejavu_train.data.text import INSTALLED, SETS, TextSource, import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.baselines import SELECTIONS
@@ -38,7 +39,8 @@ from dejavu_train.evaluation.timing import (
 )
 from dejavu_train.files import read_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
-from dejavu_train.sparse.model import BACKENDS, SparseOPTForCausalLM
+from dejavu_train.predictors.custom import PredictorClass, import_predictor
+from dejavu_train.sparse.model import BACKENDS, ENGINES, SparseOPTForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ class InferConfig:
     revision: str | None = _option(None, "commit or tag of a hub model")
     bundle: str = _option("checkpoints/demo/bundle", "folder or hub id")
     output: str = _option("checkpoints/demo", "results.json and curve.png go here")
+    predictor: dict[str, Any] | None = _option(
+        None, "class_path: PACKAGE.CLASS[,...] of the bundle's predictors of one's own, see docs/extend.md"
+    )
     text: tuple[str, ...] = _option(
         INSTALLED, "SOURCE or NAME=SOURCE: installed-..., a .txt/.jsonl file, a hub dataset; may be repeated"
     )
@@ -62,6 +67,9 @@ class InferConfig:
     text_revision: str | None = _option(None, "of a hub dataset")
     text_field: str = _option("text", "of a hub dataset or a JSONL line")
     text_cache: str = _option("checkpoints/text", "where installed texts are cached")
+    own_text: dict[str, Any] | None = _option(
+        None, "{class_path: ..., init_args: {...}} of a text of one's own, scored before the others, see docs/extend.md"
+    )
     text_set: str = _option("test", "which set of the text trained on, of installed-docs, of hub datasets")
     tokens: int | None = _option(8000, "how many to score of each text; null: all; 0: none")
     window: int = _option(512, "</s> and window - 1 new tokens")
@@ -165,7 +173,8 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
         bare = {"nargs": "?", "const": "true"} if field.type is bool else {}
         if name == "text":
             bare = {"action": "append"}
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=_help(field), **bare)  # type: ignore[arg-type]
+        flag = f"--{name}.class_path" if name == "predictor" else f"--{name}"
+        parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=_help(field), **bare)  # type: ignore
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
     values: dict[str, Any] = {}
@@ -200,6 +209,12 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if type(None) in options and (value is None or (value in ("null", "none", "") and str not in options)):
         return None
     kind = next(option for option in options if option is not type(None))
+    if typing.get_origin(kind) is dict:
+        value = {"class_path": value} if name == "predictor" and isinstance(value, str) else value
+        value = yaml.safe_load(value) if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            raise UserError(f"--{name} must be a mapping, got {value}")
+        return value
     wrong = UserError(f"--{name} must be {_named(kind)}, got {value}")
     if typing.get_origin(kind) is tuple:
         if name == "text":  # names of files may hold commas
@@ -233,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(argv)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
-    bundle = Bundle.from_pretrained(config.bundle)
+    bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
     if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
         raise UserError(
             f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
@@ -243,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
     _check_densities(config, bundle)
+    _check_engines(config, bundle)
     texts = _load_texts(config, bundle, tokenizer)
     dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
     if config.window - 1 > dense.config.max_position_embeddings:
@@ -272,6 +288,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     logger.info("wrote %s", " and ".join(written))
 
 
+def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, PredictorClass] | None:
+    """What ``--predictor.class_path`` names: one class, or several by their names."""
+    if config.predictor is None:
+        return None
+    names = str(config.predictor.get("class_path")).split(",")
+    classes = {name: import_predictor(config.predictor | {"class_path": name}, "--predictor") for name in names}
+    return classes if len(classes) > 1 else classes[names[0]]
+
+
 def _check_output(config: InferConfig) -> None:
     """Refuse a folder with the results of another model or bundle, and a path that is no folder."""
     folder = Path(config.output)
@@ -295,6 +320,14 @@ def _check_densities(config: InferConfig, bundle: Bundle) -> None:
         bundle.at(*pair)
 
 
+def _check_engines(config: InferConfig, bundle: Bundle) -> None:
+    """Let an engine that is asked for by name refuse predictors of one's own before anything slow starts."""
+    asked = [*(config.timing_backends if config.timing else ()), *([config.backend] if config.generate else [])]
+    for backend in asked:
+        if backend in ENGINES:
+            check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
+
+
 def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[EvalText]:
     trained = trained_text(bundle, config.bundle)
     named = list(name_texts(config.text).items())
@@ -302,8 +335,12 @@ def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[Eva
     if tokens == 0:  # without scoring one window is enough: timing takes its prompt from it
         named, tokens = named[:1], config.window - 1
     options = (config.text_set, config.model, trained, tokenizer, config.window, tokens, config.seed)
+    sources: list[tuple[str, str | dict[str, Any]]] = [*named]
+    if config.own_text is not None:
+        import_text(config.own_text, "--own_text")  # named by its flag where it cannot be imported
+        sources.insert(0, (str(config.own_text.get("class_path")).rpartition(".")[2], config.own_text))
     texts = []
-    for name, source in named:
+    for name, source in sources:
         asked = TextSource(
             source=source,
             config=config.text_config,

@@ -119,7 +119,8 @@ def load_text(
     Args:
         name: of the text in results and messages.
         set_name: the set that is scored of a source that is split: the one that the predictors were trained on,
-            ``installed-docs`` (on whose ``train`` documents the embedded model was pretrained) and hub datasets.
+            ``installed-docs`` (on whose ``train`` documents the embedded model was pretrained), hub datasets
+            and classes.
         model: folder or hub id; the folder may carry hashes of the paragraphs it was pretrained on.
         trained: of :func:`trained_text`.
         window: ``</s>`` and ``window`` - 1 new tokens.
@@ -131,13 +132,14 @@ def load_text(
     """
     documents, _ = load_documents(source)
     digest = sha256_text("".join(sha256_text(document.text) for document in documents))
-    is_file = Path(source.source).is_file()
+    is_file = _is_file(source)
     # Two files may have one name; an installed source of other versions stays the same domain and keeps its split.
     same = trained.get("source") == source.key and (not is_file or trained.get("sha256") == digest)
     seen_by_predictors = 0
     pretrained = read_paragraph_hashes(model)
     skipped = 0
-    chosen = set_name if same or source.source == INSTALLED_DOCS or _is_hub(source) else None
+    split = source.source == INSTALLED_DOCS or not (is_file or source.source in INSTALLED)
+    chosen = set_name if same or split else None
     if chosen is not None:
         sets, skipped = split_documents(documents, source.key, pretrained)
         documents = sets[chosen]
@@ -153,11 +155,12 @@ def load_text(
     require_one_sequence(held.tokens, window, name)
     domain = IN_DOMAIN if same or seen_by_predictors else UNSEEN
     whole = chosen is None and not held.truncated
-    return EvalText(name, source.source, digest, chosen, whole, domain, skipped, window, held)
+    shown = source.source if isinstance(source.source, str) else source.key
+    return EvalText(name, shown, digest, chosen, whole, domain, skipped, window, held)
 
 
-def _is_hub(source: TextSource) -> bool:
-    return source.source not in INSTALLED and not Path(source.source).is_file()
+def _is_file(source: TextSource) -> bool:
+    return isinstance(source.source, str) and Path(source.source).is_file()
 
 
 def _without_pretrained_paragraphs(documents: Sequence[Document], hashes: np.ndarray) -> tuple[list[Document], int]:

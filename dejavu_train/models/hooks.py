@@ -27,13 +27,13 @@ def decoder_layers(model: Any) -> Any:
 
 @contextmanager
 def record(
-    model: nn.Module, want: Iterable[str], layers: Iterable[int] | None = None, on_layer: OnLayer | None = None
+    model: nn.Module, places: Iterable[str], layers: Iterable[int] | None = None, on_layer: OnLayer | None = None
 ) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """Within the context every forward pass of ``model`` hands over the wanted places of the wanted layers.
+    """Within the context every forward pass of ``model`` hands over ``places`` of ``layers``.
 
     Args:
         model: an OPTForCausalLM (pre-norm).
-        want: some of ``PLACES``.
+        places: some of ``PLACES``.
         layers: layer numbers; None means all.
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
             forward pass are kept in the dict that the context yields, by layer.
@@ -41,14 +41,14 @@ def record(
     The tensors, detached, in the model's dtype and on the layer's device: ``attn_in``, ``mlp_in`` (B, T, d),
     ``activation`` (B, T, f), ``head_out`` (B, T, h, e). Padding is recorded like everything else: the caller knows it.
     """
-    wanted = set(want)
-    assert wanted <= set(PLACES), f"unknown places {sorted(wanted - set(PLACES))}; known are {PLACES}"
+    recorded = set(places)
+    assert recorded <= set(PLACES), f"unknown places {sorted(recorded - set(PLACES))}; known are {PLACES}"
     kept: dict[int, dict[str, Tensor]] = {}
     blocks = decoder_layers(model)
     chosen = range(len(blocks)) if layers is None else sorted(set(layers))
     handles = []
     for layer in chosen:
-        handles += _hook_layer(layer, blocks[layer], wanted, on_layer or kept.__setitem__)
+        handles += _hook_layer(layer, blocks[layer], recorded, on_layer or kept.__setitem__)
     try:
         yield kept
     finally:
@@ -56,7 +56,7 @@ def record(
             handle.remove()
 
 
-def _hook_layer(layer: int, block: Any, wanted: set[str], hand_over: OnLayer) -> list[Any]:
+def _hook_layer(layer: int, block: Any, recorded: set[str], hand_over: OnLayer) -> list[Any]:
     """Hooks on one decoder block; returns their handles."""
     got: dict[str, Tensor] = {}
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
@@ -65,7 +65,7 @@ def _hook_layer(layer: int, block: Any, wanted: set[str], hand_over: OnLayer) ->
     def after_attn_norm(_module: nn.Module, _args: Any, output: Tensor) -> None:
         got.clear()
         rows[0] = (output.shape[0], output.shape[1])
-        if "attn_in" in wanted:
+        if "attn_in" in recorded:
             got["attn_in"] = output.detach()
 
     def before_out_proj(_module: nn.Module, args: Any) -> None:
@@ -82,11 +82,11 @@ def _hook_layer(layer: int, block: Any, wanted: set[str], hand_over: OnLayer) ->
         got.clear()
 
     handles = [block.self_attn_layer_norm.register_forward_hook(after_attn_norm)]
-    if "head_out" in wanted:
+    if "head_out" in recorded:
         handles.append(block.self_attn.out_proj.register_forward_pre_hook(before_out_proj))
-    if "mlp_in" in wanted:
+    if "mlp_in" in recorded:
         handles.append(block.final_layer_norm.register_forward_hook(after_mlp_norm))
-    if "activation" in wanted:
+    if "activation" in recorded:
         handles.append(block.fc2.register_forward_pre_hook(before_fc2))
     handles.append(block.register_forward_hook(after_block))
     return handles

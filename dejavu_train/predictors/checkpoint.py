@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json
 from dejavu_train.models.opt import torch_dtype
+from dejavu_train.predictors.custom import PredictorClass, build_custom, chosen_classes, custom_tensors, load_custom
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED, row_codes, stored_rows
 
@@ -21,11 +23,14 @@ class Stored(NamedTuple):
     """A finished predictor: the metadata of ``predictor.json``, and the predictor in fp32."""
 
     metadata: dict[str, Any]
-    predictor: LowRankPredictor
+    predictor: nn.Module
 
 
-def read_predictor(folder: str | Path) -> Stored:
+def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | None = None) -> Stored:
     """Read ``predictor.json`` and ``predictor.safetensors``.
+
+    Args:
+        classes: by name, of predictors that are no :class:`LowRankPredictor`.
 
     Raises:
         UserError: missing, damaged, or tensors that do not fit the metadata.
@@ -34,9 +39,7 @@ def read_predictor(folder: str | Path) -> Stored:
     metadata = read_json(folder / "predictor.json", "a finished predictor")
     try:
         tensors = load_file(folder / "predictor.safetensors")
-        predictor = LowRankPredictor(
-            metadata["d_in"], metadata["rank"], metadata["n_out"], metadata["nonlinearity"], bias=metadata["bias"]
-        )
+        predictor = build_predictor(metadata, classes or {}, f"the predictor in {folder}")
         predictor.load_state_dict(tensors)
     except Exception as error:
         if isinstance(error, UserError):
@@ -44,14 +47,27 @@ def read_predictor(folder: str | Path) -> Stored:
         raise UserError(
             f"the predictor in {folder} is damaged ({str(error).splitlines()[0]}); train it again"
         ) from None
-    return Stored(metadata, predictor.requires_grad_(False))
+    return Stored(metadata, predictor.requires_grad_(False).eval())
 
 
-def stored_tensors(predictor: LowRankPredictor, dtype: str) -> dict[str, Tensor]:
+def build_predictor(metadata: Mapping[str, Any], classes: Mapping[str, PredictorClass], where: str) -> nn.Module:
+    """A predictor of the kind that ``metadata`` (of a checkpoint or a bundle's spec) says, with first values."""
+    if metadata["kind"] == "custom":
+        name = metadata["class_path"]
+        kind = chosen_classes({name}, classes, where)[name]
+        return build_custom(kind, dict(metadata), metadata["d_in"], metadata["n_out"], where)
+    sizes = (metadata["d_in"], metadata["rank"], metadata["n_out"])
+    return LowRankPredictor(*sizes, metadata["nonlinearity"], metadata["bias"])
+
+
+def stored_tensors(predictor: nn.Module, dtype: str) -> dict[str, Tensor]:
     """The tensors of a bundle spec on the CPU: ``down`` (rank, d_in), ``up`` (n_out, rank), ``bias`` (n_out).
 
     With ``int8`` and ``int4`` the matrices come with ``down_scale`` (rank) and ``up_scale`` (n_out), the bias in fp16.
+    Of any other module those of :func:`custom_tensors`.
     """
+    if not isinstance(predictor, LowRankPredictor):
+        return custom_tensors(predictor, torch_dtype(dtype))
     tensors: dict[str, Tensor] = {}
     for name, parameter in predictor.named_parameters():
         weight = parameter.data.cpu()
@@ -64,12 +80,15 @@ def stored_tensors(predictor: LowRankPredictor, dtype: str) -> dict[str, Tensor]
     return tensors
 
 
-def as_stored(predictor: LowRankPredictor, tensors: Mapping[str, Tensor]) -> LowRankPredictor:
-    """Set ``predictor`` to what ``tensors`` read back as, in fp32; returns it."""
+@torch.no_grad()
+def as_stored(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str = "this bundle") -> nn.Module:
+    """Set ``predictor`` to what ``tensors``, of :func:`stored_tensors`, read back as, in fp32; returns it."""
+    if not isinstance(predictor, LowRankPredictor):
+        return load_custom(predictor, tensors, where)
     for name, parameter in predictor.named_parameters():
         scale = tensors.get(f"{name}_scale")
         if scale is None:
-            parameter.data = tensors[name].float()
+            parameter.copy_(tensors[name])
         else:
-            parameter.data = row_codes(tensors[name], parameter.shape[1]) * scale.float()[:, None]
+            parameter.copy_(row_codes(tensors[name], parameter.shape[1]) * scale.float()[:, None])
     return predictor

@@ -1,15 +1,18 @@
-"""Losses of a predictor: ``loss(logits, batch) -> scalar``, one plain function each, chosen by name.
+"""Losses of a predictor: ``loss(logits, batch) -> scalar``, one plain function each, chosen by name or class_path.
 
 Letters: B rows, d input width, n units (neurons or heads).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
 
 NEGATIVE_WEIGHT = 0.1
@@ -103,12 +106,26 @@ LOSSES: dict[str, Loss] = {
 NEEDS_CONTRIBUTION = frozenset({"contribution", "listwise", "regression", "log_contribution"})
 
 
-def get_loss(name: str) -> Loss:
-    """The loss called ``name``.
+def get_loss(named: str | dict[str, Any], key: str = "loss") -> Loss:
+    """The loss called ``named``, or the function or instance of the class that its ``class_path`` names.
+
+    Args:
+        named: of a loss of one's own ``{"class_path": ..., "init_args": {...}}``.
+        key: of the configuration, for messages.
 
     Raises:
         UserError: there is none.
     """
-    if name not in LOSSES:
-        raise UserError(f"unknown loss {name}; the losses are {', '.join(LOSSES)}")
-    return LOSSES[name]
+    if isinstance(named, str):
+        if named not in LOSSES:
+            raise UserError(f"unknown loss {named}; the losses are {', '.join(LOSSES)}, or give {key}.class_path")
+        return LOSSES[named]
+    kind = import_named(named, key)
+    if isinstance(kind, type):
+        return kind(**bound_arguments(kind, named, key))
+    return functools.partial(kind, **(named.get("init_args") or {}))
+
+
+def needs_contribution(named: str | dict[str, Any]) -> bool:
+    """Whether the loss called ``named`` reads ``contribution``, which costs time for neurons; one's own may."""
+    return not isinstance(named, str) or named in NEEDS_CONTRIBUTION

@@ -107,11 +107,11 @@ def at_density(histograms: Tensor, density: float) -> dict[str, float]:
     """
     units, positives, mass = torch.flip(histograms, [1]).cumsum(1)
     total = histograms.sum(1)
-    wanted = density * float(total[0])
-    place = int(torch.searchsorted(units, wanted).clamp_max(N_BINS - 1))
+    count = density * float(total[0])
+    place = int(torch.searchsorted(units, count).clamp_max(N_BINS - 1))
     before = [float(part[place - 1]) if place else 0.0 for part in (units, positives, mass)]
     after = [float(part[place]) for part in (units, positives, mass)]
-    share = (wanted - before[0]) / max(after[0] - before[0], 1e-12)
+    share = (count - before[0]) / max(after[0] - before[0], 1e-12)
     kept = [low + share * (high - low) for low, high in zip(before, after, strict=True)]
     width = 2 * BIN_LIMIT / N_BINS
     return {

@@ -14,7 +14,7 @@ per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the pap
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from dejavu_train.bundle.artifact import METADATA, Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.gather import KV_POLICIES, GatherDecoder
 from dejavu_train.sparse.inputs import (
@@ -124,6 +125,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         device: str | torch.device = "cpu",
         device_map: Any = None,
         revision: str | None = None,
+        predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
     ) -> "SparseOPTForCausalLM":
         """Load a model and its predictors.
 
@@ -132,6 +134,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             device_map: as in transformers, for models larger than one GPU.
+            predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
         Raises:
             UserError: no such model or bundle, or a bundle of other weights.
         """
@@ -140,7 +143,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             predictors = Path(name) / PREDICTORS_FOLDER
             if not (predictors / METADATA).is_file():
                 raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
-        bundle = predictors if isinstance(predictors, Bundle) else Bundle.from_pretrained(predictors)
+        if not isinstance(predictors, Bundle):
+            predictors = Bundle.from_pretrained(predictors, predictor_class=predictor_class)
+        bundle = predictors
         bundle.check_model(name, revision)
         model = load_opt(name, str(dtype).removeprefix("torch."), device, device_map, revision)
         return cls.from_model(model, bundle, backend, sparse_from, kv_policy)

@@ -93,7 +93,7 @@ class Rates(Callback):
 
 
 class Progress(Callback):
-    """Shows one job to a person: a bar of its steps with the latest figures, or, where stderr is no terminal and a bar
+    """Shows one job to a person: a bar of its steps with the latest metrics, or, where stderr is no terminal and a bar
     would only fill the log, a line per validation."""
 
     def __init__(self, title: str) -> None:

@@ -78,9 +78,9 @@ class Gate(torch.autograd.Function):
         return grad * wide, grad_logits, None, grad_rest, None, None
 
 
-def next_price(price: float, share: float, wanted: float) -> float:
-    """The price of bytes after a step that read ``share`` where ``wanted`` was asked."""
-    turn = 0.7 * (share / wanted - 1)
+def next_price(price: float, share: float, budget: float) -> float:
+    """The price of bytes after a step that read ``share`` of the dense MLPs' bytes where the budget was ``budget``."""
+    turn = 0.7 * (share / budget - 1)
     return price * float(torch.tensor(min(max(turn, -HIGHEST_TURN), HIGHEST_TURN)).exp())
 
 
@@ -93,7 +93,8 @@ class _Gates:
         self.bundle, self.width = bundle, width
         self.means = bundle.head_means(device)
         self.second_stages = bundle.second_stages(self.blocks)
-        self.predictors: dict[tuple[int, str], LowRankPredictor] = {}
+        self.predictors: dict[tuple[int, str], nn.Module] = {}
+        self.trained: dict[int, LowRankPredictor] = {}
         for (layer, target), spec in bundle.specs.items():
             if not spec.dense:
                 block = self.blocks[layer]  # of a model over several devices each layer has its own
@@ -101,13 +102,10 @@ class _Gates:
                 self.predictors[layer, target] = bundle.predictor(layer, target).to(place)
                 if target == "mlp":
                     made = self.predictors[layer, target]
-                    made.requires_grad_(True).train()
+                    assert isinstance(made, LowRankPredictor), "train.py tunes no other"
+                    self.trained[layer] = made.requires_grad_(True).train()
                     made.rounded_to = spec.dtype if spec.dtype in SCALED else None
         self.spent: list[Tensor] = []
-
-    @property
-    def trained(self) -> dict[int, LowRankPredictor]:
-        return {layer: made for (layer, target), made in self.predictors.items() if target == "mlp"}
 
     @contextmanager
     def on(self, shape: tuple[int, int]) -> Iterator[None]:
@@ -182,7 +180,7 @@ def finetune(
         bundle: calibrated with thresholds; layers that it keeps dense stay so.
         windows: token ids of train documents; the longest ones of one length are used.
         seed: of the windows' order.
-    Returns: by layer the predictor in fp32 on the CPU, and some steps' figures: step, nats, share of the MLPs' bytes.
+    Returns: by layer the predictor in fp32 on the CPU, and metrics of some steps: step, nats, share of the MLPs' bytes.
 
     Raises:
         UserError: nothing to tune, a bundle without thresholds, or no windows.
@@ -223,7 +221,7 @@ def finetune(
             share += ledger.share(float(spent.detach())) / passes
         optimiser.step()
         schedule.step()
-        price = next_price(price, share, ledger.wanted)
+        price = next_price(price, share, ledger.budget)
         if step % max(1, config.steps // 10) == 0 or step == config.steps - 1:
             metrics.append({"step": float(step), "nats": nats, "share": share, "price": price})
             logger.info("tuning: step %d of %d, %.4f nats, %.2f %% of the bytes", step, config.steps, nats, 100 * share)
@@ -241,7 +239,7 @@ class _Ledger:
         self.dense = 4.0 * shape.d_model * shape.d_ffn * shape.n_layers
         self.fixed = sum(predictor_bytes(spec) for spec in sparse.values())
         self.fixed += 4.0 * shape.d_model * shape.d_ffn * (shape.n_layers - len(sparse))
-        self.wanted = mlp_share(bundle)
+        self.budget = mlp_share(bundle)
 
     def first_price(self) -> float:
         """What the sensitivities say: nats saved by 15 % more density, per share of the bytes that it costs."""

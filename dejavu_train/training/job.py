@@ -12,6 +12,7 @@ because a script under DDP is executed again by every rank, and nothing but the 
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -30,7 +31,7 @@ import yaml
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dejavu_train.config import RunConfig
 from dejavu_train.data.datamodule import ShardDataModule
@@ -39,6 +40,7 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.stages import Stage
+from dejavu_train.training.build import make_predictor
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.trainer import as_list, build_loggers, build_trainer, count_devices, quiet, start_device
@@ -175,7 +177,7 @@ def init_module(module: LitPredictor, config: RunConfig, job: Job, activations: 
     device = start_device(config.trainer)
     weights = LayerWeights.load(activations, layer, weight_hash).to(device)
     covariance = site_to_mlp_in = None
-    if section.init == "whitened_svd":
+    if section.init == "whitened_svd" and section.predictor is None:
         ahead = None if (site, site_layer) == ("mlp_in", layer) else ShardReader(activations, layer, "train")
         covariance, cross = second_moments(ShardReader(activations, site_layer, "train"), site, ahead, device)
         if ahead is not None:
@@ -195,19 +197,16 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
     site, site_layer = section.site(target, layer)
     data = ShardDataModule(activations, layer, target, site, site_layer, config.data, config.seed)
     density = deployed_density(config, job, activations)
+    predictor = make_predictor(config, job, data.d_in, data.n_units)
     module = LitPredictor(
         target,
-        data.d_in,
-        section.rank_of(layer),
+        predictor,
         data.n_units,
-        section.nonlinearity,
-        section.bias,
         density,
         section.loss,
         section.learning_rate,
         section.weight_decay,
         section.warmup,
-        config.calibrate.dtype_of(target),
     )
     init_module(module, config, job, activations, manifest.weight_hash)
 
@@ -222,6 +221,8 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
     last = folder / "checkpoints" / "last.ckpt"
     callbacks += [best, SaveLast(last, SAVE_SECONDS)]
     trainer = build_trainer(config, job, folder, callbacks)
+    for each in trainer.loggers:
+        each.log_hyperparams(dataclasses.asdict(section) | {"target": target, "density": density})
     began = time.perf_counter()
     with quiet():
         if section.steps == 0:  # the first values are the predictor
@@ -250,7 +251,7 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
             metrics["loader_rows_per_s"],
             metrics["step_rows_per_s"],
         )
-        export(folder, config, job, module, metrics)
+        export(folder, config, job, predictor, (data.d_in, data.n_units), metrics)
     for each in trainer.loggers:
         finish = getattr(each.experiment, "finish", None) if trainer.is_global_zero else None
         if callable(finish):  # a wandb run must end before the next one begins
@@ -269,26 +270,32 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
         raise UserError(f"cannot resume from {last} ({type(error).__name__}); delete it to start anew") from None
 
 
-def export(folder: Path, config: RunConfig, job: Job, module: LitPredictor, metrics: dict[str, float]) -> None:
-    """Write the finished predictor, the metadata last, and drop its checkpoints."""
+def export(
+    folder: Path,
+    config: RunConfig,
+    job: Job,
+    predictor: nn.Module,
+    sizes: tuple[int, int],
+    metrics: dict[str, float],
+) -> None:
+    """Write the finished predictor (``sizes``: d_in, n_out), the metadata last, and drop its checkpoints."""
     layer, target = job
     section = config.predictor(target)
     site, site_layer = section.site(target, layer)
-    predictor = module.predictor
-    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in predictor.state_dict().items()}
+    tensors = {  # copies: a module may hold one tensor under two names
+        name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in predictor.state_dict().items()
+    }
     with replacing(folder / "predictor.safetensors") as path:
-        save_file(tensors, path)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     metadata = {
         "layer": layer,
         "target": target,
-        "kind": "low_rank",
         "site": site,
         "site_layer": site_layer,
-        "rank": predictor.rank,
-        "d_in": predictor.down.shape[1],
-        "n_out": predictor.up.shape[0],
-        "nonlinearity": predictor.nonlinearity,
-        "bias": predictor.bias is not None,
+        "d_in": sizes[0],
+        "n_out": sizes[1],
+        **section.describe(layer),
         "loss": section.loss,
         "sha256": sha256_file(folder / "predictor.safetensors"),
         "metrics": {name.removeprefix("val/"): value for name, value in metrics.items()},

@@ -1,17 +1,17 @@
-"""The LightningModule of one (layer, target): a low-rank predictor, one loss, one optimiser, and its figures."""
+"""The LightningModule of one (layer, target): a predictor, one loss, one optimiser, and its metrics."""
 
 import math
 from typing import Any
 
 import lightning
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dejavu_train.data.shards import LayerWeights, unpack_bits
 from dejavu_train.errors import UserError
-from dejavu_train.predictors.losses import NEEDS_CONTRIBUTION, Batch, get_loss
-from dejavu_train.predictors.low_rank import LowRankPredictor, Nonlinearity, svd_init
+from dejavu_train.predictors.losses import Batch, get_loss, needs_contribution
+from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 from dejavu_train.predictors.metrics import N_BINS, at_density, logit_histograms, top_units
 
 
@@ -38,12 +38,12 @@ class LitPredictor(lightning.LightningModule):
 
     Args:
         target: ``mlp`` (labels: active neurons) or ``heads`` (labels: the heads of largest contribution).
-        d_in, rank, n_out, nonlinearity, bias: of the predictor.
-        density: share of units that will be selected when deployed; figures and stopping are taken there.
-        loss: name of a loss in losses.py.
+        predictor: maps (B, d_in) to logits (B, n_out).
+        n_out: number of units.
+        density: share of units that will be selected when deployed; metrics and stopping are taken there.
+        loss: as :func:`get_loss` takes it; the parameters of a loss that is a module are trained too.
         learning_rate, weight_decay: of AdamW.
         warmup: share of the steps in which the rate rises; after it falls along a cosine to a hundredth.
-        stored_as: dtype of the deployed weights; int4 trains through its rounding (int8 selects what fp32 selects).
 
     A batch is what ShardDataModule makes.
     """
@@ -51,26 +51,20 @@ class LitPredictor(lightning.LightningModule):
     def __init__(
         self,
         target: str,
-        d_in: int,
-        rank: int,
+        predictor: nn.Module,
         n_out: int,
-        nonlinearity: Nonlinearity = "none",
-        bias: bool = True,
         density: float = 0.1,
-        loss: str = "contribution",
+        loss: str | dict[str, Any] = "contribution",
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
         warmup: float = 0.05,
-        stored_as: str = "float32",
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
         self.target, self.density, self.n_out = target, density, n_out
         self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
-        self.predictor = LowRankPredictor(d_in, rank, n_out, nonlinearity, bias)
-        self.predictor.rounded_to = stored_as if stored_as == "int4" else None
+        self.predictor = predictor
         self.loss = get_loss(loss)
-        self._train_contribution = loss in NEEDS_CONTRIBUTION
+        self._train_contribution = needs_contribution(loss)
         self.metrics = SelectionMetric()
         # Neither a buffer (DDP would send it around at every step) nor state: it belongs to the model, not to us.
         self._weights: LayerWeights | None = None
@@ -86,14 +80,16 @@ class LitPredictor(lightning.LightningModule):
 
         Args:
             init: ``random``; ``small`` (logits near the bias at first); ``svd`` of fc1; ``whitened_svd``, weighed with
-            the
-                inputs' second moment ``covariance`` (d_in, d_in).
+                the inputs' second moment ``covariance`` (d_in, d_in). It is of a low-rank predictor; any other keeps
+                the values that it was made with.
             site_to_mlp_in: (d, d_in), for look-ahead the linear guess of what fc1 reads from the predictor's input.
 
         Raises:
             UserError: an SVD initialisation for heads, which have no weight to decompose.
         """
         self._weights = weights
+        if not isinstance(self.predictor, LowRankPredictor):
+            return
         if init in ("svd", "whitened_svd"):
             if self.target != "mlp":
                 raise UserError(f"init {init} is for the target mlp; use random or small for {self.target}")
@@ -114,7 +110,7 @@ class LitPredictor(lightning.LightningModule):
         active = unpack_bits(raw["active"], self.n_out)
         if not need_contribution:
             return Batch(inputs, active)
-        assert self._weights is not None, "start_from gives the layer's weights"
+        assert self._weights is not None, "init_predictor gives the layer's weights"
         mlp_in = raw["mlp_in"].float() if "mlp_in" in raw else inputs
         if self._weights.fc1_weight.device != mlp_in.device:
             self._weights = self._weights.to(mlp_in.device)

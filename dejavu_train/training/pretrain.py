@@ -206,8 +206,8 @@ class RowSampler:
 
     def __call__(self, step: int) -> Tensor:
         """The (rows, context + 1) int64 batch of a step."""
-        wanted = range(step * self.rows, (step + 1) * self.rows)
-        starts = torch.stack([self._start(index) for index in wanted])
+        indices = range(step * self.rows, (step + 1) * self.rows)
+        starts = torch.stack([self._start(index) for index in indices])
         offsets = torch.arange(self.context, device=self.stream.device)
         rows = self.stream[starts.to(self.stream.device)[:, None] + offsets].long()
         return F.pad(rows, (1, 0), value=START_TOKEN)

@@ -78,12 +78,12 @@ def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbac
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
 
 
-def build_loggers(config: RunConfig, wanted: Any, folder: Path, name: str) -> list[Any]:
-    """CSV always, and the loggers of the configuration, each told run, group and folder where it knows them."""
+def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -> list[Any]:
+    """CSV always, and the loggers of the configuration, each with run, group and folder where it takes them."""
     use_wandb_offline_without_key()
     group = f"{Path(config.output).name}-{trained_identity(config)[:8]}"
     loggers: list[Any] = [CSVLogger(folder, "csv")]
-    for entry in as_list(wanted):
+    for entry in as_list(configured):
         if not isinstance(entry, dict) or entry["class_path"].endswith("CSVLogger"):
             continue  # true or false: CSV is there anyway
         module_name, _, class_name = entry["class_path"].rpartition(".")

@@ -80,7 +80,7 @@ def test_installed_docs_are_never_scored_on_what_the_model_was_pretrained_on(mod
 
 def test_a_hub_dataset_is_scored_on_its_report_set(model, rows, monkeypatch):
     documents = [text.Document(row["name"], row["text"]) for row in rows]
-    monkeypatch.setattr(text, "_hub_documents", lambda source: documents)
+    monkeypatch.setattr(text, "_hub_documents", lambda source, name: documents)
     assert load(model, "somebody/prose").set_name == "test"
 
 

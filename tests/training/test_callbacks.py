@@ -5,6 +5,7 @@ from small_runs import activations
 
 import dejavu_train.training.callbacks as callbacks
 from dejavu_train.data.datamodule import DataConfig, ShardDataModule
+from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast
 from dejavu_train.training.lit_predictor import LitPredictor
 
@@ -16,7 +17,7 @@ def fit(tiny_opt, text_file, tmp_path_factory):
     def run(*watching):
         folder = activations(tiny_opt, text_file)
         data = ShardDataModule(folder, 0, "heads", "attn_in", 0, DataConfig(batch_size=64), 0)
-        module = LitPredictor("heads", 48, 4, 4, density=0.5, loss="listwise")
+        module = LitPredictor("heads", LowRankPredictor(48, 4, 4), 4, density=0.5, loss="listwise")
         trainer = lightning.Trainer(
             accelerator="cpu", max_steps=8, val_check_interval=4, check_val_every_n_epoch=None, logger=False,
             enable_checkpointing=True, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,

@@ -41,7 +41,7 @@ def trained(module, data, steps):
 
 
 def test_svd_of_full_rank_is_fc1_itself(folder, weights):
-    module = LitPredictor("mlp", 48, 48, 96, density=0.45)
+    module = LitPredictor("mlp", LowRankPredictor(48, 48, 96), 96, density=0.45)
     module.init_predictor("svd", weights)
     metrics = trained(module, data_for(folder, "mlp", "mlp_in"), 0)
     assert metrics["val/recall_at_active_density"] > 0.99
@@ -51,7 +51,7 @@ def test_svd_of_full_rank_is_fc1_itself(folder, weights):
 def test_the_inputs_covariance_helps_the_start(folder, weights):
     masses = {}
     for start in ("svd", "whitened_svd", "random"):
-        module = LitPredictor("mlp", 48, 12, 96, density=0.4)
+        module = LitPredictor("mlp", LowRankPredictor(48, 12, 96), 96, density=0.4)
         module.init_predictor(start, weights, second_moments(ShardReader(folder, 1, "train"), "mlp_in")[0])
         masses[start] = trained(module, data_for(folder, "mlp", "mlp_in"), 0)["val/retained_mass"]
     assert masses["random"] < masses["svd"] < masses["whitened_svd"]
@@ -61,7 +61,7 @@ def test_a_start_for_look_ahead_guesses_what_fc1_reads(folder, weights, tiny_opt
     masses = {}
     for start in ("svd", "whitened_svd"):
         config = parse_config(flags(tiny_opt, text_file, folder.parent, "--mlp.lookahead=1", f"--mlp.init={start}"))
-        module = LitPredictor("mlp", 48, 16, 96, density=0.4)
+        module = LitPredictor("mlp", LowRankPredictor(48, 16, 96), 96, density=0.4)
         init_module(module, config, (1, "mlp"), folder, ActivationManifest.load(folder).weight_hash)
         masses[start] = trained(module, data_for(folder, "mlp", "attn_in"), 0)["val/retained_mass"]
     assert masses["whitened_svd"] > masses["svd"] + 0.02
@@ -70,7 +70,7 @@ def test_a_start_for_look_ahead_guesses_what_fc1_reads(folder, weights, tiny_opt
 @pytest.mark.parametrize("loss", LOSSES)
 def test_training_improves_on_the_start(folder, weights, loss):
     data = data_for(folder, "mlp", "mlp_in")
-    module = LitPredictor("mlp", 48, 16, 96, density=0.4, loss=loss, learning_rate=5e-3)
+    module = LitPredictor("mlp", LowRankPredictor(48, 16, 96), 96, density=0.4, loss=loss, learning_rate=5e-3)
     module.init_predictor("random", weights)
     before = trained(module, data, 0)["val/retained_mass"]
     after = trained(module, data, 80)["val/retained_mass"]
@@ -79,7 +79,7 @@ def test_training_improves_on_the_start(folder, weights, loss):
 
 def test_heads(folder, weights):
     data = data_for(folder, "heads", "attn_in")
-    module = LitPredictor("heads", 48, 8, 4, density=0.5, loss="listwise", learning_rate=1e-2)
+    module = LitPredictor("heads", LowRankPredictor(48, 8, 4), 4, density=0.5, loss="listwise", learning_rate=1e-2)
     with pytest.raises(UserError, match="heads"):
         module.init_predictor("svd", weights)
     module.init_predictor("small", weights)
@@ -90,7 +90,7 @@ def test_heads(folder, weights):
 
 
 def test_contributions_are_recomputed_and_obey_the_label(folder, weights):
-    module = LitPredictor("mlp", 48, 8, 96)
+    module = LitPredictor("mlp", LowRankPredictor(48, 8, 96), 96)
     module.init_predictor("random", weights)
     raw = next(iter(data_for(folder, "mlp", "mlp_in").val_dataloader()))
     raw["active"][:, :2] = 0  # sixteen neurons
@@ -100,14 +100,14 @@ def test_contributions_are_recomputed_and_obey_the_label(folder, weights):
     expected[:, :16] = 0
     torch.testing.assert_close(batch.contribution, expected, atol=2e-2, rtol=1e-3)
     assert not batch.contribution[~unpack_bits(raw["active"], 96)].any()
-    heads = LitPredictor("heads", 48, 8, 4, density=0.5)
+    heads = LitPredictor("heads", LowRankPredictor(48, 8, 4), 4, density=0.5)
     contribution = torch.rand(5, 4)
     labels = heads.make_batch({"inputs": torch.zeros(5, 48), "contribution": contribution}, True).active
     assert torch.equal(labels, top_units(contribution, 2))
 
 
 def test_the_rate_rises_and_falls(folder, weights):
-    module = LitPredictor("mlp", 48, 8, 96, learning_rate=1.0, warmup=0.1)
+    module = LitPredictor("mlp", LowRankPredictor(48, 8, 96), 96, learning_rate=1.0, warmup=0.1)
     module.init_predictor("random", weights)
     rates = []
     module.on_train_batch_end = lambda *_: rates.append(module.optimizers().param_groups[0]["lr"])
@@ -127,7 +127,8 @@ def test_metric_sums_over_updates():
 
 
 def test_int4_is_trained_as_it_is_deployed(folder, weights):
-    module = LitPredictor("mlp", 48, 12, 96, density=0.4, learning_rate=1e-2, stored_as="int4")
+    module = LitPredictor("mlp", LowRankPredictor(48, 12, 96), 96, density=0.4, learning_rate=1e-2)
+    module.predictor.rounded_to = "int4"
     module.init_predictor("random", weights)
     before = trained(module, data_for(folder, "mlp", "mlp_in"), 0)
     after = trained(module, data_for(folder, "mlp", "mlp_in"), 60)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.request import Request
 from dejavu_train.errors import Unsupported
@@ -22,7 +23,8 @@ class CpuBackend:
     """Engines for one model and bundle.
 
     Raises:
-        Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads.
+        Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads, predictors that
+            are not low-rank.
     """
 
     def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill") -> None:
@@ -30,6 +32,7 @@ class CpuBackend:
             from dejavu_train.engine.cpu.engine import SUPPORTED  # imports numba and looks for a folder for its cache
         except (ImportError, RuntimeError) as error:
             raise Unsupported(f"the CPU engine cannot be loaded ({str(error).splitlines()[0]})") from None
+        check_low_rank(bundle.specs, "the CPU engine")
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
         if kv_policy != "backfill":

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Plan
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
@@ -48,7 +49,9 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
 
     Raises:
         UserError: thresholds that were never calibrated.
+        Unsupported: a predictor that is no low-rank one.
     """
+    check_low_rank(bundle.specs, "the CPU engine")
     found = []
     for (layer, target), entry in sorted(bundle.specs.items()):
         if entry.threshold is None and entry.top_k is None:
