@@ -8,10 +8,10 @@ import torch
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.models.opt import DTYPES
+from dejavu_train.models.shape import OPTShape
 from dejavu_train.predictors.quantization import SCALED
 
-TARGETS = ("mlp", "heads")
 SITES = ("attn_in", "mlp_in")
 KINDS = ("low_rank", "cascade")
 PREDICTOR_DTYPES = (*DTYPES, *SCALED)
