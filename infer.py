@@ -8,6 +8,6 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from dejavu_train.errors import exit_on_user_error
-    from dejavu_train.evaluation.run import main
+    from dejavu_train.evaluation.cli import main
 
     sys.exit(exit_on_user_error(main))

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dejavu_train.config import PredictorConfig, RunConfig
-from dejavu_train.data.datamodule import DataConfig
+from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import exit_on_user_error

@@ -1,19 +1,17 @@
-"""The configuration of a run: one dataclass per section, and the jobs it asks for."""
+"""The configuration of a run: one dataclass per section, and the jobs it asks for. Readable without torch."""
 
 import dataclasses
 import json
 from typing import Any, Literal
 
 from dejavu_train.bundle.allocation import parse_budget
-from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
-from dejavu_train.bundle.spec import TARGETS, PredictorSpec
-from dejavu_train.calibration.calibrate import CalibrateConfig
-from dejavu_train.data.datamodule import DataConfig
+from dejavu_train.calibration.config import CalibrateConfig
+from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
-from dejavu_train.data.windows import CollectConfig
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
-from dejavu_train.predictors.losses import get_loss
+from dejavu_train.models.shape import TARGETS, OPTShape
+
+LOSSES = ("paper", "pos_weight", "contribution", "listwise", "regression", "log_contribution")  # in predictors.losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +78,8 @@ class PredictorConfig:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
         if section == "heads" and self.init in ("svd", "whitened_svd") and self.predictor is None:
             raise UserError(f"heads.init cannot be {self.init}: heads have no weight to decompose; use small or random")
-        if isinstance(self.loss, str):
-            get_loss(self.loss, f"{section}.loss")
+        if isinstance(self.loss, str) and self.loss not in LOSSES:
+            raise UserError(f"{section}.loss: unknown loss {self.loss}; the losses are {', '.join(LOSSES)}")
 
     def describe(self, layer: int) -> dict[str, Any]:
         """What a checkpoint says of the kind of the predictor of ``layer``."""
@@ -179,8 +177,9 @@ class RunConfig:
     """Thresholds."""
     tune: TuneConfig = dataclasses.field(default_factory=TuneConfig)
     """Training of the neurons' predictors inside the sparse model, after all others and before the last calibration."""
-    trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of the Lightning Trainer, its classes as class_path and init_args."""
+    trainer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"devices": 1})
+    """Arguments of the Lightning Trainer: --trainer.NAME VALUE, classes as class_path and init_args. --trainer.help
+    lists them."""
 
     def predictor(self, target: str) -> PredictorConfig:
         return self.mlp if target == "mlp" else self.heads
@@ -218,6 +217,11 @@ class RunConfig:
     def _check_budget(self, shape: OPTShape) -> None:
         """A budget that the predictors alone exceed is known before anything is collected."""
         budget = None if self.calibrate.budget is None else parse_budget(self.calibrate.budget).bytes_per_token
+        if budget is None:
+            return
+        from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes  # import torch
+        from dejavu_train.bundle.spec import PredictorSpec
+
         least = 0.0 if self.heads.enabled else 8.0 * shape.d_model**2 * shape.n_layers
         for layer, target in self.all_jobs(shape.n_layers):
             section, n_out = self.predictor(target), shape.units(target)
@@ -225,7 +229,7 @@ class RunConfig:
             kind = section.describe(layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
             spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, kind, bias=section.bias, dtype=dtype)
             least += min(predictor_bytes(spec), spec_bytes(spec, shape))
-        if budget is not None and budget < least:
+        if budget < least:
             raise UserError(
                 f"calibrate.budget {self.calibrate.budget} cannot be met: the predictors alone read {least:.4g} bytes;"
                 " raise the budget, or choose a lower rank or calibrate.dtype int4"

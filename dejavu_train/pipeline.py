@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.calibration.calibrate import CalibrateConfig, calibrate
-from dejavu_train.config import TARGETS, RunConfig
+from dejavu_train.calibration.calibrate import calibrate
+from dejavu_train.calibration.config import CalibrateConfig
+from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import LoadSets, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader
@@ -27,7 +28,8 @@ from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
-from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
 from dejavu_train.run_folder import check_output, claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
@@ -42,7 +44,7 @@ from dejavu_train.training.job import (
     stored_stage,
     summary_rows,
 )
-from dejavu_train.training.trainer import build_trainer, start_device
+from dejavu_train.training.trainer import build_trainer, resolved_arguments, start_device
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ def run(config: RunConfig) -> None:
     check_classes(config, shape)
     jobs = config.all_jobs(shape.n_layers)
     check_output(Path(config.output))
+    config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))
     check_trainer(config, jobs[0])
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.

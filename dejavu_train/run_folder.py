@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.config import TARGETS, RunConfig
+from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, write_json
+from dejavu_train.models.shape import TARGETS
 from dejavu_train.stages import Stage, calibrate_stage, collect_stage, train_stage
 
 SCHEMA = 2

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from dejavu_train.data.collect import collect
+from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import TextSource
-from dejavu_train.data.windows import CollectConfig
 
 COLLECT = {
     "window": 64,

@@ -99,7 +99,7 @@ def test_unknown_key_in_yaml(run, capsys, tmp_path):
     path.write_text("mlp: {rank: 4, tempo: 3}\n")
     fails(capsys, [*run(), f"--config={path}"], "tempo")
     path.write_text("mlp: [unclosed\n")
-    fails(capsys, [*run(), f"--config={path}"], "parsing config")
+    fails(capsys, [*run(), f"--config={path}"], "not readable YAML")
 
 
 def test_post_norm_model_is_named(run, capsys, tmp_path):

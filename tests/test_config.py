@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from dejavu_train.calibration.calibrate import CalibrateConfig
+from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape

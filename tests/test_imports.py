@@ -6,7 +6,7 @@ import sys
 
 from conftest import REPOSITORY
 
-TRAINING_ONLY = ("lightning", "pytorch_lightning", "wandb", "h5py", "datasets", "jsonargparse", "torchmetrics")
+TRAINING_ONLY = ("lightning", "pytorch_lightning", "wandb", "h5py", "datasets", "torchmetrics")
 BLOCK = """
 import importlib.machinery
 finder = importlib.machinery.PathFinder
@@ -27,7 +27,8 @@ def python(code: str, blocked: tuple[str, ...] = (), cwd=REPOSITORY) -> str:
 def test_inference_needs_no_training_package():
     code = """
 from dejavu_train import Bundle, SparseOPTForCausalLM
-import dejavu_train.evaluation.run, dejavu_train.bundle.allocation, dejavu_train.engine.backend
+import dejavu_train.evaluation.run, dejavu_train.evaluation.cli, dejavu_train.bundle.allocation
+import dejavu_train.engine.backend
 import runpy
 runpy.run_path("infer.py", run_name="infer")
 """

@@ -15,7 +15,7 @@ from dejavu_train import pipeline
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.run import main as infer_main
+from dejavu_train.evaluation.cli import main as infer_main
 from dejavu_train.pipeline import table
 
 

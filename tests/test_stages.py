@@ -1,9 +1,9 @@
 import dataclasses
 
-from dejavu_train.calibration.calibrate import CalibrateConfig
+from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.config import RunConfig
+from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import TextSource
-from dejavu_train.data.windows import CollectConfig
 from dejavu_train.stages import calibrate_stage, collect_stage, train_stage, trained_identity, tune_stage
 from dejavu_train.training.finetune import TuneConfig
 

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import allocate
-from dejavu_train.bundle.spec import TARGETS, Key, PredictorSpec, check_spec, tensor_name
+from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json
-from dejavu_train.models.opt import OPTShape, read_shape, weight_hash
+from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor
 from dejavu_train.predictors.custom import PredictorClass, chosen_classes

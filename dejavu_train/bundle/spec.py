@@ -9,11 +9,11 @@ import torch
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.models.opt import DTYPES
+from dejavu_train.models.shape import OPTShape
 from dejavu_train.predictors.custom import described_dtype
 from dejavu_train.predictors.quantization import SCALED
 
-TARGETS = ("mlp", "heads")
 SITES = ("attn_in", "mlp_in")
 KINDS = ("low_rank", "cascade", "custom")
 PREDICTOR_DTYPES = (*DTYPES, *SCALED)

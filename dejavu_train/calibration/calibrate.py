@@ -12,9 +12,9 @@ Letters: N rows, d model width, n units.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -32,74 +32,21 @@ from dejavu_train.bundle.allocation import (
 )
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes, unit_bytes
-from dejavu_train.bundle.spec import PREDICTOR_DTYPES, TARGETS, PredictorSpec, tensor_name
+from dejavu_train.bundle.spec import PredictorSpec, tensor_name
+from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape, resolve_device
+from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.checkpoint import as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe
+from dejavu_train.progress import progress
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, str]
-
-
-@dataclass(frozen=True)
-class CalibrateConfig:
-    """How thresholds are set."""
-
-    mlp_density: float = 0.10
-    """Mean share of neurons selected, over all layers; 1 keeps every MLP dense."""
-    head_density: float = 1.0
-    """Mean share of heads selected, over all layers."""
-    retained_mass: float | None = None
-    """Instead of mlp_density: the share of the neurons' contribution that every layer keeps."""
-    budget: str | None = None
-    """Instead of densities: bytes of blocks and predictors read per token (600kB), or a perplexity allowance (1%)."""
-    selection: Literal["threshold", "top_k"] = "threshold"
-    """A logit threshold (counts follow the token), or the same number of units for every token."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that stay dense, their heads too."""
-    dtype: str = "float16"
-    """Predictor weights as deployed: float16, bfloat16, float32, int8, or int4 (neurons; heads then int8).
-
-    int8 and int4 have a scale per row. int4 is trained through its rounding, so set it before training."""
-    cascade: float | None = None
-    """Test what the MLP's predictor selects once more, on fc1's upper four bits, so that this share of the contribution
-    passes (0.999); only then is the rest of a row read. mlp_density is that of the candidates. null: no second
-    stage."""
-    rows: int = 20_000
-    """Rows of the calibration set that set the thresholds."""
-    sensitivity_tokens: int = 2048
-    """Tokens of the calibration set on which each layer's loss is measured; 0 shares out by true density instead."""
-    batch_size: int = 1
-    """Sequences decoded together: a budget then counts the union of their selections."""
-
-    def dtype_of(self, target: str) -> str:
-        """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
-        return "int8" if self.dtype == "int4" and target == "heads" else self.dtype
-
-    def check(self, shape: OPTShape) -> None:
-        """Raise :class:`UserError` for a value that cannot be meant."""
-        for name in ("mlp_density", "head_density", "retained_mass", "cascade"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value <= 1.0:
-                raise UserError(f"calibrate.{name} must lie above 0 and at most at 1, got {value:g}")
-        for layer in self.dense_layers:
-            if not 0 <= layer < shape.n_layers:
-                raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
-        if self.rows < 1 or self.batch_size < 1:
-            raise UserError("calibrate.rows and calibrate.batch_size must be at least 1")
-        if self.cascade is not None and shape.d_model % 8:
-            raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
-        if self.selection not in ("threshold", "top_k"):
-            raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
-        if self.budget is not None:
-            parse_budget(self.budget)
-        if self.dtype not in PREDICTOR_DTYPES:
-            raise UserError(f"calibrate.dtype must be one of {', '.join(PREDICTOR_DTYPES)}, got {self.dtype}")
 
 
 def calibrate(
@@ -109,7 +56,6 @@ def calibrate(
     windows: Sequence[Sequence[int]] | None = None,
     load_model: Callable[[], Any] | None = None,
     device: str = "auto",
-    progress: Callable[[str], object] | None = None,
     targets: Sequence[str] | None = None,
     classes: Mapping[str, PredictorClass] | None = None,
 ) -> Bundle:
@@ -122,7 +68,6 @@ def calibrate(
         windows: token ids of calibration documents, to measure sensitivities on; None shares out by true density.
         load_model: gives the dense model, wherever its layers lie; called once, for the sensitivities alone.
         device: where the rows are scored, a layer at a time.
-        progress: called with a line at the start of every step.
         targets: whose predictors are packed; None: of every target that has a folder.
         classes: of custom predictors, by name.
 
@@ -132,7 +77,6 @@ def calibrate(
     from dejavu_train.data.shard_reader import ShardReader
     from dejavu_train.data.shards import ActivationManifest, LayerWeights
 
-    say = progress or logger.info
     where = resolve_device(device)
     manifest = ActivationManifest.load(activations_folder)
     shape = manifest.shape
@@ -148,8 +92,7 @@ def calibrate(
     predictors: dict[Key, nn.Module] = {}
     second_stages: dict[Key, SecondStage] = {}
     unions: dict[Key, list[float]] = {}
-    for layer in range(shape.n_layers):
-        say(f"thresholds of layer {layer}")
+    for layer in progress(range(shape.n_layers), "setting thresholds", shape.n_layers, "layer"):
         weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash).to(where)
         for target in targets:
             metadata, trained = read_predictor(folder / f"layer_{layer:02d}" / target, classes)
@@ -198,7 +141,7 @@ def calibrate(
     if windows and config.sensitivity_tokens and load_model is not None:
         chosen = _take(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
-        say(f"sensitivity of every layer on {tokens} tokens")
+        logger.info("sensitivity of every layer on %d tokens", tokens)
         for key, losses in _sensitivities(load_model(), predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}

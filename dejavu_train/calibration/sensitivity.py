@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.predictors.bit_planes import SecondStage
+from dejavu_train.progress import progress
 
 Key = tuple[int, str]
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ def loss_increases(
     model: Any,
     probes: Mapping[Key, SensitivityProbe],
     windows: Sequence[Sequence[int]],
-    progress: Progress | None = None,
 ) -> dict[Key, list[float]]:
     """Mean nats per token that each probe loses at each of its thresholds, everything else dense.
 
@@ -85,12 +84,11 @@ def loss_increases(
         model: an OPTForCausalLM.
         probes: what to measure.
         windows: token ids of calibration documents, each starting with ``</s>``.
-        progress: called with 1 after every window.
     """
     device = next(model.parameters()).device
     sums = {key: torch.zeros(len(probe.thresholds), dtype=torch.float64) for key, probe in probes.items()}
     tokens = 0
-    for window in windows:
+    for window in progress(windows, "measuring sensitivities", len(windows), "window"):
         ids = torch.tensor([list(window)], device=device)
         run = _dense_pass(model, ids)
         for key, probe in probes.items():
@@ -103,8 +101,6 @@ def loss_increases(
             divergence = _rerun(model, run, key, keep, probe.mean)
             sums[key] += divergence.double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
-        if progress is not None:
-            progress(1)
     return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
 
 

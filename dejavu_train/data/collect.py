@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import (
     SETS,
@@ -28,11 +28,12 @@ from dejavu_train.data.shards import (
     pack_bits,
 )
 from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
-from dejavu_train.data.windows import CollectConfig, Window, plan_shards, plan_windows
+from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, require_disk
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def _collect(
         first = [window for _, planned in shards for window in planned]
         _save_layer_weights(model, manifest, activations, _head_means(model, shape, first, config))
     means = [LayerWeights.load(activations, layer, digest).head_mean for layer in range(shape.n_layers)]
-    with tqdm(total=tokens, desc="collecting", unit="tok", unit_scale=True, disable=None) as progress:
+    with Progress("collecting", tokens, "tok") as progress:
         for entry, shard_windows in shards:
             if entry in missing:
                 with ShardWriter(activations, manifest, entry) as writer:
@@ -231,7 +232,7 @@ def _fill_shard(
     shard_windows: Sequence[Window],
     config: CollectConfig,
     writer: ShardWriter,
-    progress: Any,
+    progress: Progress,
 ) -> None:
     """Send all windows of a shard through the model, batch by batch, into ``writer``."""
     out_projs = [block.self_attn.out_proj.weight.detach() for block in decoder_layers(model)]  # type: ignore[union-attr, operator]

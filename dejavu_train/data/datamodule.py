@@ -8,7 +8,6 @@ Rows that fit into ``memory_gb`` are read once, by several threads, and kept on 
 bound by neither disk nor bus.
 """
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,28 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.errors import UserError
 
 RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """How shards are read for training."""
-
-    batch_size: int = 1024
-    """Rows per step, over all devices."""
-    memory_gb: float = 4.0
-    """Rows of a job up to this size are kept on the training device; more are streamed from disk. 0 always streams."""
-    num_workers: int = 0
-    """Reader processes when streaming; 0 reads in the training process, which is right on few cores."""
-    pool_blocks: int = 32
-    """Blocks (of about 1 MB) whose rows are shuffled together."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.pool_blocks < 1 or self.num_workers < 0:
-            raise UserError("data.batch_size and data.pool_blocks must be at least 1, data.num_workers at least 0")
 
 
 class BlockShuffled(IterableDataset[RawBatch]):

@@ -26,11 +26,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tqdm import tqdm
 
 from dejavu_train.data.plain_text import code_without_docstrings, docstrings, readme_prose
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_text, write_json
+from dejavu_train.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def _long_enough(documents: Iterator[tuple[str, str]]) -> Documents:
 
 def _read_docs() -> Documents:
     seen: set[str] = set()
-    files = tqdm(_python_files(), desc="reading installed-docs", unit="file", disable=None)
+    files = progress(_python_files(), "reading installed-docs", None, "file")
     texts = ((name, _parsed(path, lambda source: "\n\n".join(docstrings(source)))) for name, path in files)
     return _long_enough((name, _first_occurrences(_paragraphs(text), seen)) for name, text in texts)
 
@@ -179,7 +179,8 @@ def _read_docs() -> Documents:
 def _read_readmes() -> Documents:
     seen: set[str] = set()
     texts = []
-    for name in tqdm(required_versions(), desc="reading installed-readmes", unit="package", disable=None):
+    names = required_versions()
+    for name in progress(names, "reading installed-readmes", len(names), "package"):
         metadata = importlib.metadata.metadata(name)
         # Older metadata has the description as a header, newer as the body.
         body = metadata.get_payload() or metadata["Description"] or ""  # type: ignore[attr-defined]
@@ -205,7 +206,8 @@ def _legal_files(distribution: str) -> list[tuple[str, Path]]:
 def _read_licences() -> Documents:
     seen: set[str] = set()
     texts = []
-    for name in tqdm(required_versions(), desc="reading installed-licences", unit="package", disable=None):
+    names = required_versions()
+    for name in progress(names, "reading installed-licences", len(names), "package"):
         for inside, path in _legal_files(name):
             if path.is_file():
                 body = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
@@ -236,7 +238,7 @@ def _read_code() -> Documents:
     files = [(name, path) for name, path in _python_files() if _drawn(name)]
     texts = (
         (name, _parsed(path, code_without_docstrings))
-        for name, path in tqdm(files, desc="reading installed-code", unit="file", disable=None)
+        for name, path in progress(files, "reading installed-code", len(files), "file")
     )
     return _long_enough((name, without_repeated_comments(text)) for name, text in texts)
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from dejavu_train.data.text import SELF, START_TOKEN, Document, SampleConfig, TextManifest, TextSource, load_documents
 from dejavu_train.errors import UserError
 from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -250,10 +250,8 @@ def _sample(
     write, writer = open_writer(config.batch_size, length)
     if missing:
         _announce(write, batch(missing[0]), length, sum(len(batch(part)) for part in missing))
-    with tqdm(
-        total=n_rows * length, initial=(len(starts) - len(missing)) * config.batch_size * length,
-        desc="sampling from the model", unit="tok", unit_scale=True, disable=None,
-    ) as progress:  # fmt: skip
+    done = (len(starts) - len(missing)) * config.batch_size * length
+    with Progress("sampling from the model", n_rows * length, "tok", done) as progress:
         for part in missing:
             rows = np.array(write(batch(part), length, (config.seed * 1_000_003 + part) % MAX_SEED), np.int32)
             assert rows.shape[1] == length and (rows[:, 0] == START_TOKEN).all()

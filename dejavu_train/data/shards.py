@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import h5py
 import numpy as np
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dejavu_train.data.config import Storage
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, write_json
 from dejavu_train.models.opt import OPTShape
@@ -32,7 +33,6 @@ SCHEMA = 2  # 1 had other names of the sets
 CHUNK_BYTES = 1 << 20
 SETS = ("train", "val", "calibration")  # the sets that are collected; test is only ever scored
 HIDDEN = ("attn_in", "mlp_in")
-Storage = Literal["float16", "bfloat16"]
 COLLECT_AGAIN = "delete it and run train.py again, which collects what is missing"
 
 

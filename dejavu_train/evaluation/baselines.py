@@ -18,8 +18,6 @@ from dejavu_train.bundle.selector import Sites
 from dejavu_train.bundle.spec import Key
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution
 
-SELECTIONS = ("dense", "predicted", "oracle", "random", "static", "noncontextual")
-
 
 class Given:
     """Selections made beforehand, by (layer, target); missing keys are dense."""

@@ -22,10 +22,11 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import measured_mlp_share
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.bundle.spec import TARGETS, Key
+from dejavu_train.bundle.spec import Key
 from dejavu_train.data.text import Document, windows
 from dejavu_train.evaluation.baselines import Given, noncontextual_contributions, random_ranks, ranks, take
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
+from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.metrics import SelectionSums
 from dejavu_train.sparse.masked import Select, masking
 

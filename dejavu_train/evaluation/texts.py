@@ -1,7 +1,7 @@
 """Which texts an evaluation scores, which of their documents, and whether the bundle or the model has seen them.
 
-A text is asked for as ``SOURCE`` or ``NAME=SOURCE``. Documents of a source that is split into sets for training are
-taken from one of the held-out sets; any other source is scored whole.
+Documents of a source that is split into sets for training are taken from one of the held-out sets; any other source is
+scored whole.
 """
 
 import dataclasses
@@ -25,14 +25,12 @@ from dejavu_train.data.text import (
     split_documents,
     without_pretrained,
 )
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
 
 logger = logging.getLogger(__name__)
 
 IN_DOMAIN, UNSEEN = "in domain", "unseen"
-_FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 _TOLD_FROM = 0.01  # share of paragraphs that the model was pretrained on from which a file is worth a warning
 
 
@@ -55,43 +53,6 @@ class EvalText:
     pretrained_paragraphs: int
     window: int
     held: EvalCorpus
-
-
-def name_texts(texts: Sequence[str]) -> dict[str, str]:
-    """Source by name, in the order asked for.
-
-    Args:
-        texts: each ``NAME=SOURCE`` or ``SOURCE``; without a name a file is named by its stem, another source by itself.
-
-    Raises:
-        UserError: no text, an empty name or source, or a name given twice.
-
-    >>> name_texts(["installed-code", "stories=prose/short.txt", "b.jsonl.gz"])
-    {'installed-code': 'installed-code', 'stories': 'prose/short.txt', 'b': 'b.jsonl.gz'}
-    """
-    named: dict[str, str] = {}
-    for text in texts:
-        if "=" in text and not Path(text).is_file():
-            name, source = (part.strip() for part in text.split("=", 1))
-        else:
-            name, source = _default_name(text), text
-        if not name or not source:
-            raise UserError(f"--text {text!r}: give SOURCE or NAME=SOURCE, neither of them empty")
-        if name in named:
-            raise UserError(f"--text: two texts are named {name}; tell them apart with NAME={source}")
-        named[name] = source
-    if not named:
-        raise UserError("--text: give at least one text")
-    return named
-
-
-def _default_name(source: str) -> str:
-    path = Path(source)
-    if path.suffix not in _FILE_SUFFIXES:
-        return path.stem if path.is_file() else source
-    while path.suffix in _FILE_SUFFIXES:
-        path = path.with_suffix("")
-    return path.name
 
 
 def trained_text(bundle: Bundle, folder: str) -> dict[str, Any]:

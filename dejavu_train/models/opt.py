@@ -1,6 +1,5 @@
-"""Reads an OPT model (Hugging Face format, folder or hub id): its shape, its weights, and a hash that names them."""
+"""Reads an OPT model (Hugging Face format, folder or hub id): its weights, and a hash that names them."""
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -8,59 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+from transformers import AutoTokenizer, OPTForCausalLM
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.shape import OPTShape, check_exists, read_shape
+
+__all__ = [
+    "DTYPES",
+    "OPTShape",
+    "load_opt",
+    "load_tokenizer",
+    "read_shape",
+    "resolve_device",
+    "torch_dtype",
+    "weight_hash",
+]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 HASH_SAMPLE_BYTES = 64 * 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class OPTShape:
-    """The sizes of a pre-norm OPT."""
-
-    d_model: int
-    d_ffn: int
-    n_layers: int
-    n_heads: int
-    vocab_size: int
-    max_positions: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
-
-    @classmethod
-    def from_config(cls, config: OPTConfig, name: str = "this model") -> "OPTShape":
-        """Take the sizes from a Hugging Face config.
-
-        Raises:
-            UserError: not an OPT, a post-norm OPT (such as facebook/opt-350m), or an activation other than ReLU.
-        """
-        if config.model_type != "opt":
-            raise UserError(f"{name} is of type {config.model_type}; only OPT models are supported")
-        if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
-            raise UserError(
-                f"{name} is a post-norm OPT (do_layer_norm_before false, or word_embed_proj_dim other than"
-                " hidden_size, as facebook/opt-350m); use a pre-norm size such as facebook/opt-125m"
-            )
-        if config.activation_function != "relu":
-            raise UserError(
-                f"{name} uses the activation {config.activation_function}; contextual sparsity here needs relu"
-            )
-        return cls(
-            d_model=config.hidden_size,
-            d_ffn=config.ffn_dim,
-            n_layers=config.num_hidden_layers,
-            n_heads=config.num_attention_heads,
-            vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
-        )
-
-    def units(self, target: str) -> int:
-        """How many units a predictor of ``target`` (``mlp`` or ``heads``) chooses from."""
-        return self.d_ffn if target == "mlp" else self.n_heads
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -89,42 +53,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name} was asked for, but torch sees no GPU here; use --device cpu")
     return device
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
-
-
-def _check_exists(name: str) -> None:
-    folder = Path(name)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"the model folder {name} has no config.json; give a folder written by save_pretrained")
-    elif folder.exists():
-        raise UserError(f"the model {name} is a file; give the folder that holds its config.json")
-    elif _looks_like_path(name):
-        raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
-
-
-def read_config(name: str, revision: str | None = None) -> OPTConfig:
-    """The Hugging Face config of a folder or hub id.
-
-    Raises:
-        UserError: nothing there, or not an OPT.
-    """
-    _check_exists(name)
-    try:
-        values, _ = OPTConfig.get_config_dict(name, revision=revision)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the config of {name}: {str(error).splitlines()[0]}") from None
-    if values.get("model_type") != "opt":
-        raise UserError(f"{name} is of type {values.get('model_type')}; only OPT models are supported")
-    return OPTConfig.from_dict(values)
-
-
-def read_shape(name: str, revision: str | None = None) -> OPTShape:
-    """The sizes of the model ``name``; raises as :func:`read_config` and :meth:`OPTShape.from_config`."""
-    return OPTShape.from_config(read_config(name, revision), name)
 
 
 def load_opt(
@@ -180,7 +108,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     Raises:
         UserError: nothing there.
     """
-    _check_exists(name)
+    check_exists(name)
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
@@ -274,7 +202,7 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
     Raises:
         UserError: no weights there, or a damaged file.
     """
-    _check_exists(name)
+    check_exists(name)
     rows: list[tuple[str, bytes]] = []
     for file in _stored_files(name, revision):
         rows += _hash_safetensors(file, full) if file.suffix == ".safetensors" else _hash_pickled(file, full)

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.bundle.spec import TARGETS
 from dejavu_train.config import RunConfig
 from dejavu_train.data.text import import_text
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.predictors.checkpoint import build_predictor
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.predictors.losses import Batch, get_loss

@@ -11,8 +11,8 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from tqdm import tqdm
 
+from dejavu_train import progress
 from dejavu_train.files import replacing
 
 logger = logging.getLogger(__name__)
@@ -93,37 +93,42 @@ class Rates(Callback):
 
 
 class Progress(Callback):
-    """Shows one job to a person: a bar of its steps with the latest metrics, or, where stderr is no terminal and a bar
-    would only fill the log, a line per validation."""
+    """Shows one job to a person: its steps with the latest metrics, and, where stderr is no terminal, a line per
+    validation."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self._bar: Any = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.is_global_zero and sys.stderr.isatty():
+        if trainer.is_global_zero:
             steps, done = int(trainer.estimated_stepping_batches), trainer.global_step
-            self._bar = tqdm(total=steps, initial=done, desc=self.title, unit="step", leave=False, dynamic_ncols=True)
+            self._bar = progress.Progress(self.title, steps, "step", done)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._bar is not None:
-            self._bar.update(trainer.global_step - self._bar.n)
+            self._bar.update(trainer.global_step - self._bar.done)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         metrics = metrics_line({name: float(value) for name, value in trainer.callback_metrics.items()})
         if self._bar is not None:
-            self._bar.set_postfix_str(metrics)
-        else:
+            self._bar.describe(self.title, metrics)
+        if not sys.stderr.isatty():
             steps = int(trainer.estimated_stepping_batches)
             logger.info("%s: step %d of %d, %s", self.title, trainer.global_step, steps, metrics)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self.on_train_end(trainer, pl_module)
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:

@@ -32,6 +32,7 @@ from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED
+from dejavu_train.progress import progress
 
 logger = logging.getLogger(__name__)
 Sites = dict[tuple[str, int], Tensor]
@@ -209,7 +210,7 @@ def finetune(
     ledger = _Ledger(bundle, sparse)
     price = ledger.first_price() if config.price is None else config.price
     metrics = []
-    for step in range(config.steps):
+    for step in progress(range(config.steps), "tuning", config.steps, "step"):
         nats = share = 0.0
         optimiser.zero_grad(set_to_none=True)
         for _ in range(passes):

@@ -5,7 +5,6 @@ a real OPT by itself, and predictors studied on it would not carry over. Matrice
 torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on from the last checkpoint.
 """
 
-import argparse
 import dataclasses
 import logging
 import math
@@ -13,13 +12,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from dejavu_train.data.text import (
@@ -35,6 +33,8 @@ from dejavu_train.data.text import (
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.files import replacing, write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
+from dejavu_train.parser import parse
+from dejavu_train.progress import Progress, progress
 
 logger = logging.getLogger(__name__)
 
@@ -47,28 +47,51 @@ class PretrainConfig:
     """What is trained, on what, for how long."""
 
     output: str
+    """Model folder to write."""
     text: tuple[str, ...]
+    """Files, hub datasets, or installed-docs."""
     heldout: tuple[str, ...] = ()
+    """Texts to score at the end, never trained on."""
     vocab_size: int = 8192
+    """Entries of the byte-level BPE."""
     d_model: int = 384
+    """Model width."""
     n_layers: int = 6
+    """Decoder layers."""
     n_heads: int = 12
+    """Attention heads of a layer."""
     d_ffn: int = 1536
+    """Neurons of a layer's MLP."""
     max_positions: int = 1024
+    """Learned positions."""
     context: int = 1024
+    """Tokens of a training sequence."""
     l1: float = 0.2
+    """Weight of the L1 penalty on the post-ReLU activations."""
     learning_rate: float = 2e-3
-    optimizer: str = "muon"
+    """Highest rate, after the warm-up."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Of the layers' matrices; the rest has AdamW."""
     weight_decay: float = 0.1
+    """Of the matrices."""
     warmup_steps: int = 200
+    """Steps in which the rate rises."""
     batch_rows: int = 64
+    """Sequences of a step."""
     steps: int | None = None
+    """Stop after so many steps; this or seconds is needed."""
     seconds: float | None = None
+    """Stop after so many seconds of training."""
     checkpoint_seconds: float = 60.0
+    """Between two checkpoints."""
     heldout_window: int = 512
+    """Tokens of a window while scoring."""
     seed: int = 0
+    """Of the first values and the order of the text."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
     compile: bool = False
+    """torch.compile the training step."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -185,7 +208,8 @@ def token_stream(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
     """All texts as one row of token ids (uint16 where they fit), each started by ``</s>``."""
     pieces = []
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    for start in tqdm(range(0, len(texts), 64), desc="tokenising", unit="batch", disable=None):
+    starts = range(0, len(texts), 64)
+    for start in progress(starts, "tokenising", len(starts), "batch"):
         batch = tokenizer(list(texts[start : start + 64]), add_special_tokens=True, verbose=False)["input_ids"]
         pieces += [np.asarray(ids, dtype=dtype) for ids in batch]
     return np.concatenate(pieces)
@@ -307,7 +331,7 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
 
     loss_function = torch.compile(training_loss) if config.compile else training_loss
     model.train()
-    bar = tqdm(total=config.steps, initial=step, desc="pretraining", unit="step", disable=None)
+    shown = Progress("pretraining", config.steps, "step", step)
     first, began, saved_at, offset = step, time.monotonic(), time.monotonic(), elapsed
     entropy = torch.zeros(())
     while True:
@@ -332,16 +356,14 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
             began = time.monotonic()  # the first step compiles; it is not training time
         if step % 20 == 0 or device.type == "cpu":
             if not math.isfinite(entropy.item()):  # also keeps the queue of kernels short, so that the clock is true
-                raise UserError(f"the loss is not finite at step {step}; lower --learning-rate and remove {state_path}")
+                raise UserError(f"the loss is not finite at step {step}; lower --learning_rate and remove {state_path}")
             elapsed = offset + time.monotonic() - began
-            if step % 500 == 0:
-                logger.info("step %d, %.0f s, %.4f nats a token", step, elapsed, entropy.item())
-            bar.set_postfix(nats=f"{entropy.item():.3f}", seconds=f"{elapsed:.0f}")
-        bar.update()
+            shown.describe("pretraining", f"{entropy.item():.4f} nats a token, {elapsed:.0f} s")
+        shown.update()
         if time.monotonic() - saved_at >= config.checkpoint_seconds:
             save()
             saved_at = time.monotonic()
-    bar.close()
+    shown.close()
     return {"steps": step, "seconds": round(elapsed, 1), "tokens": step * config.batch_rows * config.context}
 
 
@@ -410,23 +432,7 @@ def _device_name(device: torch.device) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags (one per field of :class:`PretrainConfig`) and train."""
-    parser = argparse.ArgumentParser(prog="python -m dejavu_train.training.pretrain", description=__doc__)
-    parser.add_argument("--output", required=True, help="model folder to write")
-    parser.add_argument("--text", nargs="+", required=True, help="files, hub datasets, or installed-docs")
-    parser.add_argument("--heldout", nargs="*", default=[], help="texts to score at the end, never trained on")
-    for field in dataclasses.fields(PretrainConfig):
-        if field.name in ("output", "text", "heldout"):
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        if field.name == "compile":
-            parser.add_argument(flag, action="store_true", help="torch.compile the training step")
-        else:
-            kind = {"steps": int, "seconds": float}.get(field.name, type(field.default))
-            parser.add_argument(flag, type=kind, default=field.default, help=f"default {field.default}")
-    values = vars(parser.parse_args(argv))
-    config = PretrainConfig(**values | {"text": tuple(values["text"]), "heldout": tuple(values["heldout"])})
-    if config.optimizer not in ("muon", "adamw"):
-        raise UserError(f"--optimizer must be muon or adamw, got {config.optimizer}")
+    config = parse(PretrainConfig, argv, "python -m dejavu_train.training.pretrain", (__doc__ or "").split("\n\n")[1])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     print(pretrain(config))
 

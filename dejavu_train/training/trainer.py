@@ -1,24 +1,121 @@
-"""Builds the Lightning Trainer of one job: what the configuration says, and what every job needs."""
+"""Builds the Lightning Trainer of one job: what the configuration says, and what every job needs.
+
+The section ``trainer`` of the configuration is a plain mapping until :func:`resolved_arguments` has Lightning's own
+signature read it, so that a mistake elsewhere is told before Lightning, which takes seconds, is imported.
+"""
 
 import contextlib
+import copy
+import difflib
+import importlib
 import inspect
 import logging
 import os
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning
 import torch
-from lightning.pytorch.cli import instantiate_class
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
+from dejavu_train.parser import WRONG_VALUE, Parser
 from dejavu_train.stages import trained_identity
 from dejavu_train.training.callbacks import AtomicCheckpointIO
+
+# Arguments of the Trainer that something else of the configuration decides, or that every job decides for itself.
+REFUSED = {
+    "max_steps": "set mlp.steps and heads.steps",
+    "min_steps": "set mlp.steps and heads.steps, and patience 0",
+    "fast_dev_run": "set mlp.steps and heads.steps to a few",
+    "overfit_batches": "set collect.train_tokens to few",
+    "barebones": "a job needs its validations and checkpoints",
+    "enable_checkpointing": "a job goes on from its checkpoints",
+    "limit_val_batches": "set collect.val_tokens",
+    "limit_test_batches": "predictors are tested by infer.py",
+    "limit_predict_batches": "predictors are tested by infer.py",
+    "use_distributed_sampler": "the shards are split over the devices without one",
+    "default_root_dir": "set output",
+    "reload_dataloaders_every_n_epochs": "the shards stay the same",
+}
+
+
+class _TrainerParser(Parser, LightningArgumentParser):
+    """Of the Trainer's arguments alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(prog="train.py", usage="train.py [--trainer.NAME VALUE ...]", **options)
+
+    @classmethod
+    def of_trainer(cls) -> "_TrainerParser":
+        self = cls()
+        self.add_lightning_class_args(lightning.Trainer, "trainer", required=False)
+        self.set_defaults({"trainer.devices": 1})
+        return self
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        found = WRONG_VALUE.match(message)
+        if found is None:
+            raise UserError(f"the trainer's arguments do not fit: {message}") from None
+        lines = [line.strip().removeprefix("- ") for line in message.splitlines() if line.lstrip().startswith("- ")]
+        reasons = [line for line in lines if "<class" not in line] or ["of the wrong type"]
+        value = textwrap.shorten(found[2], 120)
+        raise UserError(f"{found[1]} cannot be {value}: {'; '.join(reasons[:2])}; see --trainer.help") from None
+
+
+def print_help() -> None:
+    """The arguments of the Trainer, as Lightning describes them, and those that are refused."""
+    _TrainerParser.of_trainer().print_help()
+    print("\nRefused:")
+    print("\n".join(f"  --trainer.{name}: {why}" for name, why in REFUSED.items()))
+
+
+def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
+    """Every argument of the Trainer as plain values: what was given, its class names written out, and the defaults.
+
+    Raises:
+        UserError: an argument that the Trainer does not have, or that is refused here; a value of the wrong type.
+    """
+    parameters = inspect.signature(lightning.Trainer.__init__).parameters
+    for name, value in trainer.items():
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, 1)
+            meant = f"did you mean trainer.{close[0]}?" if close else "--trainer.help lists them"
+            raise UserError(f"the Trainer of Lightning has no argument trainer.{name}; {meant}")
+        if name in REFUSED and value is not None and value != parameters[name].default:
+            raise UserError(f"trainer.{name} has no use here: {REFUSED[name]}")
+    # A logger is given its folder and name by build_loggers, so what is written of it need not be complete.
+    given = copy.deepcopy({name: value for name, value in trainer.items() if name != "logger"})  # it is written into
+    parsed: Any = _TrainerParser.of_trainer().parse_object({"trainer": given})
+    arguments = _plain(parsed["trainer"])
+    return arguments | {"logger": [_class_entry(entry) for entry in as_list(trainer.get("logger"))] or None}
+
+
+def _class_entry(entry: Any) -> dict[str, Any]:
+    """A logger by name as ``class_path`` and ``init_args``; Lightning's own may be named without their module."""
+    entry = {"class_path": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_path"), str):
+        raise UserError(f"trainer.logger must name classes by class_path, got {entry}")
+    path = entry["class_path"]
+    return entry | {"class_path": path if "." in path else f"lightning.pytorch.loggers.{path}"}
+
+
+def _plain(value: Any) -> Any:
+    """Namespaces as dicts, at any depth."""
+    if isinstance(value, Namespace):
+        return {name: _plain(entry) for name, entry in vars(value).items()}
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
 
 
 def count_devices(trainer: dict[str, Any]) -> int:
@@ -84,14 +181,20 @@ def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -
     group = f"{Path(config.output).name}-{trained_identity(config)[:8]}"
     loggers: list[Any] = [CSVLogger(folder, "csv")]
     for entry in as_list(configured):
-        if not isinstance(entry, dict) or entry["class_path"].endswith("CSVLogger"):
-            continue  # true or false: CSV is there anyway
+        if entry["class_path"].endswith("CSVLogger"):
+            continue  # CSV is there anyway
         module_name, _, class_name = entry["class_path"].rpartition(".")
-        kind = getattr(__import__(module_name, fromlist=[class_name]), class_name)
+        try:
+            kind = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"trainer.logger: there is no {entry['class_path']} ({error})") from None
         parameters = inspect.signature(kind.__init__).parameters
-        given = {
-            k: v for k, v in (entry.get("init_args") or {}).items() if k in parameters and v != parameters[k].default
-        }
+        given = dict(entry.get("init_args") or {})
+        for key, value in list(given.items()):
+            if key not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                raise UserError(f"trainer.logger: {class_name} has no argument {key}")
+            if key in parameters and value == parameters[key].default:
+                del given[key]  # so that ours goes before a default that was written out
         known = {"save_dir": config.output, "name": name}
         if class_name == "WandbLogger":  # the id lets a resumed job go on with its run
             known |= {"id": f"{group}-{name}", "group": group}

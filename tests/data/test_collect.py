@@ -9,10 +9,10 @@ from small_runs import COLLECT, activations
 import dejavu_train.data.collect as collect_module
 import dejavu_train.files as files
 from dejavu_train.data.collect import collect
+from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
 from dejavu_train.data.text import TextSource, load_sets
-from dejavu_train.data.windows import CollectConfig
 from dejavu_train.errors import UserError
 from dejavu_train.models.hooks import decoder_layers, head_contribution, record
 from dejavu_train.models.opt import load_opt

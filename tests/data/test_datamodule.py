@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_runs import activations
 
-from dejavu_train.data.datamodule import BlockShuffled, DataConfig, InMemoryLoader, ShardDataModule
+from dejavu_train.data.config import DataConfig
+from dejavu_train.data.datamodule import BlockShuffled, InMemoryLoader, ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import unpack_bits
 from dejavu_train.errors import UserError

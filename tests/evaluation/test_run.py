@@ -13,7 +13,9 @@ from conftest import REPOSITORY, make_text
 
 from dejavu_train.data.text import INSTALLED, cut_plain_text
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.run import InferConfig, main, read_config
+from dejavu_train.evaluation.cli import main, read_config
+from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.run import quality_rows
 from dejavu_train.files import sha256_text
 
 ROW_KEYS = {
@@ -172,7 +174,7 @@ def error_line(capsys) -> str:
         ({"model": "./nowhere"}, "no model folder ./nowhere"),
         ({"bundle": "./nowhere"}, "no bundle folder ./nowhere"),
         ({"text": "./nowhere.txt"}, "no text file ./nowhere.txt"),
-        ({"config": "./nowhere.yaml"}, "no config file ./nowhere.yaml"),
+        ({"config": "./nowhere.yaml"}, "no config file nowhere.yaml"),
         ({"densty": "0.1"}, "--densty"),
         ({"densities": "0.1,2"}, "--densities"),
         ({"densities": "much"}, "a number"),
@@ -309,7 +311,7 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
 def test_shipped_configs_are_read(path):
     config = read_config(["--config", str(path)])
     assert set(yaml.safe_load(path.read_text())) <= set(InferConfig.__dataclass_fields__)
-    assert config.rows()[0].selection == "dense"
+    assert quality_rows(config)[0].selection == "dense"
 
 
 @pytest.mark.parametrize(

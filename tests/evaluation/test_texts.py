@@ -10,7 +10,8 @@ from dejavu_train.data import text
 from dejavu_train.data.text import PARAGRAPH_HASHES, TextSource, hash_paragraphs, load_sets, write_paragraph_hashes
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import texts as eval_texts
-from dejavu_train.evaluation.texts import load_text, name_texts, trained_text
+from dejavu_train.evaluation.config import name_texts
+from dejavu_train.evaluation.texts import load_text, trained_text
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_tokenizer
 

@@ -4,7 +4,8 @@ import torch
 from small_runs import activations
 
 import dejavu_train.training.callbacks as callbacks
-from dejavu_train.data.datamodule import DataConfig, ShardDataModule
+from dejavu_train.data.config import DataConfig
+from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast
 from dejavu_train.training.lit_predictor import LitPredictor

@@ -4,7 +4,8 @@ import torch
 from small_runs import activations, flags
 
 from dejavu_train.cli import parse_config
-from dejavu_train.data.datamodule import DataConfig, ShardDataModule
+from dejavu_train.data.config import DataConfig
+from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, unpack_bits
 from dejavu_train.errors import UserError

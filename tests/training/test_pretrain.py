@@ -101,5 +101,5 @@ def test_l1_makes_the_model_sparser(tmp_path, small_text):
 def test_needs_an_end_and_a_known_optimizer(tmp_path, small_text):
     with pytest.raises(UserError, match="--steps"):
         pretrain(_config(tmp_path, small_text, steps=None))
-    with pytest.raises(UserError, match="muon or adamw"):
+    with pytest.raises(UserError, match="one of muon, adamw"):
         module.main(["--output", str(tmp_path), "--text", str(small_text), "--optimizer", "sgd"])

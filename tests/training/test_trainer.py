@@ -1,12 +1,23 @@
+import inspect
+import json
 import os
+import re
 
 import lightning
 import pytest
 from small_runs import flags
 
-from dejavu_train.cli import parse_config
+from dejavu_train.cli import main, parse_config
+from dejavu_train.errors import UserError
 from dejavu_train.stages import trained_identity
-from dejavu_train.training.trainer import build_loggers, build_trainer, count_devices, use_wandb_offline_without_key
+from dejavu_train.training.trainer import (
+    REFUSED,
+    build_loggers,
+    build_trainer,
+    count_devices,
+    resolved_arguments,
+    use_wandb_offline_without_key,
+)
 
 
 @pytest.fixture
@@ -71,3 +82,66 @@ def test_steps_end_on_a_validation_and_epochs_are_obeyed(config, tmp_path):
     assert trainer.max_steps == 80 and trainer.val_check_interval == 20
     trainer = build_trainer(config("--trainer.max_epochs=3"), (0, "mlp"), tmp_path, [])
     assert trainer.max_epochs == 3 and trainer.max_steps == -1
+
+
+SAMPLES = {
+    "accelerator": "cpu", "strategy": "auto", "devices": 2, "num_nodes": 1, "precision": "bf16-mixed", "logger": False,
+    "callbacks": ["lightning.pytorch.callbacks.Timer"], "max_epochs": 3, "min_epochs": 2, "max_time": "00:00:10:00",
+    "limit_train_batches": 3, "val_check_interval": 5, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 1,
+    "log_every_n_steps": 7, "enable_progress_bar": False, "enable_model_summary": True, "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "deterministic": True, "benchmark": True,
+    "inference_mode": False, "profiler": "simple", "detect_anomaly": True, "sync_batchnorm": True,
+    "plugins": ["lightning.pytorch.plugins.io.TorchCheckpointIO"], "enable_autolog_hparams": False,
+    "model_registry": "mine",
+}  # fmt: skip
+
+
+def test_every_argument_of_the_trainer_is_a_flag_or_refused():
+    arguments = list(inspect.signature(lightning.Trainer.__init__).parameters)[1:]
+    assert sorted(arguments) == sorted([*SAMPLES, *REFUSED])
+    flags = [f"--trainer.{name}={json.dumps(value)}" for name, value in SAMPLES.items()]
+    found = resolved_arguments(parse_config(flags).trainer)
+    assert list(found["callbacks"][0]) == ["class_path", "init_args"] and found["logger"] is None
+    for name in SAMPLES.keys() - {"callbacks", "plugins", "logger"}:
+        assert found[name] == SAMPLES[name], name
+    assert resolved_arguments(found) == found
+    for name in REFUSED:
+        value = "elsewhere" if name == "default_root_dir" else 3
+        with pytest.raises(UserError, match=f"trainer.{name} has no use here: "):
+            resolved_arguments(parse_config([f"--trainer.{name}={value}"]).trainer)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("max_epoch=3", "no argument trainer.max_epoch; did you mean trainer.max_epochs?"),
+        ("precision=7", "trainer.precision cannot be 7"),
+        ("max_epochs=many", "trainer.max_epochs cannot be many"),
+        ("callbacks=[Nope]", "Nope"),
+        ("callbacks=[{class_path: EarlyStopping}]", "monitor"),
+        ("logger=3", "trainer.logger must name classes by class_path, got 3"),
+    ],
+)
+def test_mistakes_in_the_trainers_arguments_are_one_line(flag, words):
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        resolved_arguments(parse_config([f"--trainer.{flag}"]).trainer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("nowhere.Logger", "there is no nowhere.Logger"),
+        ("NoLogger", "there is no lightning.pytorch.loggers.NoLogger"),
+        ({"class_path": "MLFlowLogger", "init_args": {"nme": 1}}, "MLFlowLogger has no argument nme"),
+    ],
+)
+def test_a_logger_that_cannot_be_made_is_named(config, tmp_path, entry, words):
+    with pytest.raises(UserError, match=words):
+        build_loggers(config(), resolved_arguments({"logger": entry})["logger"], tmp_path, "x")
+
+
+def test_help_lists_the_trainers_arguments(capsys):
+    main(["--trainer.help"])
+    printed = capsys.readouterr().out
+    assert "--trainer.max_time" in printed and "--trainer.max_steps: set mlp.steps" in printed

@@ -1,0 +1,65 @@
+"""The keys of a calibration, readable without torch."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from dejavu_train.bundle.allocation import parse_budget
+from dejavu_train.errors import UserError
+from dejavu_train.models.shape import OPTShape
+
+PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateConfig:
+    """How thresholds are set."""
+
+    mlp_density: float = 0.10
+    """Mean share of neurons selected, over all layers; 1 keeps every MLP dense."""
+    head_density: float = 1.0
+    """Mean share of heads selected, over all layers."""
+    retained_mass: float | None = None
+    """Instead of mlp_density: the share of the neurons' contribution that every layer keeps."""
+    budget: str | None = None
+    """Instead of densities: bytes of blocks and predictors read per token (600kB), or a perplexity allowance (1%)."""
+    selection: Literal["threshold", "top_k"] = "threshold"
+    """A logit threshold (counts follow the token), or the same number of units for every token."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that stay dense, their heads too."""
+    dtype: PredictorDtype = "float16"
+    """Predictor weights as deployed; int8 and int4 have a scale per row. int4 is for neurons (heads are int8 then) and
+    is trained through its rounding, so set it before training."""
+    cascade: float | None = None
+    """Test what the MLP's predictor selects once more, on fc1's upper four bits, so that this share of the contribution
+    passes (0.999); only then is the rest of a row read. mlp_density is that of the candidates. null: no second
+    stage."""
+    rows: int = 20_000
+    """Rows of the calibration set that set the thresholds."""
+    sensitivity_tokens: int = 2048
+    """Tokens of the calibration set on which each layer's loss is measured; 0 shares out by true density instead."""
+    batch_size: int = 1
+    """Sequences decoded together: a budget then counts the union of their selections."""
+
+    def dtype_of(self, target: str) -> str:
+        """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
+        return "int8" if self.dtype == "int4" and target == "heads" else self.dtype
+
+    def check(self, shape: OPTShape) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        for name in ("mlp_density", "head_density", "retained_mass", "cascade"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise UserError(f"calibrate.{name} must lie above 0 and at most at 1, got {value:g}")
+        for layer in self.dense_layers:
+            if not 0 <= layer < shape.n_layers:
+                raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
+        if self.rows < 1 or self.batch_size < 1:
+            raise UserError("calibrate.rows and calibrate.batch_size must be at least 1")
+        if self.cascade is not None and shape.d_model % 8:
+            raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
+        if self.selection not in ("threshold", "top_k"):
+            raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
+        if self.budget is not None:
+            parse_budget(self.budget)
+        if self.dtype not in get_args(PredictorDtype):
+            raise UserError(f"calibrate.dtype must be one of {', '.join(get_args(PredictorDtype))}, got {self.dtype}")

@@ -1,0 +1,78 @@
+"""The keys of collecting activations and of reading them, without torch; those of text stand in text.py."""
+
+import dataclasses
+from typing import Any, Literal
+
+from dejavu_train.errors import UserError
+
+Storage = Literal["float16", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectConfig:
+    """How much text is recorded, and how the dense model runs."""
+
+    window: int = 512
+    """Tokens of a sequence, the leading </s> included."""
+    train_tokens: int | None = 880_000
+    """At most so many tokens are recorded for training; null takes all."""
+    val_tokens: int | None = 40_000
+    """The same for early stopping and choices."""
+    calibration_tokens: int | None = 80_000
+    """The same for thresholds."""
+    windows_per_document: int | None = None
+    """At most so many windows of a document, drawn at random: a budget then sees more documents. null takes all."""
+    shard_tokens: int = 32_768
+    """Tokens of a shard; a killed run redoes at most one."""
+    batch_size: int = 8
+    """Windows per forward pass."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """In which the model runs."""
+    storage: Storage = "float16"
+    """In which hidden states are stored."""
+    head_criterion: Literal["from_mean", "norm"] = "from_mean"
+    """What a head contributes: how far its output lies from its mean (a skipped head is replaced by its mean), or its
+    whole output (a skipped head is dropped)."""
+    mean_tokens: int = 8192
+    """Train tokens over which that mean is taken."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    device_map: str | None = None
+    """As in transformers (for instance auto) for a model larger than one GPU; needs accelerate."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "shard_tokens", "batch_size"):
+            if getattr(self, name) < 2 - (name == "batch_size"):
+                raise UserError(f"collect.{name} is too small: {getattr(self, name)}")
+        for name in ("train_tokens", "val_tokens", "calibration_tokens", "windows_per_document"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"collect.{name} must be positive or null, got {value}")
+
+    def budget(self, set_name: str) -> int | None:
+        return getattr(self, f"{set_name}_tokens")
+
+    def request(self, seed: int) -> dict[str, Any]:
+        """What decides which rows are recorded; how the model runs (batch, dtype, device) is left out."""
+        values = dataclasses.asdict(self)
+        for name in ("batch_size", "dtype", "device", "device_map"):
+            values.pop(name)
+        return {**values, "seed": seed}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """How shards are read for training."""
+
+    batch_size: int = 1024
+    """Rows per step, over all devices."""
+    memory_gb: float = 4.0
+    """Rows of a job up to this size are kept on the training device; more are streamed from disk. 0 always streams."""
+    num_workers: int = 0
+    """Reader processes when streaming; 0 reads in the training process, which is right on few cores."""
+    pool_blocks: int = 32
+    """Blocks (of about 1 MB) whose rows are shuffled together."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.pool_blocks < 1 or self.num_workers < 0:
+            raise UserError("data.batch_size and data.pool_blocks must be at least 1, data.num_workers at least 0")

@@ -1,0 +1,147 @@
+"""The keys of infer.py, and how it names texts. Readable without torch."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dejavu_train.data.text import INSTALLED
+from dejavu_train.errors import UserError
+
+Selection = Literal["dense", "predicted", "oracle", "random", "static", "noncontextual"]
+Timed = Literal["dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"]
+_FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
+
+
+@dataclasses.dataclass(frozen=True)
+class InferConfig:
+    """What infer.py does. Densities are means over the layers; 1.0 is dense."""
+
+    model: str = "checkpoints/opt-mini"
+    """Folder or hub id of a pre-norm OPT."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    bundle: str = "checkpoints/demo/bundle"
+    """Folder or hub id of predictors and thresholds, as train.py writes them."""
+    output: str = "checkpoints/demo"
+    """Folder of results.json and curve.png."""
+    predictor: dict[str, Any] | None = None
+    """class_path (PACKAGE.CLASS, several with commas) of predictors of one's own in the bundle: docs/extend.md."""
+    text: str | tuple[str, ...] = INSTALLED
+    """SOURCE or NAME=SOURCE, one or several: installed-..., a .txt or .jsonl file, a hub dataset."""
+    text_config: str | None = None
+    """Configuration of a hub dataset, for instance en."""
+    text_revision: str | None = None
+    """Commit or tag of a hub dataset."""
+    text_field: str = "text"
+    """Field that holds the text, of a hub dataset or a JSONL line."""
+    text_cache: str = "checkpoints/text"
+    """Folder where installed texts are cached."""
+    own_text: dict[str, Any] | None = None
+    """class_path and init_args of a text of one's own, scored before the others: docs/extend.md."""
+    text_set: Literal["train", "calibration", "val", "test"] = "test"
+    """Which set is scored of the text that predictors were trained on, of installed-docs and of hub datasets."""
+    tokens: int | None = 8000
+    """How many to score of each text; null: all; 0: none."""
+    window: int = 512
+    """Tokens of a sequence, the leading </s> included."""
+    selections: tuple[Selection, ...] = get_args(Selection)
+    """Rows at every one of densities."""
+    densities: tuple[float, ...] = (0.1, 0.2)
+    """Densities of the MLPs, with all heads."""
+    curve_selections: tuple[Selection, ...] = ("predicted", "oracle", "random", "static")
+    """Rows at every one of curve_densities."""
+    curve_densities: tuple[float, ...] = (0.05, 0.4)
+    """More densities of the MLPs, for the picture."""
+    yardstick_texts: Literal["first", "all"] = "first"
+    """all: the same rows for all texts; first: later texts have predicted and oracle rows at densities only."""
+    head_densities: tuple[float, ...] = (0.85,)
+    """Densities of the heads, with every one of densities, predicted only."""
+    sparse_from: tuple[int, ...] = (0, 128)
+    """From which position on the model is sparse; starts above 0 are scored predicted only."""
+    batch_tokens: int = 4096
+    """Positions in one forward pass; fewer for large models."""
+    verify: Literal["sampled", "full"] = "sampled"
+    """Name the model by a hash over samples of its weights, or over every byte."""
+    timing: bool = True
+    """Time decoding."""
+    timing_backends: tuple[Timed, ...] = ()
+    """What is timed; none named: dense and the engines of this device."""
+    timing_mlp_density: float = 0.2
+    """Density of the MLPs while timing and generating."""
+    timing_head_density: float = 0.85
+    """Density of the heads while timing and generating."""
+    batch: int = 1
+    """Rows while timing."""
+    prompt: int = 32
+    """Tokens of the prompt while timing."""
+    new_tokens: int = 64
+    """Tokens that are timed, and that are generated."""
+    generate: str | None = None
+    """A prompt to continue."""
+    backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
+    """What continues that prompt."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    device_map: str | None = None
+    """As in transformers (for instance auto) for a model over several GPUs; needs accelerate."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """In which the model runs."""
+    seed: int = 0
+    """Of the random selection and of the order of documents."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.text, str):
+            object.__setattr__(self, "text", (self.text,))
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        for name in ("densities", "curve_densities", "head_densities", "timing_mlp_density", "timing_head_density"):
+            value = getattr(self, name)
+            for density in value if isinstance(value, tuple) else (value,):
+                if not 0 < density <= 1:
+                    raise UserError(f"--{name}: a density must lie above 0 and at most at 1, got {density}")
+        least_of = {"tokens": 0, "window": 2, "batch_tokens": 1, "batch": 1, "prompt": 1, "new_tokens": 1}
+        for name, least in least_of.items():
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        if any(start < 0 for start in self.sparse_from):
+            raise UserError("--sparse_from must not be negative")
+        name_texts(self.text)
+
+
+def name_texts(texts: Sequence[str]) -> dict[str, str]:
+    """Source by name, in the order asked for.
+
+    Args:
+        texts: each ``NAME=SOURCE`` or ``SOURCE``; without a name a file is named by its stem, another source by itself.
+
+    Raises:
+        UserError: no text, an empty name or source, or a name given twice.
+
+    >>> name_texts(["installed-code", "stories=prose/short.txt", "b.jsonl.gz"])
+    {'installed-code': 'installed-code', 'stories': 'prose/short.txt', 'b': 'b.jsonl.gz'}
+    """
+    named: dict[str, str] = {}
+    for text in texts:
+        if "=" in text and not Path(text).is_file():
+            name, source = (part.strip() for part in text.split("=", 1))
+        else:
+            name, source = _default_name(text), text
+        if not name or not source:
+            raise UserError(f"--text {text!r}: give SOURCE or NAME=SOURCE, neither of them empty")
+        if name in named:
+            raise UserError(f"--text: two texts are named {name}; tell them apart with NAME={source}")
+        named[name] = source
+    if not named:
+        raise UserError("--text: give at least one text")
+    return named
+
+
+def _default_name(source: str) -> str:
+    path = Path(source)
+    if path.suffix not in _FILE_SUFFIXES:
+        return path.stem if path.is_file() else source
+    while path.suffix in _FILE_SUFFIXES:
+        path = path.with_suffix("")
+    return path.name

@@ -1,0 +1,126 @@
+"""The sizes of an OPT, read from its config.json without loading torch: what can be checked of a run at once."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError
+
+TARGETS = ("mlp", "heads")
+
+# What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
+_DEFAULTS: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "word_embed_proj_dim": None,
+    "num_attention_heads": 12,
+    "activation_function": "relu",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OPTShape:
+    """The sizes of a pre-norm OPT."""
+
+    d_model: int
+    d_ffn: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_positions: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @classmethod
+    def from_config(cls, config: Any, name: str = "this model") -> "OPTShape":
+        """Take the sizes from a Hugging Face config; raises as :meth:`from_values`."""
+        return cls.from_values({key: getattr(config, key) for key in _DEFAULTS}, name)
+
+    @classmethod
+    def from_values(cls, given: Mapping[str, Any], name: str = "this model") -> "OPTShape":
+        """Take the sizes from the values of a config.json.
+
+        Raises:
+            UserError: not an OPT, a post-norm OPT (such as facebook/opt-350m), or an activation other than ReLU.
+        """
+        values = {**_DEFAULTS, **given}
+        if values["model_type"] != "opt":
+            raise UserError(f"{name} is of type {values['model_type']}; only OPT models are supported")
+        if not values["do_layer_norm_before"] or values["word_embed_proj_dim"] not in (None, values["hidden_size"]):
+            raise UserError(
+                f"{name} is a post-norm OPT (do_layer_norm_before false, or word_embed_proj_dim other than"
+                " hidden_size, as facebook/opt-350m); use a pre-norm size such as facebook/opt-125m"
+            )
+        if values["activation_function"] != "relu":
+            raise UserError(
+                f"{name} uses the activation {values['activation_function']}; contextual sparsity here needs relu"
+            )
+        return cls(
+            d_model=values["hidden_size"],
+            d_ffn=values["ffn_dim"],
+            n_layers=values["num_hidden_layers"],
+            n_heads=values["num_attention_heads"],
+            vocab_size=values["vocab_size"],
+            max_positions=values["max_position_embeddings"],
+        )
+
+    def units(self, target: str) -> int:
+        """How many units a predictor of ``target`` (``mlp`` or ``heads``) chooses from."""
+        return self.d_ffn if target == "mlp" else self.n_heads
+
+
+def read_shape(name: str, revision: str | None = None) -> OPTShape:
+    """The sizes of the model ``name``, a folder or hub id.
+
+    Raises:
+        UserError: nothing there, or as :meth:`OPTShape.from_values`.
+    """
+    check_exists(name)
+    values = _folder_values(Path(name)) if Path(name).is_dir() else _hub_values(name, revision)
+    if "model_type" not in values:
+        raise UserError(f"the config.json of {name} names no model_type; only OPT models are supported")
+    return OPTShape.from_values(values, name)
+
+
+def check_exists(name: str) -> None:
+    """Raise :class:`UserError` for a path where no model folder is; a hub id is let through."""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"the model folder {name} has no config.json; give a folder written by save_pretrained")
+    elif folder.exists():
+        raise UserError(f"the model {name} is a file; give the folder that holds its config.json")
+    elif _looks_like_path(name):
+        raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
+
+
+def _folder_values(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the config of {folder}: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"cannot read the config of {folder}: config.json must hold keys and values")
+    return values
+
+
+def _hub_values(name: str, revision: str | None) -> dict[str, Any]:
+    from transformers import OPTConfig  # knows the hub's cache, and takes seconds to import
+
+    try:
+        return OPTConfig.get_config_dict(name, revision=revision)[0]
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the config of {name}: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,295 @@
+"""The one parser of every command: a dataclass's defaults, then YAML files, then flags; a mistake is one line.
+
+    --config base.yaml --config mine.yaml    later files win, flags win over all files, wherever they stand
+    base: base.yaml                          in a YAML file: that file, beside it, is read first
+    --mlp.rank 32                            every field is a flag, fields of a section with a dot
+    --densities 0.1,0.2                      a list, with commas; a list of names of files: --text a.txt b.txt
+    --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
+
+Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from jsonargparse import SUPPRESS, ActionConfigFile, ArgumentParser, get_loader, set_parsing_settings
+
+from dejavu_train.errors import UserError
+
+T = TypeVar("T")
+WRONG_VALUE = re.compile(r'^Parser key "([\w.]+)":.*(?:Got value: |Given value: )(.*)', re.DOTALL)
+_CLOCK = re.compile(r"\d+(:\d+)+")  # YAML 1.1 takes 10:00:00 for a number to the base of 60
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's, which raises a mistake as :class:`UserError` and never expands an abbreviation."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"allow_abbrev": False})
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        raise UserError(" ".join(message.split())) from None
+
+
+class _ConfigParser(Parser):
+    """The parser of one dataclass, which knows the types of its fields."""
+
+    def __init__(self, kind: type[Any], description: str, **options: Any) -> None:
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        super().__init__(description=description, usage="%(prog)s [--config FILE] [--option value ...]", **options)
+        self.sections, self.types = _fields(kind)
+        self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
+        self.add_class_arguments(kind, None, sub_configs=False)
+        for action in self._actions:
+            if action.dest in self.sections:  # no flag of ours takes a whole section
+                action.help = SUPPRESS
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        found = WRONG_VALUE.match(message)
+        if found and found[1] in self.types:
+            raise UserError(f"--{found[1]} must be {_described(self.types[found[1]])}, got {found[2]}") from None
+        super().error(message, ex)
+
+    def file(self, path: Path) -> dict[str, Any]:
+        """The values of a YAML file, laid over those of the file that it names as its ``base``."""
+        try:
+            values = get_loader("yaml")(path.read_text(encoding="utf-8")) or {}
+        except FileNotFoundError:
+            raise UserError(f"there is no config file {path}") from None
+        except (UnicodeDecodeError, yaml.YAMLError, IsADirectoryError) as error:
+            raise UserError(f"the config file {path} is not readable YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"the config file {path} must hold keys and values")
+        base = values.pop("base", None)
+        if not isinstance(base, str | None) or base == path.name:
+            raise UserError(f"the config file {path}: base must name another YAML file, got {base}")
+        self._check_keys(values, "", path)
+        return values if base is None else merged(self.file(path.parent / base), values)
+
+    def _check_keys(self, values: Mapping[Any, Any], prefix: str, path: Path) -> None:
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if name in self.sections:
+                if not isinstance(value, dict):
+                    raise UserError(f"the config file {path}: {name} must hold keys and values, got {value}")
+                self._check_keys(value, f"{name}.", path)
+            elif name not in self.types:
+                raise UserError(f"the config file {path} has the unknown key {name}{self._meant(name)}")
+
+    def _meant(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.types, 1)
+        return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
+
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The values of all files and of the flags of mappings, and the other flags as jsonargparse wants them."""
+        free = [name for name, kind in self.types.items() if _is_mapping(kind)]
+        values: dict[str, Any] = _nested(
+            {name: default for name in free if isinstance(default := self.get_default(name), dict) and default}
+        )
+        flags: dict[str, list[str]] = {}
+        mappings: dict[str, Any] = {}
+        rest = []
+        for name, given in _options(argv):
+            section = next((known for known in free if name == known or name.startswith(f"{known}.")), None)
+            if name == "config":
+                for path in given or [""]:
+                    values = merged(values, self.file(Path(path)))
+            elif section and given:
+                keys = [part for part in name.removeprefix(section).split(".") if part]
+                self._lay(mappings, section, keys, given[-1])
+            elif name in self.types:
+                flags.setdefault(name, [])
+                flags[name] = flags[name] + given if _is_list(self.types[name]) else given[-1:]
+            elif name in ("help", "print_config") or name.startswith("print_config="):
+                rest.append(f"--{name}" + "".join(f"={value}" for value in given))
+            else:
+                raise UserError(f"unknown option --{name}{self._meant(name)}")
+        values = merged(values, _nested(mappings))
+        written = [self._flag(name, given) for name, given in flags.items()]
+        return values, [*written, *rest]
+
+    def _lay(self, mappings: dict[str, Any], section: str, keys: Sequence[str], given: str) -> None:
+        """Lay what a flag gives for a field that may be a mapping over what earlier flags gave for it."""
+        value = _load(section, given)
+        if keys:
+            _put(mappings, [section, *keys], value)
+        elif isinstance(value, dict):
+            before = mappings.get(section)
+            mappings[section] = merged(before if isinstance(before, dict) else {}, value)
+        elif typing.get_origin(self.types[section]) is dict:
+            raise UserError(f"--{section}: expected keys and values, got {given}")
+        else:
+            mappings[section] = given if value is not None else None
+
+    def _flag(self, name: str, given: Sequence[str]) -> str:
+        kind = self.types[name]
+        if _is_list(kind):
+            if len(given) == 1 and given[0].startswith("["):
+                return f"--{name}={given[0]}"
+            if _item(kind) is str:  # names of files may hold commas
+                return f"--{name}={json.dumps(list(given))}"
+            return f"--{name}=[{','.join(part for part in given if part)}]"
+        if not given:
+            if kind is not bool:
+                raise UserError(f"--{name} needs a value: {_described(kind)}")
+            given = ["true"]
+        return f"--{name}={given[0]}"
+
+
+def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
+    """A ``kind``, a dataclass whose sections are dataclasses, from flags (None: those of the process) and YAML files.
+
+    Raises:
+        UserError: an unknown key or flag, a value of the wrong type, a number that is not finite, a file that cannot be
+            read, and what the dataclasses themselves refuse.
+    """
+    parser = _ConfigParser(kind, description, prog=prog)
+    values, flags = parser.read(sys.argv[1:] if argv is None else argv)
+    # What a free mapping holds is taken as it was read: jsonargparse would read texts in it, such as 10:00:00, again,
+    # and import the classes that it names.
+    free = {name: values.get(name, {}) for name, hint in parser.types.items() if hint == dict[str, Any]}
+    if not any(flag.startswith("--print_config") for flag in flags):
+        values = {name: value for name, value in values.items() if name not in free}
+    written = yaml.safe_dump(values, default_flow_style=True, width=math.inf)
+    made = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
+    fields = {field.name: made[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    config = kind(**fields | free)
+    _check_finite(dataclasses.asdict(config), "")  # type: ignore[call-overload]
+    return config
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``: mappings are merged, unless the upper one names a class; other values replace."""
+    made = dict(below)
+    for key, value in above.items():
+        before = made.get(key)
+        if isinstance(value, dict) and isinstance(before, dict) and "class_path" not in value:
+            made[key] = merged(before, value)
+        else:
+            made[key] = value
+    return made
+
+
+def _fields(kind: type[Any], prefix: str = "") -> tuple[set[str], dict[str, Any]]:
+    """The dotted names of a dataclass's sections, and of its other fields with their types."""
+    sections: set[str] = set()
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            inner = _fields(hint, f"{prefix}{name}.")
+            sections |= {prefix + name, *inner[0]}
+            found |= inner[1]
+        else:
+            found[prefix + name] = hint
+    return sections, found
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(name, values) of every option: ``--name=value``, or ``--name`` and all that follows up to the next option."""
+    left = list(argv)
+    while left:
+        token = left.pop(0)
+        if token == "-h":
+            token = "--help"
+        if not token.startswith("--"):
+            raise UserError(f"expected an option such as --name, got {token}")
+        name, equals, value = token[2:].partition("=")
+        values = [value] if equals else []
+        while not equals and left and not left[0].startswith("--") and left[0] != "-h":
+            values.append(left.pop(0))
+        yield name, values
+
+
+def _is_list(kind: Any) -> bool:
+    return _item(kind) is not None
+
+
+def _is_mapping(kind: Any) -> bool:
+    return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
+
+
+def _item(kind: Any) -> Any:
+    """The type of a list's items; None for other types. ``str | tuple[str, ...]`` is a list too."""
+    for part in (kind, *typing.get_args(kind)):
+        if typing.get_origin(part) is tuple:
+            return typing.get_args(part)[0]
+    return None
+
+
+def _load(name: str, text: str) -> Any:
+    """A value of a free mapping, read as YAML."""
+    if _CLOCK.fullmatch(text):
+        return text
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        raise UserError(f"--{name}: {text} is not readable YAML") from None
+
+
+def _put(mapping: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Lay ``value`` into ``mapping`` under nested ``keys``; a name that stands there already is a class with arguments.
+
+    >>> found = {"logger": "Some"}
+    >>> _put(found, ["logger", "name"], "x")
+    >>> found
+    {'logger': {'class_path': 'Some', 'init_args': {'name': 'x'}}}
+    """
+    first, *inner = keys
+    if not inner:
+        mapping[first] = value
+        return
+    if isinstance(mapping.get(first), str):
+        mapping[first] = {"class_path": mapping[first], "init_args": {}}
+    below = mapping.setdefault(first, {})
+    if not isinstance(below, dict):
+        raise UserError(f"{first} holds {below}, so {'.'.join(keys)} cannot be set")
+    if "class_path" in below and inner[0] not in ("class_path", "init_args", "dict_kwargs"):
+        below = below.setdefault("init_args", {})
+    _put(below, inner, value)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"a.b": 1}`` as ``{"a": {"b": 1}}``."""
+    made: dict[str, Any] = {}
+    for name, value in flat.items():
+        *outer, last = name.split(".")
+        below = made
+        for key in outer:
+            below = below.setdefault(key, {})
+        below[last] = value
+    return made
+
+
+def _described(kind: Any) -> str:
+    """A type in words."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else str(parts[0])
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_described(part) for part in parts)
+    if origin is tuple:
+        return f"a list, each item {_described(parts[0])}"
+    if origin is dict:
+        return "a mapping"
+    return {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}.get(kind, "text")
+
+
+def _check_finite(value: Any, name: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"--{name} must be a finite number, got {value}")
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _check_finite(entry, f"{name}.{key}".lstrip("."))
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            _check_finite(entry, name)

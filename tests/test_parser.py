@@ -1,0 +1,203 @@
+"""The one parser: files over files, flags over all, lists, mappings, and mistakes in one line."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+from conftest import REPOSITORY
+
+from dejavu_train.cli import parse_config
+from dejavu_train.config import LOSSES, RunConfig
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.cli import read_config
+from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.parser import merged, parse
+
+CONFIGS = REPOSITORY / "configs"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def file(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return file
+
+
+def test_later_files_win_and_flags_win_over_all(write):
+    one = write("one.yaml", "seed: 1\nmlp: {rank: 5, steps: 7, ranks: {0: 3}}\ntrainer: {precision: 16-mixed}")
+    two = write("two.yaml", "mlp: {rank: 6, ranks: {1: 4}}\ntrainer: {max_epochs: 2}")
+    config = parse_config(["--mlp.learning_rate", "1e-3", "--config", one, "--seed=3", "--config", two])
+    assert (config.seed, config.mlp.rank, config.mlp.steps, config.mlp.learning_rate) == (3, 6, 7, 1e-3)
+    assert config.mlp.ranks == {0: 3, 1: 4}
+    assert config.trainer == {"devices": 1, "precision": "16-mixed", "max_epochs": 2}
+    assert parse_config(["--config", one, two]) == parse_config(["--config", one, "--config", two])
+
+
+def test_a_file_names_its_base(write):
+    write("base.yaml", "seed: 4\nmlp: {rank: 5}")
+    own = write("own.yaml", "base: base.yaml\nmlp: {steps: 9}")
+    config = parse_config(["--config", own])
+    assert (config.seed, config.mlp.rank, config.mlp.steps) == (4, 5, 9)
+    for text in ("base: own.yaml", "base: 3"):
+        with pytest.raises(UserError, match="base must name another YAML file"):
+            parse_config(["--config", write("own.yaml", text)])
+    with pytest.raises(UserError, match=r"no config file .*nowhere.yaml"):
+        parse_config(["--config", write("own.yaml", "base: nowhere.yaml")])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("opt-*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_config_says_only_what_differs(path):
+    alone = parse_config(["--config", str(path)])
+    assert parse_config(["--config", str(CONFIGS / "base.yaml"), "--config", str(path)]) == alone
+    assert alone.calibrate.dtype == "int4" and alone.heads.init == "small" and alone.trainer["logger"]
+
+
+def _commands() -> list[list[str]]:
+    """The commands of train.py and infer.py in README, Makefile, cards and docs."""
+    files = [REPOSITORY / "README.md", REPOSITORY / "Makefile", *(REPOSITORY / "docs").glob("*.md")]
+    files += [REPOSITORY / "checkpoints/opt-mini/README.md", *CONFIGS.rglob("*.yaml")]
+    found = []
+    for path in files:
+        found += re.findall(r"python (?:train|infer)\.py[^`\n;|]*", path.read_text())
+    return [line.rstrip(".,").removeprefix("python ").replace('"', "").split() for line in found]
+
+
+def test_every_command_of_the_documentation_parses():
+    commands = _commands()
+    assert sum(words[0] == "train.py" for words in commands) >= 3 <= sum(words[0] == "infer.py" for words in commands)
+    for name, *flags in commands:
+        if {"...", "--help"} & set(flags) or "--text" in flags and name == "train.py":
+            continue
+        (parse_config if name == "train.py" else read_config)(flags)
+
+
+def test_lists_come_with_commas_and_files_one_by_one():
+    config = read_config(["--densities", "0.1,0.3", "--timing_backends=triton", "--curve_densities", ""])
+    assert config.densities == (0.1, 0.3) and config.timing_backends == ("triton",) and config.curve_densities == ()
+    assert read_config(["--densities=[0.2]", "--text", "a,b.txt", "c.txt", "--text=d.txt"]).text == (
+        "a,b.txt", "c.txt", "d.txt"
+    )  # fmt: skip
+    assert parse_config(["--calibrate.dense_layers", "0,3"]).calibrate.dense_layers == (0, 3)
+
+
+def test_the_trainers_flags_are_a_mapping():
+    flags = ["--trainer.max_time", "10:00:00:00", "--trainer.devices=2", "--trainer.strategy", "ddp"]
+    flags += ["--trainer.logger=CSVLogger", "--trainer.logger.flush_logs_every_n_steps=5", "--trainer={precision: 16}"]
+    assert parse_config(flags).trainer == {
+        "max_time": "10:00:00:00",
+        "devices": 2,
+        "strategy": "ddp",
+        "logger": {"class_path": "CSVLogger", "init_args": {"flush_logs_every_n_steps": 5}},
+        "precision": 16,
+    }
+
+
+def test_merging():
+    below = {"a": {"x": 1, "y": [1]}, "b": {"class_path": "A", "init_args": {"k": 1}}}
+    above = {"a": {"y": [2]}, "b": {"class_path": "B"}}
+    assert merged(below, above) == {"a": {"x": 1, "y": [2]}, "b": {"class_path": "B"}}
+    assert below["a"]["y"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mlp.rnk=3"], "unknown option --mlp.rnk; did you mean mlp.rank?"),
+        (["--mlp.ran=3"], "unknown option --mlp.ran"),  # not taken as an abbreviation
+        (["--mlp.rank=three"], "--mlp.rank must be a whole number, got three"),
+        (["--mlp.rank=1.5"], "--mlp.rank must be a whole number, got 1.5"),
+        (["--mlp.rank"], "--mlp.rank needs a value"),
+        (["--mlp.bias=perhaps"], "--mlp.bias must be true or false, got perhaps"),
+        (["--mlp.learning_rate=.nan"], "--mlp.learning_rate must be a finite number"),
+        (["--calibrate.dense_layers=a"], "--calibrate.dense_layers must be a list, each item a whole number"),
+        (["--calibrate.dtype=int3"], "--calibrate.dtype must be one of float32, float16, bfloat16, int8, int4, got"),
+        (["--collect.train_tokens=-5"], "collect.train_tokens must be positive or null, got -5"),
+        (["--mlp={rank: 3}"], "unknown option --mlp"),
+        (["--trainer.a=1", "--trainer.a.b=2"], "a holds 1, so a.b cannot be set"),
+        (["extra"], "expected an option such as --name, got extra"),
+        (["--config=nowhere.yaml"], "there is no config file nowhere.yaml"),
+    ],
+)
+def test_mistakes(argv, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        parse_config(argv)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mlp: {rnk: 3}", "has the unknown key mlp.rnk; did you mean mlp.rank?"),
+        ("mlp: 3", "mlp must hold keys and values, got 3"),
+        ("mlp: [unclosed", "is not readable YAML"),
+        ("- 1", "must hold keys and values"),
+        ("mlp: {rank: three}", "--mlp.rank must be a whole number, got three"),
+    ],
+)
+def test_mistakes_in_a_file(write, text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_config(["--config", write("mine.yaml", text)])
+
+
+@pytest.mark.parametrize("kind", [RunConfig, InferConfig])
+def test_help_says_what_every_field_is(kind, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(kind, ["--help"], "x.py", "Does it.")
+    assert caught.value.code == 0
+    options = re.split(r"\n  --", capsys.readouterr().out)[1:]
+    described = {option.split()[0]: " ".join(option.split()[1:]) for option in options}
+    for name in _leaves(kind):
+        assert re.search(r"[a-z]{3,}.*\(type: ", re.sub(r"^{[^}]*}", "", described[name])), name
+
+
+def _leaves(kind, prefix=""):
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _leaves(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_names_that_stand_twice_agree():
+    """The configurations cannot import what loads torch, so they repeat a few names."""
+    from dejavu_train.bundle.spec import PREDICTOR_DTYPES
+    from dejavu_train.calibration.config import PredictorDtype
+    from dejavu_train.data.text import SETS
+    from dejavu_train.evaluation.timing import DENSE_CPU, DENSE_ENGINE
+    from dejavu_train.predictors import losses
+    from dejavu_train.sparse.model import BACKENDS
+
+    hints = typing.get_type_hints(InferConfig)
+    assert tuple(losses.LOSSES) == LOSSES and typing.get_args(PredictorDtype) == PREDICTOR_DTYPES
+    assert typing.get_args(hints["text_set"]) == SETS
+    known = typing.get_args(hints["backend"])
+    assert set(known) == {"dense", *BACKENDS, DENSE_ENGINE, DENSE_CPU}
+    assert set(typing.get_args(typing.get_args(hints["timing_backends"])[0])) == set(known) - {"auto"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train.py", "--mlp.rnk", "3"],
+        ["train.py", "--config", "configs/opt-mini.yaml", "--calibrate.mlp_density=-1"],
+        ["train.py", "--model", "./nowhere"],
+        ["infer.py", "--tokens=-3"],
+        ["infer.py", "--model", "./nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_told_before_torch_is_imported(command):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {command!r}\n"
+        f"try:\n    runpy.run_path({command[0]!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, sorted({'torch', 'lightning', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "2 []" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
