@@ -47,7 +47,7 @@ class Guard:
     stay; what heads retain is measured.
 
     Attributes:
-        every: every so many-th decoding step is dense; 2 or more.
+        every: every so many-th decoding step is dense; 2 or more, or 0: no guard.
         control: move the thresholds; false = dense tokens and measurements only.
         retained_mass: the promise, for every layer: a share in (0, 1). None = each layer's own at the bundle's
             calibration.
@@ -62,8 +62,10 @@ class Guard:
     memory: int = 512
 
     def __post_init__(self) -> None:
-        if self.every < 2:
-            raise UserError(f"guard.every must be at least 2 (1 would be the dense model), got {self.every}")
+        if self.every < 2 and self.every != 0:
+            raise UserError(
+                f"guard.every must be at least 2 (1 would be the dense model), or 0 for no guard, got {self.every}"
+            )
         if self.retained_mass is not None and not 0 < self.retained_mass < 1:
             raise UserError(f"guard.retained_mass must lie between 0 and 1, got {self.retained_mass}")
         if self.memory < 1:
@@ -166,8 +168,8 @@ class GuardState:
         """What was measured since the last reset; asks the device.
 
         ``guard``: the settings; ``tokens``: measured. With any measured, ``mlp`` and ``heads`` hold shares over all
-        layers: ``candidates`` and ``selected`` of the units, ``retained_mass``, and ``recall`` of active neurons;
-        ``layers`` holds the same for each predictor, with its threshold now, at first and what was promised.
+        layers: ``candidates`` and ``selected`` of the units, ``retained_mass``, and of neurons ``hits`` (selected and
+        active, of all) and ``recall``; ``layers`` holds the same for each predictor, with its threshold now, at first and what was promised.
         """
         tokens = int(self.tokens)
         found: dict[str, Any] = {"guard": asdict(self.settings), "tokens": tokens}
@@ -229,5 +231,5 @@ def _shares(counts: Sequence[float], units: int, target: str) -> dict[str, float
     found = {"candidates": candidates / units, "selected": selected / units}
     found["retained_mass"] = kept / mass if mass else 1.0
     if target == "mlp":
-        found["recall"] = hits / active if active else 1.0
+        found |= {"hits": hits / units, "recall": hits / active if active else 1.0}
     return found

@@ -110,7 +110,9 @@ class DecodeEngine:
                 " use backend gather"
             )
         self.batch, self.context, self.device = batch, context or limit, device
-        self.guard = GuardState(guard, bundle.specs, device) if isinstance(guard, Guard) else guard
+        if isinstance(guard, Guard):
+            guard = GuardState(guard, bundle.specs, device) if guard.every else None
+        self.guard = guard
         self.predictors = self._predictors(bundle, weights.embedding.dtype)
         native = ops == "triton" and device.type == "cuda"
         self.modes = choose_execution(self.predictors, self.shape.d_model, batch, crossover and native, kv_policy)
@@ -122,8 +124,9 @@ class DecodeEngine:
         self.state = self.core.state
 
     def _predictors(self, bundle: Any, dtype: torch.dtype) -> dict[tuple[int, str], TargetPredictor]:
-        loaded = bundle or {} if bundle is None or isinstance(bundle, dict) else None
-        if loaded is None:
+        if bundle is None or isinstance(bundle, dict):
+            loaded = bundle or {}
+        else:
             if getattr(bundle, "shape", self.shape) != self.shape:
                 raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
             loaded = load_predictors(bundle, self.shape, dtype, self.device, codes=self.batch == 1)

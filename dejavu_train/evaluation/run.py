@@ -19,6 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard import Guard
 from dejavu_train.data.text import INSTALLED, SETS, TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
@@ -87,6 +88,7 @@ class InferConfig:
     new_tokens: int = _option(64, "timed, and generated")
     generate: str | None = _option(None, "a prompt to continue")
     backend: str = _option("auto", "of --generate: auto, dense, mask, gather, triton, cpu, dense-engine, dense-cpu")
+    guard: Guard = _option(Guard(every=0), "of --generate: dense tokens that measure and move thresholds")
     device: str = _option("auto", "auto, cpu or cuda[:N]")
     device_map: str | None = _option(None, "auto: a model over several GPUs; needs accelerate")
     dtype: str = _option("float32", "float32, float16 or bfloat16")
@@ -120,6 +122,10 @@ class InferConfig:
         if self.yardstick_texts not in ("first", "all"):
             raise UserError(f"--yardstick_texts must be first or all, got {self.yardstick_texts}")
         name_texts(self.text)
+        if self.guard.every and self.generate is None:
+            raise UserError("--guard.every watches generated text; give a prompt with --generate")
+        if self.guard.every and self.backend in ("dense", DENSE_ENGINE, DENSE_CPU):
+            raise UserError(f"--guard.every watches predictors, and --backend {self.backend} has none")
         if self.verify not in ("sampled", "full"):
             raise UserError(f"--verify must be sampled or full, got {self.verify}")
 
@@ -160,7 +166,8 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
     """
     parser = _Parser(description="Score, time and run a sparse OPT.", allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of the options below as keys")
-    fields = {field.name: field for field in dataclasses.fields(InferConfig)}
+    fields = {field.name: field for field in dataclasses.fields(InferConfig) if field.name != "guard"}
+    fields |= {f"guard.{field.name}": field for field in dataclasses.fields(Guard)}
     for name, field in fields.items():
         bare = {"nargs": "?", "const": "true"} if field.type is bool else {}
         if name == "text":
@@ -178,20 +185,23 @@ def read_config(argv: Sequence[str] | None) -> InferConfig:
             raise UserError(f"the config file {path} is not readable YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise UserError(f"the config file {path} must hold keys and values")
+    values |= {f"guard.{name}": value for name, value in (values.pop("guard", None) or {}).items()}
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise UserError(f"the config file {path} has the unknown key {unknown[0]}; known are {', '.join(fields)}")
     types_of = typing.get_type_hints(InferConfig)
+    types_of |= {f"guard.{name}": kind for name, kind in typing.get_type_hints(Guard).items()}
     read = {name: _typed(name, value, types_of[name]) for name, value in values.items()}
     read |= {name: _typed(name, value, types_of[name]) for name, value in flags.items()}
-    config = InferConfig(**read)
+    guard = {name.removeprefix("guard."): read.pop(name) for name in list(read) if name.startswith("guard.")}
+    config = InferConfig(**read, guard=dataclasses.replace(Guard(every=0), **guard))
     config.check()
     return config
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
     default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    return f"{field.metadata['help']} (default {default})".replace("%", "%%")
+    return f"{field.metadata.get('help', 'see Guard')} (default {default})".replace("%", "%%")
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
@@ -257,9 +267,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # What was scored is kept, whatever timing and generating run into.
     report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
     timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
+    watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
-        print(_generate(config, dense, bundle, tokenizer, prompt))
+        text, watched = _generate(config, dense, bundle, tokenizer, prompt)
+        print(text)
     found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings))
+    if watched is not None:
+        found["guard"] = watched
+        print(report.guard_line(watched))
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]
@@ -333,10 +348,10 @@ def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
     return bundle.at(config.timing_mlp_density, config.timing_head_density)
 
 
-def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> Any:
+def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
     if backend == "dense":
         return dense
-    return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt")
+    return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt", guard=guard)
 
 
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
@@ -348,16 +363,20 @@ def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
     return ids
 
 
-def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor) -> str:
+def _generate(
+    config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor
+) -> tuple[str, dict[str, Any] | None]:
+    """The text, and what the guard measured, where one is asked for."""
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
         made = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
-        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
-    model = _sparse(config, dense, bundle, config.backend)
+        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True)), None
+    model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    return str(tokenizer.decode(out[0], skip_special_tokens=True))
+    watched = model.guard_report() if config.guard.every else None
+    return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched
 
 
 def _bandwidth(timings: Sequence[Timing]) -> float | None:
