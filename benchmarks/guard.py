@@ -183,7 +183,9 @@ def write(
         "date": datetime.date.today().isoformat(),
     }
     append_row(options.output, five_digits(row), list(row))
-    name = "off" if not guard.every else f"every {guard.every}" + (f", {row['promise']}" if guard.control else ", still")
+    name = (
+        "off" if not guard.every else f"every {guard.every}" + (f", {row['promise']}" if guard.control else ", still")
+    )
     told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * row['more_bytes']:+.1f} % bytes"
     print(f"{text} {name} {guard.memory}: {told}, mass {row['retained_mass']:.4f}, late {row['late_mass']:.4f}"
           f" of {promised:.4f}, candidates {found['candidates']:.3f}", flush=True)  # fmt: skip

@@ -128,9 +128,7 @@ class GuardState:
         self.steps += 1
         return self.steps % self.settings.every == 0
 
-    def measure(
-        self, key: Key, rows: Tensor, candidates: Tensor, selected: Tensor, contribution: Tensor
-    ) -> None:
+    def measure(self, key: Key, rows: Tensor, candidates: Tensor, selected: Tensor, contribution: Tensor) -> None:
         """Note what one predictor selects of a dense token.
 
         Args:
@@ -154,7 +152,7 @@ class GuardState:
         self.tokens += number
         kept, mass = self.now[:, 4], self.now[:, 5]
         some = number.clamp_min(1)
-        counted = self.tokens.clamp(some, self.settings.memory).float()
+        counted = torch.maximum(self.tokens.clamp(max=self.settings.memory).float(), some)
         scale = self.scale + some / counted * (mass / some - self.scale)
         error = (kept - self.promised * mass) / (some * scale).clamp_min(1e-30)
         there = self.thresholds[:, 0]
@@ -169,7 +167,8 @@ class GuardState:
 
         ``guard``: the settings; ``tokens``: measured. With any measured, ``mlp`` and ``heads`` hold shares over all
         layers: ``candidates`` and ``selected`` of the units, ``retained_mass``, and of neurons ``hits`` (selected and
-        active, of all) and ``recall``; ``layers`` holds the same for each predictor, with its threshold now, at first and what was promised.
+        active, of all) and ``recall``; ``layers`` holds the same for each predictor, with its threshold now and at
+        first, and what was promised.
         """
         tokens = int(self.tokens)
         found: dict[str, Any] = {"guard": asdict(self.settings), "tokens": tokens}

@@ -19,7 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.guard import Guard
+from dejavu_train.bundle.guard import Guard, GuardState
 from dejavu_train.data.text import INSTALLED, SETS, TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
@@ -124,8 +124,8 @@ class InferConfig:
         name_texts(self.text)
         if self.guard.every and self.generate is None:
             raise UserError("--guard.every watches generated text; give a prompt with --generate")
-        if self.guard.every and self.backend in ("dense", DENSE_ENGINE, DENSE_CPU):
-            raise UserError(f"--guard.every watches predictors, and --backend {self.backend} has none")
+        if self.guard.every and self.backend not in ("auto", "gather", "triton"):
+            raise UserError(f"--guard.every is for --backend auto, gather or triton, got {self.backend}")
         if self.verify not in ("sampled", "full"):
             raise UserError(f"--verify must be sampled or full, got {self.verify}")
 
@@ -302,12 +302,14 @@ def _check_output(config: InferConfig) -> None:
 
 
 def _check_densities(config: InferConfig, bundle: Bundle) -> None:
-    """Let impossible densities fail before anything slow starts."""
+    """Let impossible densities, and a guard that cannot be, fail before anything slow starts."""
     pairs = {(row.mlp_density, row.head_density) for row in config.rows()} if config.tokens != 0 else set()
     if config.timing:
         pairs.add((config.timing_mlp_density, config.timing_head_density))
     for pair in sorted(pairs):
         bundle.at(*pair)
+    if config.guard.every:
+        GuardState(config.guard, _moved(config, bundle).specs, "cpu")
 
 
 def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[EvalText]:

@@ -164,7 +164,9 @@ class GatherDecoder:
             if guard is not None and made is not None:
                 stage = self.second_stages.get(number)
                 passed = made if stage is None else made & stage.passed(mlp_in).to(made.device)
-                contribution = neuron_contribution(torch.relu(self._fc1(number, mlp_in)), self.blocks[number].fc2.weight)
+                contribution = neuron_contribution(
+                    torch.relu(self._fc1(number, mlp_in)), self.blocks[number].fc2.weight
+                )
                 guard.measure((number, "mlp"), judged, made, passed, contribution)
 
         def report_selection(number: int, target: str, keep: Tensor) -> None:

@@ -116,7 +116,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
         made = _adopt(cls, model)
         made.backend, made.sparse_from, made.kv_policy = backend, sparse_from, kv_policy
-        made._auto, made._ops, made._guard = backend == "auto", ops, guard if guard is not None and guard.every else None
+        made._auto, made._ops, made._guard = (
+            backend == "auto",
+            ops,
+            guard if guard is not None and guard.every else None,
+        )
         made.set_bundle(bundle)
         return made.eval()
 
