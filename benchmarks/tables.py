@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables_format import Row, devices, markdown, percent, provenance, read_csv, several
-from benchmarks.tables_texts import goals_100m_table, goals_table, matrix_table
+from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/texts.md", "benchmarks/NOTES.md")
@@ -194,6 +194,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "samples": samples_table,
     "goals": goals_table,
     "goals-100m": goals_100m_table,
+    "guard": guard_table,
     "matrix-mini": lambda root: matrix_table(root, "opt-mini"),
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
 }

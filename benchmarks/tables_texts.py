@@ -142,3 +142,42 @@ def goals_100m_table(root: Path) -> str:
 
 def _verdict(value: float, limit: float) -> str:
     return "met" if value <= limit else "**missed**"
+
+
+def guard_table(root: Path) -> str:
+    """Bytes against loss of a guard, by text, N and promise: the newest row of each."""
+    rows = read_csv(root / "docs/texts/guard.csv")
+    keys = ("model", "training", "seed", "text", "every", "control", "promise", "memory")
+    newest = {tuple(row[key] for key in keys): row for row in rows}
+    headings = [
+        "trained on",
+        "text",
+        "dense tokens",
+        "thresholds",
+        "increase, %",
+        "more bytes, %",
+        "bytes of the MLPs, %",
+    ]
+    headings += ["retained mass, MLPs", "in the second half", "promised"]
+    table = []
+    for row in newest.values():
+        controlled = row["control"] == "True"
+        bundle = row["promise"] == "bundle"
+        table.append(
+            [
+                row["training"],
+                row["text"],
+                f"1 in {row['every']}" if row["every"] != "0" else "none",
+                f"moved (memory {row['memory']})" if controlled else "the bundle's",
+                several([float(row["increase"])], [float(row["error"]) if row["error"] else None]),
+                percent(float(row["more_bytes"])),
+                f"{100 * float(row['mlp_share']):.1f}",
+                f"{float(row['retained_mass']):.4f}",
+                f"{float(row['late_mass']):.4f}",
+                (f"{float(row['bundle_mass']):.4f}, the calibration" if bundle else row["promise"])
+                if controlled
+                else "",
+            ]
+        )
+    where = f"Rows: docs/texts/guard.csv; {provenance(list(newest.values()), 'device')}."
+    return markdown(headings, table) + f"\n{where}\n"

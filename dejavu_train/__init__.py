@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dejavu_train.bundle.artifact import Bundle
+    from dejavu_train.bundle.guard_config import Guard
     from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-__all__ = ["Bundle", "SparseOPTForCausalLM"]
+__all__ = ["Bundle", "Guard", "SparseOPTForCausalLM"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,6 +15,10 @@ def __getattr__(name: str) -> Any:
         from dejavu_train.bundle.artifact import Bundle
 
         return Bundle
+    if name == "Guard":
+        from dejavu_train.bundle.guard_config import Guard
+
+        return Guard
     if name == "SparseOPTForCausalLM":
         from dejavu_train.sparse.model import SparseOPTForCausalLM
 

@@ -13,20 +13,22 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.spec import PredictorSpec
+from dejavu_train.bundle.spec import Key, PredictorSpec
 from dejavu_train.models.hooks import decoder_layers
 
 Sites = Mapping[tuple[str, int], Tensor]
 
 
-def select(logits: Tensor, spec: PredictorSpec) -> Tensor:
+def select(logits: Tensor, spec: PredictorSpec, threshold: Tensor | None = None) -> Tensor:
     """The selection for ``logits`` (..., n): above the threshold (a tie is not), or the k largest. NaN never is.
+
+    threshold: (1,), in place of the spec's.
 
     >>> select(torch.tensor([1.0, 2.0, 3.0]), PredictorSpec(0, "mlp", "mlp_in", 0, 1, 1, 3, threshold=2.0))
     tensor([False, False,  True])
     """
     if spec.threshold is not None:
-        return logits > spec.threshold
+        return logits > (spec.threshold if threshold is None else threshold)
     assert spec.top_k is not None, "a dense spec selects nothing"
     picked = logits.nan_to_num(nan=float("-inf")).topk(spec.top_k, dim=-1).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, picked, True) & ~logits.isnan()
@@ -41,7 +43,7 @@ class Predicted:
         model: whose fc1 the second stages of cascades read. Without it a cascade's candidates are its selection.
 
     ``candidates``: by layer with a cascade, how many neurons of each position (B, T) passed the first stage when the
-    layer was last called; for counting what a cascade reads.
+    layer was last called; for counting what a cascade reads. ``thresholds``: (1,) each, in place of the bundle's.
     """
 
     def __init__(self, bundle: Bundle, device: torch.device | str = "cpu", model: OPTForCausalLM | None = None) -> None:
@@ -51,6 +53,7 @@ class Predicted:
         self._second_stages = {} if model is None else bundle.second_stages(decoder_layers(model))
         self._fc1: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
+        self.thresholds: dict[Key, Tensor] = {}
 
     @property
     def sites(self) -> set[tuple[str, int]]:
@@ -77,7 +80,8 @@ class Predicted:
         if spec is None or spec.dense:
             return None
         inputs = sites[spec.site, spec.site_layer]
-        keep = select(self.predictors[layer, target](inputs.to(self.device, torch.float32)), spec).to(inputs.device)
+        logits = self.predictors[layer, target](inputs.to(self.device, torch.float32))
+        keep = select(logits, spec, self.thresholds.get((layer, target))).to(inputs.device)
         if target == "mlp" and layer in self._second_stages:
             self.candidates[layer] = keep.sum(-1)
             keep = keep & self._second_stages[layer].passed(sites["mlp_in", layer]).to(keep.device)

@@ -1,7 +1,7 @@
 """The attention halves of a decoding step, x (B, d) -> out (B, d), fp32: dense, sparse, or with a look-ahead predictor.
 
-One is chosen for each layer when a step is built; `run` queues its kernels in order. LayerNorms are prologues of the
-kernels, biases and the residual epilogues.
+One is chosen for each layer when a step is built; `run` queues its kernels in order: `select` those that choose heads,
+`attend` the others. LayerNorms are prologues of the kernels, biases and the residual epilogues.
 """
 
 from dataclasses import dataclass
@@ -65,14 +65,21 @@ class SparseAttention:
         self.bias = bias_with_mean(weights, heads)
 
     def run(self, x: Tensor, out: Tensor) -> None:
+        self.select(x)
+        self.attend(x, out)
+
+    def select(self, x: Tensor) -> None:
+        weights, cache, work, predictor = self.weights, self.cache, self.work, self.heads.predictor
+        self.heads.join()
+        work.ops.head_select(
+            x, weights.norm1, predictor.folded, predictor.bias, predictor.threshold, work.state.position,
+            work.state.row_state, cache.attn_in, self.heads.selection, pdl=work.pdl,
+        )  # fmt: skip
+
+    def attend(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work = self.weights, self.cache, self.work
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
-        self.heads.join()
-        ops.head_select(
-            x, weights.norm1, predictor.folded, predictor.bias, predictor.threshold, state.position, state.row_state,
-            cache.attn_in, selection, pdl=pdl,
-        )  # fmt: skip
         ops.qkv(
             cache.attn_in, weights.qkv, weights.qkv_bias, selection, state.position, cache.watermark, cache.valid,
             work.q, cache.k, cache.v, policy=work.kv_policy, pdl=pdl,
@@ -97,16 +104,23 @@ class MaskedAttention:
         self.first = torch.zeros_like(work.state.position)
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        weights, cache, work = self.weights, self.cache, self.work
-        predictor, selection = self.heads.predictor, self.heads.selection
-        ops, state, pdl = work.ops, work.state, work.pdl
+        self.select(x)
+        self.attend(x, out)
+
+    def select(self, x: Tensor) -> None:
+        work, predictor = self.work, self.heads.predictor
         if predictor.folded is None:
             self.heads.join()
         else:
-            ops.head_select(
-                x, weights.norm1, predictor.folded, predictor.bias, predictor.threshold, self.first, state.row_state,
-                self.scratch, selection, pdl=pdl,
+            work.ops.head_select(
+                x, self.weights.norm1, predictor.folded, predictor.bias, predictor.threshold, self.first,
+                work.state.row_state, self.scratch, self.heads.selection, pdl=work.pdl,
             )  # fmt: skip
+
+    def attend(self, x: Tensor, out: Tensor) -> None:
+        weights, cache, work = self.weights, self.cache, self.work
+        predictor, selection = self.heads.predictor, self.heads.selection
+        ops, state, pdl = work.ops, work.state, work.pdl
         ops.qkv_dense(
             x, weights.norm1, weights.qkv, weights.qkv_bias, state.position, work.q, cache.k, cache.v, pdl=pdl
         )  # fmt: skip
@@ -128,13 +142,20 @@ class FusedAttention:
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
 
     def run(self, x: Tensor, out: Tensor) -> None:
+        self.select(x)
+        self.attend(x, out)
+
+    def select(self, x: Tensor) -> None:
+        work, predictor = self.work, self.heads.predictor
+        work.ops.site_predict(
+            x, self.weights.norm1, self.site, predictor.bias, predictor.threshold, work.state.position,
+            work.state.row_state, self.cache.attn_in, self.heads.selection, self.hidden, pdl=work.pdl,
+        )  # fmt: skip
+
+    def attend(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work, mlp = self.weights, self.cache, self.work, self.mlp
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
-        ops.site_predict(
-            x, weights.norm1, self.site, predictor.bias, predictor.threshold, state.position, state.row_state,
-            cache.attn_in, selection, self.hidden, pdl=pdl,
-        )  # fmt: skip
         ops.qkv_select(
             cache.attn_in, weights.qkv, weights.qkv_bias, selection, state.position, cache.watermark, cache.valid,
             work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold, state.row_state,

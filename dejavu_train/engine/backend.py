@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
@@ -31,12 +32,20 @@ class EngineBackend:
         bundle: predictors and thresholds.
         kv_policy: as in `DecodeEngine`.
         ops: "triton", or "reference" for plain torch on any device (slow, for tests).
+        guard: what all engines share of a guard, or None.
     Raises:
         Unsupported: no GPU, a model spread over several devices, a head dim or dtype without kernels.
         UserError: thresholds that were never calibrated.
     """
 
-    def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill", ops: str = "triton") -> None:
+    def __init__(
+        self,
+        model: Any,
+        bundle: Bundle,
+        kv_policy: str = "backfill",
+        ops: str = "triton",
+        guard: GuardState | None = None,
+    ) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
@@ -51,7 +60,7 @@ class EngineBackend:
         if model.dtype not in DTYPES.values():
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
         check_calibrated(bundle)
-        self.shape, self.bundle, self.kv_policy, self.ops = shape, bundle, kv_policy, ops
+        self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
         self.weights = DecodeWeights.from_model(model, model.dtype, self.device, share=True, transposed=sparse)
@@ -85,6 +94,7 @@ class EngineBackend:
             kv_policy=self.kv_policy,
             device=self.device,
             ops=self.ops,
+            guard=self.guard,
         )
 
     def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:

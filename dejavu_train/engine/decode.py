@@ -6,12 +6,15 @@ prompts, generation and scoring of any length, and a reset only writes tensors. 
 Two sets of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dejavu_train.bundle.guard import GuardState
+from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.dispatch import choose_execution, describe_execution
 from dejavu_train.engine.inputs import (
     MAX_BATCH,
@@ -56,8 +59,10 @@ class DecodeEngine:
             `describe`. What is selected stays the same. Only on a GPU, where it was measured. False = read the selected
             units only, everywhere.
         release: take the layers out of the given `DecodeWeights`, which is left without; see `DecodeWeights.arranged`.
+        guard: every N-th step is dense and moves thresholds; settings, or the state that several engines share.
     Raises:
-        UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle.
+        UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle; a bundle that
+            cannot be guarded.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class DecodeEngine:
         look_ahead: str = "fused",
         crossover: bool = True,
         release: bool = False,
+        guard: Guard | GuardState | None = None,
     ) -> None:
         given = isinstance(model, DecodeWeights)
         device = torch.device(device if device is not None else model.embedding.device if given else model.device)
@@ -105,22 +111,30 @@ class DecodeEngine:
                 " use backend gather"
             )
         self.batch, self.context, self.device = batch, context or limit, device
+        if isinstance(guard, Guard):
+            guard = GuardState(guard, bundle.specs, device) if guard.every else None
+        self.guard = guard
         self.predictors = self._predictors(bundle, weights.embedding.dtype)
         native = ops == "triton" and device.type == "cuda"
         self.modes = choose_execution(self.predictors, self.shape.d_model, batch, crossover and native, kv_policy)
         self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
             self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
-            look_ahead,
+            look_ahead, self.guard,
         )  # fmt: skip
         self.state = self.core.state
 
     def _predictors(self, bundle: Any, dtype: torch.dtype) -> dict[tuple[int, str], TargetPredictor]:
         if bundle is None or isinstance(bundle, dict):
-            return bundle or {}
-        if getattr(bundle, "shape", self.shape) != self.shape:
-            raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
-        return load_predictors(bundle, self.shape, dtype, self.device, codes=self.batch == 1)
+            loaded = bundle or {}
+        else:
+            if getattr(bundle, "shape", self.shape) != self.shape:
+                raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
+            loaded = load_predictors(bundle, self.shape, dtype, self.device, codes=self.batch == 1)
+        guard = self.guard
+        if guard is None:
+            return loaded
+        return {key: dataclasses.replace(made, threshold=guard.threshold(key)) for key, made in loaded.items()}
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, policy, and the form of every layer."""

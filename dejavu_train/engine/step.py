@@ -8,9 +8,11 @@ kernels a half launches stands in its `run`.
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
+from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import (
     Attention,
     DenseAttention,
@@ -20,6 +22,7 @@ from dejavu_train.engine.attention import (
     SparseAttention,
 )
 from dejavu_train.engine.dispatch import ExecutionMode
+from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
 from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, ListedMlp, MaskedMlp, Mlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
@@ -37,7 +40,7 @@ class Half:
     """Half a layer: the predictors that read its site, and what then computes x -> out."""
 
     sites: tuple[SitePredictor, ...]
-    body: Attention | Mlp
+    body: Attention | Mlp | GuardedAttention | GuardedMlp
 
 
 class DecodeStep:
@@ -46,6 +49,7 @@ class DecodeStep:
     Attributes:
         halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
             buffer a half, because a look-ahead predictor may still read an older one.
+        measured: the same halves in a dense step that a guard measures; None without one.
         state: the tokens and all that decides about them, see `kernels.sampling`.
         logits: (B, V) fp32, of the last step.
     """
@@ -63,11 +67,13 @@ class DecodeStep:
         graph: bool,
         pdl: bool,
         look_ahead: str,
+        guard: GuardState | None = None,
     ) -> None:
+        self.guard = guard
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
         self._graphed = graph and ops == "triton" and device.type == "cuda"
-        self._graphs: dict[tuple[str, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
         ahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
         self.work = Workspace.empty(
@@ -92,6 +98,7 @@ class DecodeStep:
             self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
             body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked)
             self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
+        self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
     def _can_fuse(self, layer: int) -> bool:
         """Whether the MLP's predictor can ride with q/k/v and attention: it then costs no stage of its own."""
@@ -147,26 +154,36 @@ class DecodeStep:
             return (MaskedMlp if masked else BatchMlp)(weights, self.work, mlp)
         return (ListedMlp if weights.cascade is None else CascadeMlp)(weights, self.work, mlp, fused)
 
-    def guard(self) -> contextlib.AbstractContextManager[None]:
+    def _measured(self, body: Any) -> Any:
+        assert self.guard is not None
+        if isinstance(body, (DenseAttention, DenseMlp)):
+            return body
+        kind = GuardedMlp if isinstance(body, Mlp) else GuardedAttention
+        return kind(body, self.guard)
+
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Within it the engine's device is the current one: kernels launch there, graphs are captured there."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def tail(self, mode: str, score: bool) -> None:
         """LM head and the choice of the next token, from x[-1]."""
-        with self.guard():
+        with self.on_device():
             head, pdl = self.weights.lm_head, self.work.pdl
             self.ops.dense_rows(self.x[-1], self.weights.final_norm, head, None, "none", self.logits, pdl=pdl)
             self.ops.advance(self.logits, self.state, mode, score, pdl=pdl)
 
-    def eager(self, mode: str, score: bool) -> None:
-        """A step without a graph."""
-        with self.guard():
+    def eager(self, mode: str, score: bool, measured: bool = False) -> None:
+        """A step without a graph; `measured`: dense, measured by the guard, which then moves its thresholds."""
+        with self.on_device():
             weights = self.weights
             self.ops.embed(self.state, weights.embedding, weights.positions, self.x[0], pdl=self.work.pdl)
-            for half, x, out in zip(self.halves, self.x, self.x[1:], strict=False):
+            halves = self.measured if measured and self.measured is not None else self.halves
+            for half, x, out in zip(halves, self.x, self.x[1:], strict=False):
                 for site in half.sites:
                     site.run(x)
                 half.body.run(x, out)
+            if measured and self.guard is not None:
+                self.guard.move(self.state.row_state == 1)
             self.tail(mode, score)
 
     @contextlib.contextmanager
@@ -177,6 +194,7 @@ class DecodeStep:
         """
         s = self.state
         changed = [s.tokens, s.nll, s.position, s.done, s.row_state, s.fault, self.watermark]
+        changed += [] if self.guard is None else self.guard.tensors()
         saved = [(tensor, tensor.clone()) for tensor in changed]
         try:
             yield
@@ -184,30 +202,31 @@ class DecodeStep:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def _capture(self, mode: str, score: bool) -> torch.cuda.CUDAGraph:
-        """Compile every kernel in a step whose effects are undone, then record one."""
+    def _capture(self, *call: Any) -> torch.cuda.CUDAGraph:
+        """`eager` with these arguments: compile every kernel in a step whose effects are undone, then record one."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), self.undone():
-            self.eager(mode, score)
+            self.eager(*call)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         launch.share_carveout(launch.SPARSE_CARVEOUT if self.predictors else launch.DRIVERS_CARVEOUT)
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self.eager(mode, score)
+            self.eager(*call)
         return graph
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
-        """One token for every row that is not done."""
+        """One token for every row that is not done; every N-th step is dense where a guard wants that."""
+        call = mode, score, self.guard is not None and self.guard.due()
         if not self._graphed:
-            self.eager(mode, score)
+            self.eager(*call)
             return
-        with self.guard():
-            if (mode, score) not in self._graphs:
-                self._graphs[mode, score] = self._capture(mode, score)
-            self._graphs[mode, score].replay()
+        with self.on_device():
+            if call not in self._graphs:
+                self._graphs[call] = self._capture(*call)
+            self._graphs[call].replay()
 
     def reset(self) -> None:
         """Forget all rows. Captured graphs stay valid."""

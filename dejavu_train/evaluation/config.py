@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
 
@@ -81,6 +82,8 @@ class InferConfig:
     """A prompt to continue."""
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
     """What continues that prompt."""
+    guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
+    """Dense tokens among those generated, which measure the selection and move thresholds."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     device_map: str | None = None
@@ -107,6 +110,10 @@ class InferConfig:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
         if any(start < 0 for start in self.sparse_from):
             raise UserError("--sparse_from must not be negative")
+        if self.guard.every and self.generate is None:
+            raise UserError("--guard.every watches generated text; give a prompt with --generate")
+        if self.guard.every and self.backend not in ("auto", "gather", "triton"):
+            raise UserError(f"--guard.every is for --backend auto, gather or triton, got {self.backend}")
         name_texts(self.text)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,18 @@ def results(
         "timing": [dataclasses.asdict(timing) for timing in timings],
         "read_gb_s": None if read_gb_s is None else round(read_gb_s, 1),
     }
+
+
+def guard_line(watched: Mapping[str, Any]) -> str:
+    """What a guard measured while text was generated, in one line; ``watched`` as `GuardState.report` gives it."""
+    guard, tokens = watched["guard"], watched["tokens"]
+    if not tokens:
+        return f"guard: no token was measured; every {guard['every']}-th is, and fewer were generated"
+    moved = "thresholds moved" if guard["control"] else "thresholds left alone"
+    parts = [f"{name} {watched[name]['retained_mass']:.4f}" for name in ("mlp", "heads") if name in watched]
+    mine = [layer for layer in watched["layers"] if layer["target"] == "mlp"]
+    promise = f", MLPs promised {sum(layer['promised'] for layer in mine) / len(mine):.4f}" if mine else ""
+    return f"guard: {tokens} tokens measured, {moved}; retained mass: {', '.join(parts)}{promise}"
 
 
 def _text_row(text: EvalText) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard import GuardState
+from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.data.text import TextSource, import_text
 from dejavu_train.errors import UserError
@@ -89,9 +91,14 @@ def run(config: InferConfig) -> None:
     # What was scored is kept, whatever timing and generating run into.
     report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
     timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
+    watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
-        print(_generate(config, dense, bundle, tokenizer, prompt))
+        text, watched = _generate(config, dense, bundle, tokenizer, prompt)
+        print(text)
     found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings))
+    if watched is not None:
+        found["guard"] = watched
+        print(report.guard_line(watched))
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]
@@ -128,12 +135,14 @@ def _check_output(config: InferConfig) -> None:
 
 
 def _check_densities(config: InferConfig, bundle: Bundle) -> None:
-    """Let impossible densities fail before anything slow starts."""
+    """Let impossible densities, and a guard that cannot be, fail before anything slow starts."""
     pairs = {(row.mlp_density, row.head_density) for row in quality_rows(config)} if config.tokens != 0 else set()
     if config.timing:
         pairs.add((config.timing_mlp_density, config.timing_head_density))
     for pair in sorted(pairs):
         bundle.at(*pair)
+    if config.guard.every:
+        GuardState(config.guard, _moved(config, bundle).specs, "cpu")
 
 
 def _check_engines(config: InferConfig, bundle: Bundle) -> None:
@@ -186,10 +195,10 @@ def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
     return bundle.at(config.timing_mlp_density, config.timing_head_density)
 
 
-def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str) -> Any:
+def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
     if backend == "dense":
         return dense
-    return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt")
+    return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt", guard=guard)
 
 
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
@@ -201,16 +210,20 @@ def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
     return ids
 
 
-def _generate(config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor) -> str:
+def _generate(
+    config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor
+) -> tuple[str, dict[str, Any] | None]:
+    """The text, and what the guard measured, where one is asked for."""
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
         made = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
-        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True))
-    model = _sparse(config, dense, bundle, config.backend)
+        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True)), None
+    model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    return str(tokenizer.decode(out[0], skip_special_tokens=True))
+    watched = model.guard_report() if config.guard.every else None
+    return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched
 
 
 def _bandwidth(timings: Sequence[Timing]) -> float | None:

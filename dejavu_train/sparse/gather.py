@@ -9,6 +9,7 @@ Letters: B batch rows, T columns, S columns in the cache, d model width, h heads
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.nn import functional as F
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.sparse.cache import SparseCache, SparseLayer
 
@@ -36,9 +38,12 @@ class GatherDecoder:
         kv_policy: what happens to K and V of heads that were skipped: ``backfill`` computes them when the head is
             selected again (exact), ``always`` computes K and V of all heads at every step (exact, reads more),
             ``stale`` leaves them out of the attention (inexact, for study).
+        guard: every N-th sparse column is dense and moves thresholds, see ``bundle/guard.py``.
     """
 
-    def __init__(self, model: OPTForCausalLM, bundle: Bundle, kv_policy: str = "backfill") -> None:
+    def __init__(
+        self, model: OPTForCausalLM, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
+    ) -> None:
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         self.kv_policy = kv_policy
@@ -56,6 +61,9 @@ class GatherDecoder:
             for linear in (block.fc2, block.self_attn.out_proj):
                 if not linear.weight.t().is_contiguous():
                     linear.weight.data = linear.weight.data.t().contiguous().t()
+        self.guard = guard
+        if guard is not None:
+            self.selector.thresholds = {key: guard.threshold(key) for key in guard.rows}
         # A mean that stands in for skipped heads is read with the bias: W (keep ? o - mean : 0) + (b + W mean).
         self.head_means: list[Tensor | None] = []
         self.out_biases: list[Tensor | None] = []
@@ -136,12 +144,30 @@ class GatherDecoder:
         """One column: hidden (B, d), visible (B, S + 1), alive and dense_rows (B,) bool."""
         sites: dict[tuple[str, int], Tensor] = {}
         column = visible.shape[1] - 1
+        judged = alive & ~dense_rows
+        guard = self.guard if self.guard is not None and self.guard.due() else None
+        if guard is not None:
+            dense_rows = alive
 
-        def selection(number: int, target: str, n_units: int, device: torch.device) -> Tensor:
-            keep = self.selector(number, target, sites)
-            if keep is None:
-                keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device)
-            return (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
+        def selection(number: int, target: str, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+            """What the predictor selects, None where there is none; and what is computed."""
+            made = self.selector(number, target, sites)
+            keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if made is None else made
+            return made, (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
+
+        def measure_heads(number: int, made: Tensor | None, mixed: Tensor) -> None:
+            if guard is not None and made is not None:
+                weight = self.blocks[number].self_attn.out_proj.weight
+                guard.measure((number, "heads"), judged, made, made, head_contribution(mixed, weight))
+
+        def measure_neurons(number: int, made: Tensor | None, mlp_in: Tensor) -> None:
+            if guard is not None and made is not None:
+                stage = self.second_stages.get(number)
+                passed = made if stage is None else made & stage.passed(mlp_in).to(made.device)
+                contribution = neuron_contribution(
+                    torch.relu(self._fc1(number, mlp_in)), self.blocks[number].fc2.weight
+                )
+                guard.measure((number, "mlp"), judged, made, passed, contribution)
 
         def report_selection(number: int, target: str, keep: Tensor) -> None:
             if self.on_select is not None:
@@ -152,21 +178,36 @@ class GatherDecoder:
             hidden = hidden.to(device)
             sites["attn_in", number] = attn_in = block.self_attn_layer_norm(hidden)
             layer.extend(attn_in[:, None], block.self_attn.num_heads)
-            keep = selection(number, "heads", block.self_attn.num_heads, device)
+            made, keep = selection(number, "heads", block.self_attn.num_heads, device)
             report_selection(number, "heads", keep)
-            hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device))
+            see = partial(measure_heads, number, made)
+            hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
             sites["mlp_in", number] = mlp_in = block.final_layer_norm(hidden)
-            keep = selection(number, "mlp", block.fc1.out_features, device)
+            made, keep = selection(number, "mlp", block.fc1.out_features, device)
+            measure_neurons(number, made, mlp_in)
             if number in self.second_stages:
                 out, keep = _cascade(block, self.second_stages[number], mlp_in, keep, dense_rows.to(device))
             else:
                 out = _mlp(block, mlp_in, keep)
             report_selection(number, "mlp", keep)
             hidden = hidden + out
+        if guard is not None:
+            guard.move(judged)
         return hidden
 
-    def _attention(self, number: int, layer: SparseLayer, attn_in: Tensor, keep: Tensor, visible: Tensor) -> Tensor:
-        """Attention of the last column over the selected heads, projected: (B, d)."""
+    def _attention(
+        self,
+        number: int,
+        layer: SparseLayer,
+        attn_in: Tensor,
+        keep: Tensor,
+        visible: Tensor,
+        see: Callable[[Tensor], None],
+    ) -> Tensor:
+        """Attention of the last column over the selected heads, projected: (B, d).
+
+        see: is shown the outputs of these heads (B, u, e), less the means that stand in for skipped ones.
+        """
         assert layer.keys is not None and layer.values is not None and layer.valid is not None
         attention, mean, bias = self.blocks[number].self_attn, self.head_means[number], self.out_biases[number]
         self._compute_kv(attention, layer, keep, visible)
@@ -184,6 +225,7 @@ class GatherDecoder:
         mixed = (weights[:, :, None] @ values).squeeze(2)
         if mean is not None:
             mixed = mixed - _units(mean, heads)
+        see(mixed)
         mixed = torch.where(keep[:, heads, None], mixed, 0.0)  # a row is masked by its own selection
         rows = _units(attention.out_proj.weight.t().unflatten(0, (attention.num_heads, -1)), heads)  # (u, e, d)
         out = mixed.flatten(1) @ rows.flatten(0, 1)

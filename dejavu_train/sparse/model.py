@@ -27,6 +27,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle.artifact import METADATA, Bundle
+from dejavu_train.bundle.guard import GuardState
+from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.opt import load_opt, weight_hash
@@ -77,6 +79,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         self._decoder: GatherDecoder | None = None
         self._engines: Any = None  # an EngineBackend, which imports triton
         self._gathering = False  # within a call that gather runs in place of the engine
+        self._guard: Guard | None = None
+        self._guarded: GuardState | None = None
         self._told: set[str] = set()
         self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
 
@@ -89,6 +93,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         sparse_from: SparseFrom = 0,
         kv_policy: str = "backfill",
         ops: str = "triton",
+        guard: Guard | None = None,
     ) -> "SparseOPTForCausalLM":
         """Wrap a dense model; the weights are shared, not copied. The caller knows that the bundle belongs to it.
 
@@ -98,8 +103,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
         Args:
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
+            guard: decode every N-th token densely and move thresholds, see :class:`Guard`; ``gather`` and ``triton``.
+                Its thresholds and measurements are state of the model: they go on from one call to the next, until
+                :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
         Raises:
-            UserError: an unknown backend or policy, or a backend that cannot run here.
+            UserError: an unknown backend or policy, a backend that cannot run here, or a bundle or backend that cannot
+                be guarded.
         """
         if backend not in BACKENDS:
             raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend}")
@@ -109,7 +118,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
         made = _adopt(cls, model)
         made.backend, made.sparse_from, made.kv_policy = backend, sparse_from, kv_policy
-        made._auto, made._ops = backend == "auto", ops
+        made._auto, made._ops, made._guard = (
+            backend == "auto",
+            ops,
+            guard if guard is not None and guard.every else None,
+        )
         made.set_bundle(bundle)
         return made.eval()
 
@@ -126,6 +139,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         device_map: Any = None,
         revision: str | None = None,
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
+        guard: Guard | None = None,
     ) -> "SparseOPTForCausalLM":
         """Load a model and its predictors.
 
@@ -135,6 +149,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
+            guard: as in :meth:`from_model`.
         Raises:
             UserError: no such model or bundle, or a bundle of other weights.
         """
@@ -148,7 +163,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         bundle = predictors
         bundle.check_model(name, revision)
         model = load_opt(name, str(dtype).removeprefix("torch."), device, device_map, revision)
-        return cls.from_model(model, bundle, backend, sparse_from, kv_policy)
+        return cls.from_model(model, bundle, backend, sparse_from, kv_policy, guard=guard)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
         """Write the dense model and, in its folder ``predictors``, the bundle."""
@@ -167,6 +182,10 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
         self._bundle = bundle
         self._selector, self._decoder, self._engines, self._means = None, None, None, {}
+        if self._guard is not None:
+            if self.backend == "mask":
+                raise UserError("the backend mask computes whole sequences at once and has no guard; use gather")
+            self._guarded = GuardState(self._guard, bundle.specs, self.device)
         if self._auto or self.backend in ENGINES:
             if self._auto:
                 self.backend = "cpu" if self.device.type == "cpu" and self._ops == "triton" else "triton"
@@ -182,10 +201,19 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         elif self.backend == "gather":
             self._gather()
 
+    def guard_report(self) -> dict[str, Any] | None:
+        """What the guard has measured since it was made or reset, see :meth:`GuardState.report`; None without one."""
+        return None if self._guarded is None else self._guarded.report()
+
+    def reset_guard(self) -> None:
+        """Put back the bundle's thresholds and forget what was measured."""
+        if self._guarded is not None:
+            self._guarded.reset()
+
     def _gather(self) -> GatherDecoder:
         """Made when it is first needed: for ``triton`` it takes the output projections a second time."""
         if self._decoder is None:
-            self._decoder = GatherDecoder(self, self.bundle, self.kv_policy)
+            self._decoder = GatherDecoder(self, self.bundle, self.kv_policy, self._guarded)
         return self._decoder
 
     def _tell(self, refusal: UserError) -> None:
@@ -367,12 +395,12 @@ def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:
     if model.backend == "cpu":
         from dejavu_train.engine.cpu.backend import CpuBackend
 
-        return CpuBackend(model, bundle, model.kv_policy)
+        return CpuBackend(model, bundle, model.kv_policy, model._guarded)
     try:
         from dejavu_train.engine.backend import EngineBackend
     except ImportError as error:
         raise Unsupported(f"the decode engine cannot be loaded ({error})") from None
-    return EngineBackend(model, bundle, model.kv_policy, model._ops)
+    return EngineBackend(model, bundle, model.kv_policy, model._ops, model._guarded)
 
 
 def _check_forward(cache: Cache | None, embeds: Tensor | None, positions: Tensor | None, rest: dict[str, Any]) -> None:

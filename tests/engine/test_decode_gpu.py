@@ -11,6 +11,7 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import masked_nll, random_bundle, random_opt
 
+from dejavu_train import Guard
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
@@ -209,6 +210,42 @@ def test_replay_equals_eager_bitwise(batch, lookahead, how):
     together = engines[0].generate(rows_of(20, 30, 5, 9)[:batch], 100, stop_tokens=())
     again = engines[0].generate(rows_of(20, 30, 5, 9)[:batch][::-1], 100, stop_tokens=())[::-1]
     assert together == again, "the order of rows must not matter"
+
+
+@pytest.mark.parametrize(("batch", "options"), [(1, {}), (1, {"cascade": True}), (1, {"lookahead": True}), (4, {}),
+                                                (4, {"cascade": True, "means": True})], ids=str)  # fmt: skip
+def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, options):
+    """The measured step is a graph of its own: tokens, thresholds and sums are those of an eager run, bit by bit; and
+    those of plain torch to rounding."""
+    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 4, "ffn_dim": 256}
+    folder = str(save_tiny_opt(tmp_path, **sizes))
+    bundle = make_bundle(folder, **options).at(0.4, 0.5)
+    rows, made, guards = rows_of(*[90] * batch), [], []
+    for ops, graph in (("triton", True), ("triton", False), ("reference", False)):
+        engine = DecodeEngine(
+            load_opt(folder, device="cuda"), bundle, batch=batch, ops=ops, graph=graph, guard=Guard(every=4, memory=32)
+        )
+        made.append(engine.score(rows))
+        guards.append([tensor.clone() for tensor in engine.guard.tensors()])
+        if graph:
+            engine.begin(rows, [90] * batch, [0] * batch, [0] * batch, Sampling())
+            engine.core.tail("greedy", score=True)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(8):
+                    engine.step("greedy", score=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert len(engine.core._graphs) == 2
+            first = engine.guard.first
+    assert all(torch.equal(a, b) for a, b in zip(made[0], made[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(guards[0], guards[1], strict=True))
+    assert int(guards[0][-1]) == batch * (89 // 4)
+    assert not torch.equal(guards[0][0][:, 0], first), "no threshold moved"
+    torch.testing.assert_close(guards[0][0], guards[2][0], atol=0.02, rtol=0)  # near-ties fall on either side
+    shares = [sums[:, 4].sum() / sums[:, 5].sum() for sums in (guards[0][2], guards[2][2])]
+    torch.testing.assert_close(*shares, atol=0.01, rtol=0)
 
 
 def test_dense_engine_follows_hugging_face():

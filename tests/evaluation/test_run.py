@@ -198,12 +198,35 @@ def error_line(capsys) -> str:
         ({"verify": "some"}, "--verify"),
         ({"new_tokens": "0"}, "--new_tokens"),
         ({"generate": "the " * 600}, "--generate"),
+        ({"guard.every": "4"}, "give a prompt with --generate"),
+        ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
+        ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
+        ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),
     ],
 )
 def test_mistakes_are_one_line(arguments, changes, message, capsys, tmp_path):
     assert run(arguments, **changes) == 2
     assert message in error_line(capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_path):
+    path = tmp_path / "guard.yaml"
+    path.write_text("guard: {every: 4, memory: 8}\n")
+    asked = {
+        "config": path,
+        "tokens": "0",
+        "timing": "false",
+        "generate": "the",
+        "new_tokens": "13",
+        "backend": "gather",
+    }
+    assert run(arguments | {"prompt": None, "sparse_from": None}, **asked) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["guard"]
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("guard: "))
+    assert found["guard"] == {"every": 4, "control": True, "retained_mass": None, "memory": 8}
+    assert found["tokens"] == 3 and line.startswith("guard: 3 tokens measured, thresholds moved; retained mass: mlp 0.")
+    assert f"mlp {found['mlp']['retained_mass']:.4f}, heads {found['heads']['retained_mass']:.4f}" in line
 
 
 def test_unknown_key_in_the_config(arguments, tmp_path, capsys):

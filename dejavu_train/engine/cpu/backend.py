@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.request import Request
@@ -24,10 +25,14 @@ class CpuBackend:
 
     Raises:
         Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads, predictors that
-            are not low-rank.
+            are not low-rank, a guard.
     """
 
-    def __init__(self, model: Any, bundle: Bundle, kv_policy: str = "backfill") -> None:
+    def __init__(
+        self, model: Any, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
+    ) -> None:
+        if guard is not None:
+            raise Unsupported("the CPU engine has no guard: its thresholds are constants")
         try:
             from dejavu_train.engine.cpu.engine import SUPPORTED  # imports numba and looks for a folder for its cache
         except (ImportError, RuntimeError) as error:

@@ -1,0 +1,51 @@
+"""What is asked of a guard at run time; what it does: bundle/guard.py. Readable without torch."""
+
+from dataclasses import dataclass
+
+from dejavu_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Guard:
+    """How often a token is decoded densely, and what is done with what it shows.
+
+    The thresholds of MLP predictors move by stochastic approximation (Robbins and Monro, 1951): with the contribution
+    mass m of a dense token and its part k that the selection would have kept,
+
+        threshold += gain (k - promised m) / (mean of m) / slope
+
+    where slope is how fast the retained mass falls with the threshold, on the calibration curve. The error is one of
+    sums, as the retained mass of a calibration is, so its mean is zero exactly where the promise holds: a right
+    threshold is not pulled to a wrong place (a mean of the tokens' own ratios would pull it). The gain is
+    1 / (tokens measured so far) at first and never less than 1 / `memory`: an average over about the last `memory`
+    measured tokens. A long memory has little noise and follows a change of text slowly; a short one follows fast, and
+    a right threshold wanders by about (spread of a token's retained mass) / sqrt(2 memory).
+
+    Of a cascade the candidates' threshold moves so that what passes both stages holds the promise; the second stage's
+    thresholds stay, because they test the weights themselves, which no change of text makes wrong. Thresholds of heads
+    stay; what heads retain is measured.
+
+    Attributes:
+        every: every so many-th decoding step is dense; 2 or more, or 0: no guard.
+        control: move the thresholds; false = dense tokens and measurements only.
+        retained_mass: the promise, for every layer: a share in (0, 1). None = each layer's own at the bundle's
+            calibration.
+        memory: measured tokens that the controller averages over; rows of a batch count one each.
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    every: int = 16
+    control: bool = True
+    retained_mass: float | None = None
+    memory: int = 512
+
+    def __post_init__(self) -> None:
+        if self.every < 2 and self.every != 0:
+            raise UserError(
+                f"guard.every must be at least 2 (1 would be the dense model), or 0 for no guard, got {self.every}"
+            )
+        if self.retained_mass is not None and not 0 < self.retained_mass < 1:
+            raise UserError(f"guard.retained_mass must lie between 0 and 1, got {self.retained_mass}")
+        if self.memory < 1:
+            raise UserError(f"guard.memory must be at least 1 token, got {self.memory}")
