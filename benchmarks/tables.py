@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/texts.md and benchmarks/NOTES.md from committed rows: make tables
+"""Writes the tables of README.md, docs/texts.md, docs/frontier.md and benchmarks/NOTES.md from committed rows: make tables
 
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables_format import Row, devices, markdown, percent, provenance, read_csv, several
+from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
-FILES = ("README.md", "docs/texts.md", "benchmarks/NOTES.md")
+FILES = ("README.md", "docs/texts.md", "docs/frontier.md", "benchmarks/NOTES.md")
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
 DECODE = "benchmarks/results/decode.csv"
 GENERATE = "benchmarks/results/generate.jsonl"
@@ -196,6 +197,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "goals-100m": goals_100m_table,
     "matrix-mini": lambda root: matrix_table(root, "opt-mini"),
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
+    **FRONTIER_TABLES,
 }
 
 
