@@ -244,7 +244,8 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
                 logits = model(ids).logits[:, :-1].transpose(1, 2)
             single += torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="sum").double().item()
         n = result["tokens"]
-        result |= {f"perplexity_{name}_fp16_engine": math.exp(half / n), f"perplexity_{name}_fp32": math.exp(single / n)}
+        result[f"perplexity_{name}_fp16_engine"] = math.exp(half / n)
+        result[f"perplexity_{name}_fp32"] = math.exp(single / n)
         result[f"{name}_difference_percent"] = 100 * math.expm1((half - single) / n)
     return result
 

@@ -107,7 +107,9 @@ class Rows:
             "date": datetime.date.today().isoformat(),
         }
 
-    def add(self, corpus: EvalCorpus, nats: np.ndarray, dense: np.ndarray, positions: Sequence[int], **more: Any) -> None:
+    def add(
+        self, corpus: EvalCorpus, nats: np.ndarray, dense: np.ndarray, positions: Sequence[int], **more: Any
+    ) -> None:
         """``nats`` and ``dense`` summed per document, of which ``positions`` were sparse."""
         some = np.asarray(positions) > 0
         value, error = increase(nats[some], dense[some], np.asarray(positions)[some].tolist())
@@ -144,7 +146,8 @@ def some_windows(windows: Sequence[Sequence[int]], tokens: int) -> EvalCorpus:
 def configured(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
     """The default recipe with this seed, its text and its initialisation."""
     given = [f"--config={options.config}", f"--model={options.model}", f"--seed={options.seed}"]
-    given += [f"--text.sample.seed={options.seed}"] if options.seed else []
+    if options.seed:  # as much text as lies beside the model for seed 0
+        given += [f"--text.sample.seed={options.seed}", "--text.sample.tokens=370000"]
     work = Path(options.work) / f"seed-{options.seed}"
     return parse_config([*given, f"--output={work}", "--trainer.logger=false", *flags])
 

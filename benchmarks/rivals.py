@@ -111,7 +111,9 @@ class Oracle(Rival):
 class WhitenedSVD(Rival):
     """The low rank that best approximates contributions before the ReLU, over the inputs' second moment, quantised."""
 
-    def __init__(self, weights: Sequence[MlpWeights], moments: Sequence[Tensor], rank: int, dtype: str = "int4") -> None:
+    def __init__(
+        self, weights: Sequence[MlpWeights], moments: Sequence[Tensor], rank: int, dtype: str = "int4"
+    ) -> None:
         super().__init__(weights)
         self.name = f"whitened SVD, rank {rank} {dtype}"
         self.predictors, self.specs = [], []

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/texts.md, docs/frontier.md and benchmarks/NOTES.md from committed rows: make tables
+"""Writes the tables of README.md, NOTES.md and the pages in docs/ from committed rows: make tables
 
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change

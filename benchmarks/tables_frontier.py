@@ -120,6 +120,7 @@ MINI_MLP: tuple[Line, ...] = (
     ("original recipe, the same share everywhere", "original recipe", "uniform"),
     ("original recipe, shared out", "original recipe", "measured"),
     ("SVD of fc1 (SVDP), r64 int8", "SVD r64 int8", "measured"),
+    ("data-aware SVD, r32 int8", "data-aware SVD r32 int8", "measured"),
     ("layer by layer, r64 int8", "layer by layer r64 int8", "measured"),
     ("layer by layer, r64 int4", "layer by layer r64 int4", "measured"),
     ("layer by layer, r96 int4", "layer by layer r96 int4", "measured"),
@@ -173,9 +174,9 @@ LOSSES: tuple[Line, ...] = (
     ("listwise: order within a token (`listwise`)", "listwise", "measured"),
     ("contribution squared", "squared", "measured"),
     ("root of the contribution", "root", "measured"),
-    ("contribution and the layer's output error under soft gates (study only)", "contribution + layer output", "measured"),
+    ("and the layer's output error under soft gates (study only)", "contribution + layer output", "measured"),
     ("contribution, token tables in all layers (study only)", "token tables", "measured"),
-)  # fmt: skip
+)
 STARTS: tuple[Line, ...] = (
     ("data-aware SVD initialisation, 6e-3, 400 steps of 512 rows", "contribution", "measured"),
     ("SVD of fc1", "svd start", "measured"),

@@ -1,4 +1,4 @@
-"""Collecting streams: its memory does not grow with the tokens. Each run is a process of its own, whose peak is read."""
+"""Collecting streams: its memory does not grow with the tokens. Each run is a process of its own; its peak is read."""
 
 import resource
 
