@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables_decode import batches_table, prompts_table
 from benchmarks.tables_format import Row, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, matrix_table
@@ -213,6 +214,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "demo": demo_table,
     "speed": speed_table,
     "decode-change": decode_change_table,
+    "decode-prompts": prompts_table,
+    "decode-batches": batches_table,
     "generate": generate_table,
     "samples": samples_table,
     "goals": goals_table,

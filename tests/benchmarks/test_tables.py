@@ -13,6 +13,8 @@ TOTALS = ("share_of_engine_rate", "first_call_s", "peak_without_caches_and_predi
 ROWS = {  # table -> the file of its rows, the measured fields that it shows, how many leading cells name a row
     "speed": (DECODE, ("p50_ms",), 1),
     "decode-change": (DECODE, ("p50_ms",), 2),
+    "decode-prompts": (DECODE, ("p50_ms", "share45"), 1),
+    "decode-batches": (DECODE, ("p50_ms", "share45", "mlp_density", "row_density", "live_share"), 1),
     "generate": (GENERATE, ("generate_ms", "engine_ms", "transformers_dense_ms", *TOTALS), 1),
     "samples": (SAMPLES, ("tokens_per_s", "minutes_per_million", "memory_gb"), 3),
     "goals": ("docs/texts/opt-mini.csv", ("increase",), 1),
