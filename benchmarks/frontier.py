@@ -69,7 +69,8 @@ MLP_DENSITIES, HEAD_DENSITIES = (1.0, 0.2), (0.85, 0.75)
 @dataclasses.dataclass
 class FrontierRow:
     """One method at one budget on one text. ``mlp_bytes`` are shares of the dense MLPs', None with all neurons;
-    ``calibration_nats`` is the divergence on calibration text, by which variants are chosen."""
+    ``calibration_nats`` is the divergence on calibration text, by which variants are chosen;
+    ``perplexity`` is of whole windows, Griffin's dense prompt included, ``increase`` of the sparse positions."""
 
     model: str
     method: str
