@@ -1,6 +1,6 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
 # make test    lint, format check, types, import contracts, tests
-# make tables  the tables of README.md, docs/texts.md and benchmarks/NOTES.md from committed rows
+# make tables  the tables of README.md, docs/ and benchmarks/NOTES.md from committed rows
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
 

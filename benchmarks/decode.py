@@ -22,26 +22,24 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.best_read import best_read
 from benchmarks.decode_breakdown import breakdown
 from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_hf import hugging_face
 from benchmarks.decode_problem import (
     RANKS,
     SHAPES,
-    STD,
     measured,
     random_predictors,
     random_weights,
     set_thresholds,
     start,
 )
-from benchmarks.harness import measure, step_times
+from benchmarks.harness import step_times
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.opt import OPTShape
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense.dense_gemv import RowSettings, dense_rows
 
 EXTRA = 20  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
@@ -73,23 +71,6 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
     cuts = statistics.quantiles(times, n=5, method="inclusive")
     p50 = statistics.median(times)
     return {"steps": len(times), "p20_ms": cuts[0], "p50_ms": p50, "p80_ms": cuts[3], "tokens_per_s": 1e3 * batch / p50}
-
-
-def best_bandwidth() -> float:
-    """TB/s of the best row kernel at density 1 on 49152 x 12288: the denominator of every byte floor."""
-    weight = torch.empty(49152, 12288, dtype=torch.float16, device="cuda").normal_(0, STD)
-    x12, norm = torch.randn(1, 12288, device="cuda"), torch.ones(2, 12288, dtype=torch.float16, device="cuda")
-    # The same memory as rows of 12288, 4096 and 8192: whatever reads fastest.
-    times = []
-    for width, settings in ((12288, (4, 1, 8)), (12288, (2, 1, 16)), (4096, (8, 2, 8)), (8192, (4, 1, 8))):
-        view, x = weight.view(-1, width), x12[:, :width].contiguous()
-        ln = LayerNormWeights(*norm[:, :width].contiguous())
-        out = torch.empty(1, len(view), device="cuda")
-        step = lambda i, v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
-            x, ln, v, None, "none", out, False, RowSettings(*s)
-        )
-        times.append(measure(step, 12, 10)[1])  # a dozen steps share what the graph takes to start
-    return weight.nbytes / min(times) / 1e6
 
 
 def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dict[str, Any]:
@@ -161,7 +142,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
     began = time.monotonic()
-    best = best_bandwidth()
+    times, size = best_read()
+    best = size / times[1] / 1e6  # TB/s, the denominator of every byte floor
     metadata = conditions() | {"best_tb_s": best}
     for name in args.models:
         weights = None

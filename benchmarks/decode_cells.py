@@ -79,6 +79,7 @@ def required_cells(model: str) -> list[Cell]:
         ways = ((1, "inline"), (1, "stream"), (2, "stream"))
         sparse += [dataclasses.replace(cell, site=1) for cell in sparse]
         sparse += [Cell(predictors="int8"), Cell(predictors="int8", site=1)]
+        sparse += [Cell(head_density=density) for density in (0.85, 1.0)]  # quality is shown at these
         sparse += [Cell(prompt=256, site=site, look_ahead=how) for site, how in ways]
     if model in ("6.7b", "66b"):
         for batch, union in UNION[model].items():

@@ -4,7 +4,8 @@
    and its perplexity. What fp32 itself is worth at a token is measured: the pass of `mask` in fp64 with the same sets.
 2. Greedy tokens of the engine, 900 after one prompt and 50 after each of 18, equal those of `gather` (but where two
    logits differ by less than 1e-4). `gather` reads the engine's tokens one by one, so a near-tie ends no comparison.
-3. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16, 1 and 4 rows).
+3. What fp16 costs: perplexity of the engine in fp16, dense and sparse, beside the dense model and `mask` in fp32.
+4. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16, 1 and 4 rows).
 
     python -m benchmarks.fidelity --model checkpoints/opt-mini --bundle FOLDER
 """
@@ -222,6 +223,34 @@ def _greedy() -> Any:
 
 
 @torch.no_grad()
+def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, look_ahead: str) -> dict[str, Any]:
+    """Perplexities of the engine in fp16 and of the fp32 model that it stands for, dense and by the bundle."""
+    result: dict[str, Any] = {"tokens": sum(len(row) - 1 for row in rows)}
+    for name, used in (("dense", None), ("sparse", bundle)):
+        engine = DecodeEngine(
+            model, used, batch=batch, context=len(rows[0]), dtype=torch.float16, crossover=False, look_ahead=look_ahead
+        )
+        half = single = 0.0
+        for start in range(0, len(rows), batch):
+            part = rows[start : start + batch]
+            engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
+            engine.core.tail("greedy", True)
+            for _ in range(len(part[0]) - 1):
+                engine.step("greedy", True)
+            half += engine.state.nll[: len(part), 1 : len(part[0])].double().sum().item()
+            ids = torch.tensor(part, device=model.device)
+            with masking(model, Given({}) if used is None else Predicted(used, model.device, model),
+                         means=None if used is None else used.head_means(model.device)):  # fmt: skip
+                logits = model(ids).logits[:, :-1].transpose(1, 2)
+            single += torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="sum").double().item()
+        n = result["tokens"]
+        result[f"perplexity_{name}_fp16_engine"] = math.exp(half / n)
+        result[f"perplexity_{name}_fp32"] = math.exp(single / n)
+        result[f"{name}_difference_percent"] = 100 * math.expm1((half - single) / n)
+    return result
+
+
+@torch.no_grad()
 def compare_tokens(model: Any, bundle: Bundle, prompts: list[list[int]], n: int, device: str) -> dict[str, Any]:
     """n greedy tokens of the engine for each prompt against what gather on `device` chooses after each of them."""
     engine = DecodeEngine(model, bundle, crossover=False)
@@ -277,7 +306,7 @@ def main() -> int:
     parser.add_argument("--head-density", type=float)
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=512)
-    parts = ["sets", "single", "greedy", "prompts", "replay"]
+    parts = ["sets", "single", "half", "greedy", "prompts", "replay"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     ways = ["stream", "inline", "fused"]
     parser.add_argument("--look-ahead", default="fused", choices=ways, help="of a bundle with earlier sites")
@@ -298,6 +327,7 @@ def main() -> int:
     for name, run in (
         ("sets", lambda: compare_sets(model, bundle, rows, 16, args.look_ahead)),
         ("single", lambda: compare_sets(model, bundle, rows, 1, args.look_ahead)),
+        ("half", lambda: compare_half(model, bundle, rows, 16, args.look_ahead)),
         ("greedy", lambda: compare_tokens(model, bundle, [rows[0][:100]], 900, args.gather_device)),
         ("prompts", lambda: compare_tokens(model, bundle, [row[:100] for row in rows[:18]], 50, args.gather_device)),
         ("replay", lambda: compare_replay(model, bundle, rows, 512, args.look_ahead)),

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/texts.md and benchmarks/NOTES.md from committed rows: make tables
+"""Writes the tables of README.md, NOTES.md, the model card and docs/ from committed rows: make tables
 
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
@@ -16,15 +16,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables_format import Row, devices, markdown, percent, provenance, read_csv, several
+from benchmarks.tables_decode import batches_table, prompts_table
+from benchmarks.tables_format import Row, devices, markdown, mean, percent, provenance, read_csv, several
+from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
-FILES = ("README.md", "docs/texts.md", "benchmarks/NOTES.md")
+FILES = ("README.md", "docs/texts.md", "docs/frontier.md", "benchmarks/NOTES.md", "checkpoints/opt-mini/README.md")
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
 DECODE = "benchmarks/results/decode.csv"
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
+CARD = "checkpoints/opt-mini/pretraining.json"
+HELDOUT = {  # file of pretraining.json -> its name in the card
+    "books_heldout.jsonl": "books, held out",
+    "general_heldout.jsonl": "general prose, held out",
+    "wikitext2_valid.raw.txt": "WikiText-2 validation, raw",
+    "installed-docs.jsonl.xz": "`installed-docs`, `test`",
+    "lambada.jsonl": "LAMBADA test passages",
+}
 YARDSTICKS = {"oracle": "oracle", "noncontextual": "non-contextual", "static": "static", "random": "random"}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -186,10 +196,26 @@ def samples_table(root: Path) -> str:
     return markdown(headings, table) + f"\nRows: {provenance(list(newest.values()))}.\n"
 
 
+def card_table(root: Path) -> str:
+    """What the embedded model came to on held-out text, by the end of its pretraining."""
+    found = json.loads((root / CARD).read_text())
+    table = []
+    for file, name in HELDOUT.items():
+        row = found["heldout"][file]
+        shares = [100 * share for share in row["density"]]
+        active = f"{', '.join(f'{share:.1f}' for share in shares)} (mean {mean(shares):.1f})"
+        table.append([name, f"{row['bits_per_byte']:.3f}", f"{row['perplexity']:.1f}", f"{row['tokens']:,}", active])
+    headings = ["text", "bits per byte", "perplexity", "tokens", "share of active neurons, layers 0 to 5 (%)"]
+    made = f"{found['device']}, torch {found['torch'].partition('+')[0]}, seed {found['config']['seed']}"
+    return f"{markdown(headings, table)}\nRows: pretraining.json; {made}.\n"
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "demo": demo_table,
     "speed": speed_table,
     "decode-change": decode_change_table,
+    "decode-prompts": prompts_table,
+    "decode-batches": batches_table,
     "generate": generate_table,
     "samples": samples_table,
     "goals": goals_table,
@@ -197,6 +223,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "guard": guard_table,
     "matrix-mini": lambda root: matrix_table(root, "opt-mini"),
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
+    **FRONTIER_TABLES,
+    "card": card_table,
 }
 
 

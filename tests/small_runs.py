@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from dejavu_train.data.collect import collect
@@ -81,3 +82,13 @@ def start_main(argv: list[str], log: Path) -> multiprocessing.Process:
     process = _server().Process(target=_run_main, args=(argv, str(log)))
     process.start()
     return process
+
+
+def in_a_process(function: Callable[..., None], *arguments: object) -> float:
+    """The number that ``function``, in a process of its own, puts into the shared value it gets as last argument."""
+    told = _server().Value("d", float("nan"))
+    process = _server().Process(target=function, args=(*arguments, told))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return float(told.value)

@@ -1,10 +1,12 @@
 import json
 import logging
+import math
 import os
-import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from small_runs import activations, flags, start_main
 from dejavu_train import pipeline
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
+from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.cli import main as infer_main
+from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
+from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.pipeline import table
 
 
@@ -150,23 +155,71 @@ def test_open_jobs_are_named_and_the_last_one_bundles(tiny_opt, text_file, tmp_p
     same_quality(output, finished)
 
 
-def test_killed_five_times(tiny_opt, text_file, tmp_path, finished):
-    """SIGKILL at random moments; the same command ends with a bundle of the same quality."""
+def collecting(output, log):
+    """One shard is written and another is being written."""
+    folder = output / "activations"
+    return any(folder.rglob("layer_*/shard_*.h5")) and any(folder.rglob("layer_*/.tmp-*"))
+
+
+def training(job):
+    """Returns what tells whether a job has checkpoints and no predictor yet."""
+
+    def reached(output, log):
+        folder = output / "predictors" / job
+        return any((folder / "checkpoints").glob("*.ckpt")) and not (folder / "predictor.json").exists()
+
+    return reached
+
+
+def calibrating(output, log):
+    """Thresholds are being set, and there is no bundle."""
+    return "thresholds of layer" in log and not (output / "bundle" / "bundle.json").exists()
+
+
+def kill_when(reached, argv, output, log, seconds=120):
+    """Run train.py and kill it where ``reached`` holds; returns its exit code.
+
+    The process is stopped first, so that what is asserted of the folder holds at the moment of the kill.
+    """
+    log.write_text("")
+    process = start_main(argv, log)
+    ends = time.monotonic() + seconds
+    while process.is_alive() and time.monotonic() < ends:
+        if reached(output, log.read_text()):
+            os.kill(process.pid, signal.SIGSTOP)
+            if reached(output, log.read_text()):
+                break
+            os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.002)
+    assert reached(output, log.read_text()), log.read_text()
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def perplexities(model, output, text_file):
+    """Of the dense model and of a selection so narrow that it costs something, on held-out documents."""
+    documents = load_sets(TextSource(source=str(text_file)), str(model))[0]["test"]
+    corpus = hold_out(documents, load_tokenizer(str(model)), 64, 3000)
+    settings = [EvalSetting("dense"), EvalSetting("predicted", 0.1, 0.25)]
+    scored = evaluate(load_opt(str(model)), Bundle.from_pretrained(output / "bundle"), corpus, settings)
+    return [math.exp(result.nats.sum() / corpus.tokens) for result in scored]
+
+
+def test_killed_in_every_phase(tiny_opt, text_file, tmp_path, finished):
+    """SIGKILL in the midst of collecting, of two trainings and of calibrating; the same command goes on each time, and
+    ends with the perplexity of a run that nothing disturbed."""
     output, log = tmp_path / "run", tmp_path / "log"
     argv = flags(tiny_opt, text_file, output)
-    generator = random.Random(0)
-    start_main(["--print_config"], log).join()  # the server has imported everything now
-    for _ in range(5):
-        process = start_main(argv, log)
-        process.join(generator.uniform(0.3, 2.0))
-        process.kill()
-        process.join()
-        assert process.exitcode in (-9, 0), log.read_text()
+    for reached in (collecting, training("layer_00/mlp"), training("layer_01/heads"), calibrating):
+        assert kill_when(reached, argv, output, log) == -signal.SIGKILL
     process = start_main(argv, log)
     process.join()
     assert process.exitcode == 0, log.read_text()
     assert not list(output.rglob("layer_*/.tmp-*.h5"))
     same_quality(output, finished)
+    (dense, ours), (_, theirs) = perplexities(tiny_opt, output, text_file), perplexities(tiny_opt, finished, text_file)
+    assert abs(ours - theirs) < 0.1 * (theirs - dense), (dense, ours, theirs)
 
 
 def test_two_invocations_share_a_folder(tiny_opt, text_file, tmp_path, finished):

@@ -155,7 +155,7 @@ def evaluate(
         progress: called with the number of tokens after each of the ``passes(rows)`` passes over them.
     """
     evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress)
-    for batch in _batches(held, batch_tokens, model.device):
+    for batch in eval_batches(held, batch_tokens, model.device):
         evaluation.add(batch)
     return evaluation.result(rows)
 
@@ -168,7 +168,7 @@ def passes(rows: Sequence[EvalSetting]) -> int:
 
 
 @dataclasses.dataclass
-class _Batch:
+class EvalBatch:
     """Windows side by side: ids and targets (B, T), real (B, T) bool, document (B,)."""
 
     ids: Tensor
@@ -177,7 +177,7 @@ class _Batch:
     document: np.ndarray
 
 
-def _batches(held: EvalCorpus, batch_tokens: int, device: torch.device) -> Iterator[_Batch]:
+def eval_batches(held: EvalCorpus, batch_tokens: int, device: torch.device) -> Iterator[EvalBatch]:
     """Windows of like length together, long ones first, so that little padding is computed and memory shows early."""
     order = sorted(range(len(held.windows)), key=lambda i: -len(held.windows[i]))
     start = 0
@@ -194,7 +194,7 @@ def _batches(held: EvalCorpus, batch_tokens: int, device: torch.device) -> Itera
             real[place, : len(window) - 1] = True
         document = np.array([held.document[index] for index in chosen])
         # Padding stands on the right and attention is causal, so no attention mask is needed.
-        yield _Batch(ids.to(device), targets.to(device), real.to(device), document)
+        yield EvalBatch(ids.to(device), targets.to(device), real.to(device), document)
         start = stop
 
 
@@ -234,7 +234,7 @@ class _Evaluation:
         return [self.scored[row] for row in rows]
 
     @torch.no_grad()
-    def add(self, batch: _Batch) -> None:
+    def add(self, batch: EvalBatch) -> None:
         """Score all rows on one batch: dense, then per pair of densities the predicted selection, then the others."""
         orders = self._dense_pass(batch)
         positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
@@ -249,7 +249,7 @@ class _Evaluation:
                     given = Given({key: take(order[key].to(count.device), count) for key, count in counts.items()})
                     self._sparse_pass(batch, given, sparse, row)
 
-    def _dense_pass(self, batch: _Batch) -> dict[str, dict[Key, Tensor]]:
+    def _dense_pass(self, batch: EvalBatch) -> dict[str, dict[Key, Tensor]]:
         """Score the dense row; returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
         orders: dict[str, dict[Key, Tensor]] = {name: {} for name in self.wanted}
 
@@ -259,9 +259,9 @@ class _Evaluation:
 
         if "oracle" in self.wanted:
             with record(self.model, {"activation", "head_out"}, on_layer=rank_contributions):
-                nats = _nats(self.model, batch)
+                nats = window_nats(self.model, batch)
         else:
-            nats = _nats(self.model, batch)
+            nats = window_nats(self.model, batch)
         for row, quality in self.scored.items():
             if row.selection == "dense":
                 np.add.at(quality.nats, batch.document, nats)
@@ -279,7 +279,7 @@ class _Evaluation:
 
     def _sparse_pass(
         self,
-        batch: _Batch,
+        batch: EvalBatch,
         selector: Select,
         sparse: Tensor,
         row: EvalSetting | None,
@@ -300,13 +300,13 @@ class _Evaluation:
                 quality.candidates[layer] = quality.candidates.get(layer, 0) + passed
 
         with masking(self.model, selector, None if bool(sparse.all()) else sparse, observe, self.means):
-            nats = _nats(self.model, batch)
+            nats = window_nats(self.model, batch)
         if quality is not None:
             np.add.at(quality.nats, batch.document, nats)
         self.progress(int(batch.real.sum()))
 
 
-def _nats(model: OPTForCausalLM, batch: _Batch) -> np.ndarray:
+def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
     """Summed nats of each window's real tokens: (B,) float64."""
     hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
     real = batch.real.flatten()

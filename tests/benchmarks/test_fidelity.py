@@ -64,3 +64,22 @@ def test_other_tokens_than_gathers_are_counted(made, monkeypatch):
     monkeypatch.setattr(Engine, "shift", 1)
     other = fidelity.compare_tokens(model, bundle, [rows[0][:4]], 6, "cpu")
     assert other["that_differ"] >= 1 and other["of_them_by_more_than_a_tie"] >= 1
+
+
+def test_what_fp16_costs_is_told(made, monkeypatch):
+    """Dense and sparse in fp16 stay near fp32, are not the same numbers, and a wrong bundle shows."""
+    model, bundle, rows = made
+    monkeypatch.setattr(fidelity, "DecodeEngine", partial(DecodeEngine, ops="reference"))
+    found = fidelity.compare_half(model, bundle, rows[:2], 2, "stream")
+    assert found["tokens"] == 22
+    for name in ("dense", "sparse"):
+        assert found[f"perplexity_{name}_fp16_engine"] != found[f"perplexity_{name}_fp32"]
+    assert abs(found["dense_difference_percent"]) < 1 and abs(found["sparse_difference_percent"]) < 3
+    other = bundle.at(0.05, 0.3)
+    monkeypatch.setattr(
+        fidelity,
+        "DecodeEngine",
+        lambda model, used, **options: DecodeEngine(model, other if used else None, ops="reference", **options),
+    )
+    wrong = fidelity.compare_half(model, bundle, rows[:2], 2, "stream")
+    assert abs(wrong["sparse_difference_percent"]) > 3

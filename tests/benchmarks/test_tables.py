@@ -5,7 +5,7 @@ import shutil
 import pytest
 from conftest import REPOSITORY
 
-from benchmarks.tables import DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
+from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
 
 CSV = (DECODE, SAMPLES, "docs/texts/opt-mini.csv")
 MATRIX = ("increase", "error", "mlp_bytes")
@@ -13,6 +13,8 @@ TOTALS = ("share_of_engine_rate", "first_call_s", "peak_without_caches_and_predi
 ROWS = {  # table -> the file of its rows, the measured fields that it shows, how many leading cells name a row
     "speed": (DECODE, ("p50_ms",), 1),
     "decode-change": (DECODE, ("p50_ms",), 2),
+    "decode-prompts": (DECODE, ("p50_ms", "share45"), 1),
+    "decode-batches": (DECODE, ("p50_ms", "share45", "mlp_density", "row_density", "live_share"), 1),
     "generate": (GENERATE, ("generate_ms", "engine_ms", "transformers_dense_ms", *TOTALS), 1),
     "samples": (SAMPLES, ("tokens_per_s", "minutes_per_million", "memory_gb"), 3),
     "goals": ("docs/texts/opt-mini.csv", ("increase",), 1),
@@ -104,6 +106,19 @@ def test_every_cell_follows_from_the_rows(rows, name):
         assert old[:names] == new[:names]
         for left, right in zip(old[names:], new[names:], strict=True):
             assert left != right or not left, f"{left} stays although all rows have changed"
+
+
+def test_the_card_follows_from_its_rows(tmp_path):
+    path = tmp_path / CARD
+    path.parent.mkdir(parents=True)
+    found = json.loads((REPOSITORY / CARD).read_text())
+    before = cells(TABLES["card"](REPOSITORY))
+    for row in found["heldout"].values():
+        row |= {name: 2 * row[name] for name in ("bits_per_byte", "perplexity", "tokens")}
+        row["density"] = [2 * share for share in row["density"]]
+    path.write_text(json.dumps(found))
+    for old, new in zip(before, cells(TABLES["card"](tmp_path)), strict=True):
+        assert old[0] == new[0] and all(left != right for left, right in zip(old[1:], new[1:], strict=True))
 
 
 def cells(table):

@@ -1,1 +1,0 @@
-"""The methods that benchmarks/frontier.py compares; nothing here is part of the library."""
