@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables_format import Row, devices, markdown, percent, provenance, read_csv, several
-from benchmarks.tables_texts import goals_100m_table, goals_table, matrix_table
+from benchmarks.tables_texts import goals_100m_table, goals_table, matrix_table, study_heads_table, study_table
 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/texts.md", "benchmarks/NOTES.md")
@@ -196,6 +196,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "goals-100m": goals_100m_table,
     "matrix-mini": lambda root: matrix_table(root, "opt-mini"),
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
+    "study": study_table,
+    "study-heads": study_heads_table,
 }
 
 
