@@ -19,7 +19,14 @@ from typing import Any
 from benchmarks.tables_decode import batches_table, prompts_table
 from benchmarks.tables_format import Row, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
-from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
+from benchmarks.tables_texts import (
+    goals_100m_table,
+    goals_table,
+    guard_table,
+    matrix_table,
+    study_heads_table,
+    study_table,
+)
 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/texts.md", "docs/frontier.md", "benchmarks/NOTES.md", "checkpoints/opt-mini/README.md")
@@ -225,6 +232,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
     **FRONTIER_TABLES,
     "card": card_table,
+    "study": study_table,
+    "study-heads": study_heads_table,
 }
 
 

@@ -47,6 +47,14 @@ TEXTS = {  # name -> where prepare finds it: an installed source, or a file of -
     "wikitext": "wikitext2/valid.raw.txt",
     "lambada": "tasks/lambada_openai_test.jsonl",
 }
+VAL = {  # what variants are chosen on: documents that are in no training and not in TEXTS
+    "val_docs": INSTALLED_DOCS,
+    "val_legal": "legal_apart.jsonl",  # licences, without the paragraphs of `licences`
+    "val_news": "news_apart.jsonl",
+    "val_books": "books_apart.jsonl",
+    "val_code": "installed-code",
+}
+VAL_TOKENS = 30_000
 TRAINING = ("self", "docs", "half", "wikitext")
 PLAIN = ("--calibrate.cascade=null", "--heads.enabled=false", "--calibrate.head_density=1.0")  # MLP only, one stage
 RECIPES: dict[str, list[str]] = {
@@ -108,6 +116,7 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
         texts = [tokenizer.decode(ids) for ids in rows.values()]
         _write_documents(folder / f"{name}.jsonl", texts)
         print(f"{name}: {held.tokens} tokens of {len(texts)} documents{', all there is' if text.whole else ''}")
+    prepare_val(data, folder, model, cache)
     documents = load_sets(TextSource(source=INSTALLED_DOCS, cache=cache), model)[0]["train"]
     _write_documents(folder / "train_docs.jsonl", [document.text for document in documents])
     words = TextSource(source=str(data / "wikitext2/train.txt.xz"))
@@ -117,6 +126,27 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
     own = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
     room = sum(map(len, own)) // 2  # half the characters of either
     _write_documents(folder / "train_half.jsonl", [*_some(own, room), *_some([d.text for d in documents], room)])
+
+
+def prepare_val(data: Path, folder: Path, model: str, cache: str) -> None:
+    """Write the texts that variants are chosen on, without the documents of the test texts."""
+    tokenizer = load_tokenizer(model)
+    tests = [path.read_text("utf-8").splitlines() for path in (folder / f"{name}.jsonl" for name in TEXTS)]
+    reported = {_beginning(json.loads(line)["text"]) for lines in tests for line in lines}
+    for name, place in VAL.items():
+        source = TextSource(source=place if place.startswith("installed") else str(data / place), cache=cache)
+        # another order of the documents than that of the test texts, and enough of them to leave those out
+        held = load_text(name, source, "val", model, {}, tokenizer, WINDOW, 4 * VAL_TOKENS, seed=1).held
+        rows: dict[int, list[int]] = {}
+        for window, document in zip(held.windows, held.document, strict=True):
+            rows.setdefault(document, []).extend(window[1:])
+        texts = [text for text in map(tokenizer.decode, rows.values()) if _beginning(text) not in reported]
+        _write_documents(folder / f"{name}.jsonl", texts)
+        print(f"{name}: {len(texts)} of {len(rows)} documents are in no test text")
+
+
+def _beginning(text: str) -> str:
+    return " ".join(text.split())[:100]
 
 
 def _some(texts: Sequence[str], characters: int) -> Iterator[str]:
@@ -226,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=("prepare", "run"))
+    parser.add_argument("command", choices=("prepare", "prepare-val", "run"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--config", default="configs/opt-mini.yaml")
     parser.add_argument("--data", default=".data", help="prepare: where the files lie; run: what prepare wrote")
@@ -247,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if options.command == "prepare":
         prepare(Path(options.data), Path(options.to), options.model, options.tokens, options.cache)
+    elif options.command == "prepare-val":
+        prepare_val(Path(options.data), Path(options.to), options.model, options.cache)
     else:
         run(options, flags)
 

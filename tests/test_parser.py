@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -64,7 +65,7 @@ def _commands() -> list[list[str]]:
     found = []
     for path in files:
         found += re.findall(r"python (?:train|infer)\.py[^`\n;|]*", path.read_text())
-    return [line.rstrip(".,").removeprefix("python ").replace('"', "").split() for line in found]
+    return [shlex.split(line.rstrip(".,").removeprefix("python ")) for line in found]
 
 
 def test_every_command_of_the_documentation_parses():
