@@ -80,17 +80,23 @@ class EvalResult:
 
 
 def hold_out(
-    documents: Sequence[Document], tokenizer: Any, window: int, tokens: int | None, seed: int = 0
+    documents: Sequence[Document],
+    tokenizer: Any,
+    window: int,
+    tokens: int | None,
+    seed: int = 0,
+    spread: int = DOCUMENTS,
 ) -> EvalCorpus:
     """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order.
 
-    A budget is spread: documents give up to a 20th of it each, in rounds, so that no long one stands for a whole text.
+    A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds, so
+    that no long one stands for a whole text.
     """
     order = list(range(len(documents)))
     if tokens is not None:
         order.sort(key=lambda i: hashlib.sha256(f"{seed}|{documents[i].name}".encode()).digest())
     cut = (windows(tokenizer, documents[i].text, window) for i in order)
-    taken = _spread(cut, window, math.inf if tokens is None else tokens)
+    taken = _spread(cut, window, math.inf if tokens is None else tokens, spread)
     held = EvalCorpus([], [], [], 0, truncated=len(taken) < len(order))
     for index, (parts, complete) in zip(order, taken, strict=False):
         text = documents[index].text
@@ -105,12 +111,14 @@ def hold_out(
     return held
 
 
-def _spread(documents: Iterator[list[list[int]]], window: int, tokens: float) -> list[tuple[list[list[int]], bool]]:
+def _spread(
+    documents: Iterator[list[list[int]]], window: int, tokens: float, spread: int
+) -> list[tuple[list[list[int]], bool]]:
     """The first windows of each document, about ``tokens`` tokens in all, and whether they are all it has.
 
     Documents are read in order, and no further than is needed.
     """
-    at_once = math.inf if tokens == math.inf else max(1, int(tokens / (window - 1) / DOCUMENTS))
+    at_once = math.inf if tokens == math.inf else max(1, int(tokens / (window - 1) / spread))
     read: list[list[list[int]]] = []
     count: list[int] = []
     left = tokens
@@ -154,7 +162,7 @@ def evaluate(
         progress: called with the number of tokens after each of the ``passes(rows)`` passes over them.
     """
     evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress)
-    for batch in _batches(held, batch_tokens, model.device):
+    for batch in batches(held, batch_tokens, model.device):
         evaluation.add(batch)
     return evaluation.result(rows)
 
@@ -167,7 +175,7 @@ def passes(rows: Sequence[EvalSetting]) -> int:
 
 
 @dataclasses.dataclass
-class _Batch:
+class Batch:
     """Windows side by side: ids and targets (B, T), real (B, T) bool, document (B,)."""
 
     ids: Tensor
@@ -176,7 +184,7 @@ class _Batch:
     document: np.ndarray
 
 
-def _batches(held: EvalCorpus, batch_tokens: int, device: torch.device) -> Iterator[_Batch]:
+def batches(held: EvalCorpus, batch_tokens: int, device: torch.device) -> Iterator[Batch]:
     """Windows of like length together, long ones first, so that little padding is computed and memory shows early."""
     order = sorted(range(len(held.windows)), key=lambda i: -len(held.windows[i]))
     start = 0
@@ -193,7 +201,7 @@ def _batches(held: EvalCorpus, batch_tokens: int, device: torch.device) -> Itera
             real[place, : len(window) - 1] = True
         document = np.array([held.document[index] for index in chosen])
         # Padding stands on the right and attention is causal, so no attention mask is needed.
-        yield _Batch(ids.to(device), targets.to(device), real.to(device), document)
+        yield Batch(ids.to(device), targets.to(device), real.to(device), document)
         start = stop
 
 
@@ -233,7 +241,7 @@ class _Evaluation:
         return [self.scored[row] for row in rows]
 
     @torch.no_grad()
-    def add(self, batch: _Batch) -> None:
+    def add(self, batch: Batch) -> None:
         """Score all rows on one batch: dense, then per pair of densities the predicted selection, then the others."""
         orders = self._dense_pass(batch)
         positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
@@ -248,7 +256,7 @@ class _Evaluation:
                     given = Given({key: take(order[key].to(count.device), count) for key, count in counts.items()})
                     self._sparse_pass(batch, given, sparse, row)
 
-    def _dense_pass(self, batch: _Batch) -> dict[str, dict[Key, Tensor]]:
+    def _dense_pass(self, batch: Batch) -> dict[str, dict[Key, Tensor]]:
         """Score the dense row; returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
         orders: dict[str, dict[Key, Tensor]] = {name: {} for name in self.wanted}
 
@@ -258,9 +266,9 @@ class _Evaluation:
 
         if "oracle" in self.wanted:
             with record(self.model, {"activation", "head_out"}, on_layer=rank_contributions):
-                nats = _nats(self.model, batch)
+                nats = summed_nats(self.model, batch)
         else:
-            nats = _nats(self.model, batch)
+            nats = summed_nats(self.model, batch)
         for row, quality in self.scored.items():
             if row.selection == "dense":
                 np.add.at(quality.nats, batch.document, nats)
@@ -278,7 +286,7 @@ class _Evaluation:
 
     def _sparse_pass(
         self,
-        batch: _Batch,
+        batch: Batch,
         selector: Select,
         sparse: Tensor,
         row: EvalSetting | None,
@@ -299,13 +307,13 @@ class _Evaluation:
                 quality.candidates[layer] = quality.candidates.get(layer, 0) + passed
 
         with masking(self.model, selector, None if bool(sparse.all()) else sparse, observe, self.means):
-            nats = _nats(self.model, batch)
+            nats = summed_nats(self.model, batch)
         if quality is not None:
             np.add.at(quality.nats, batch.document, nats)
         self.progress(int(batch.real.sum()))
 
 
-def _nats(model: OPTForCausalLM, batch: _Batch) -> np.ndarray:
+def summed_nats(model: OPTForCausalLM, batch: Batch) -> np.ndarray:
     """Summed nats of each window's real tokens: (B,) float64."""
     hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
     real = batch.real.flatten()

@@ -1,0 +1,62 @@
+"""Observes a dense model: python -m dejavu_train.evaluation.observe --config FILE [--option value ...]."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+# Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import transformers
+from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.evaluation.observe.config import ObserveConfig
+from dejavu_train.evaluation.observe.run import observe
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        raise UserError(message) from None
+
+
+def read_config(argv: Sequence[str] | None) -> ObserveConfig:
+    """Defaults, then the YAML file of ``--config``, then flags.
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type, or one that cannot be meant.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _Parser(prog="python -m dejavu_train.evaluation.observe", description=ObserveConfig.__doc__)
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below")
+    parser.add_class_arguments(ObserveConfig, None, sub_configs=False)
+    values = parser.instantiate_classes(parser.parse_args(None if argv is None else list(argv))).as_dict()
+    values.pop("config", None)
+    config = ObserveConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    config.check()
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Everything the command does. Raises :class:`UserError` for what the user can mend."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    config = read_config(argv)
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    bundle = None if config.bundle is None else Bundle.from_pretrained(config.bundle)
+    if bundle is not None:
+        bundle.check_model(config.model, config.revision)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    device = resolve_device(config.device)
+    model = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+    folder = observe(config, model, tokenizer, bundle)
+    logging.getLogger(__name__).info("wrote %s", folder)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))
