@@ -89,8 +89,8 @@ def hold_out(
 ) -> EvalCorpus:
     """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order.
 
-    A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds, so
-    that no long one stands for a whole text.
+    A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds,
+    so that no long one stands for a whole text.
     """
     order = list(range(len(documents)))
     if tokens is not None:

@@ -23,8 +23,10 @@ from dejavu_train.data.text import INSTALLED, SETS, TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.baselines import SELECTIONS
+from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
+from dejavu_train.evaluation.provenance import hashes
 from dejavu_train.evaluation.texts import EvalText, load_text, name_texts, trained_text
 from dejavu_train.evaluation.timing import (
     CPU,
@@ -85,6 +87,7 @@ class InferConfig:
     batch: int = _option(1, "rows while timing")
     prompt: int = _option(32, "tokens of the prompt while timing")
     new_tokens: int = _option(64, "timed, and generated")
+    wandb: str | None = _option(None, "a project to log the tables and pictures to; WANDB_MODE=offline keeps them here")
     generate: str | None = _option(None, "a prompt to continue")
     backend: str = _option("auto", "of --generate: auto, dense, mask, gather, triton, cpu, dense-engine, dense-cpu")
     device: str = _option("auto", "auto, cpu or cuda[:N]")
@@ -255,11 +258,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown = config.densities[0] if config.densities else None
     scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
     # What was scored is kept, whatever timing and generating run into.
-    report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
-    timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
+    about = {"config": dataclasses.asdict(config), "hashes": hashes(config.model, config.revision, config.bundle)}
+    report.write_results(report.results(config.model, config.bundle, scored, [], shown) | about, config.output)
+    not_measured: list[dict[str, str]] = []
+    timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
     if prompt is not None:  # last: the engine lays weights of the model out anew
         print(_generate(config, dense, bundle, tokenizer, prompt))
-    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings))
+    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings)) | about
+    found["not_measured"] = not_measured
     print(report.tables(found))
     report.write_results(found, config.output)
     written = [str(Path(config.output) / "results.json")]
@@ -269,7 +275,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             written.append(str(picture))
         else:
             logger.info("no curve.png: matplotlib is not installed (pip install matplotlib)")
+    written.append(str(write_report(config.output)))
     logger.info("wrote %s", " and ".join(written))
+    if config.wandb is not None:
+        log_to_wandb(read_results(config.output), config.wandb)
 
 
 def _check_output(config: InferConfig) -> None:
@@ -379,8 +388,10 @@ def _dense_engine(backend: str, dense: Any) -> Any:
     return CpuEngine(dense)
 
 
-def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> list[Timing]:
-    """Dense first: gather lays some weights of the shared model out anew."""
+def _time(
+    config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus, not_measured: list[dict[str, str]]
+) -> list[Timing]:
+    """Dense first: gather lays some weights of the shared model out anew. What refuses goes to ``not_measured``."""
     longest = max(held.windows, key=len)
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
@@ -395,6 +406,7 @@ def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> 
             if config.timing_backends:  # asked for by name
                 raise
             logger.info("%s is not timed: %s", backend, error)
+            not_measured.append({"what": f"timing of {backend}", "why": str(error)})
     return timings
 
 

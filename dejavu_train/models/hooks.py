@@ -2,10 +2,10 @@
 
 The places are named as in the bundle: ``attn_in`` (after the LayerNorm before attention), ``mlp_in`` (after the
 LayerNorm before fc1), ``activation`` (post-ReLU, the input of fc2), ``head_out`` (each head's output before the output
-projection); the residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to it is
-``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any attention implementation,
-dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that layer ends, so nothing of
-an earlier layer needs to stay in memory.
+projection); the residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to
+it is ``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any
+attention implementation, dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that
+layer ends, so nothing of an earlier layer needs to stay in memory.
 
 Letters: B batch, T positions, d model width, f ffn width, h heads, e head width.
 """

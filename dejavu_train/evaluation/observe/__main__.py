@@ -35,7 +35,7 @@ def read_config(argv: Sequence[str] | None) -> ObserveConfig:
     parser = _Parser(prog="python -m dejavu_train.evaluation.observe", description=ObserveConfig.__doc__)
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below")
     parser.add_class_arguments(ObserveConfig, None, sub_configs=False)
-    values = parser.instantiate_classes(parser.parse_args(None if argv is None else list(argv))).as_dict()
+    values = parser.instantiate(parser.parse_args(None if argv is None else list(argv))).as_dict()
     values.pop("config", None)
     config = ObserveConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
     config.check()

@@ -1,5 +1,7 @@
-"""Draws the observations: one figure a function, from the rows alone. Colours of Okabe and Ito, or a single ramp of cividis
-where lines are layers: both differ for colour-blind people and in grey print; markers and dashes tell lines apart too.
+"""Draws the observations: one figure a function, from the rows alone.
+
+Colours of Okabe and Ito, or one ramp of viridis where lines are layers: both differ for colour-blind people and in grey
+print; markers and dashes tell lines apart too. Legends stand below their panel, where no data can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from dejavu_train.files import replacing
 
 BLUE, GREEN, PINK, ORANGE, RED, BLACK = "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#000000"
 STYLES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (PINK, "D", ":"), (ORANGE, "v", "-"))
+MARKERS = "os^DvP*X<>"
 TARGETS = {"heads": "attention heads", "mlp": "MLP neurons"}
 UNION_STYLES = {
     "documents": (BLACK, "o", "-", "different documents"),
@@ -63,6 +66,20 @@ def _label(panel: Any, x: str, y: str, title: str) -> None:
     panel.set_title(title, fontsize=10)
 
 
+def _legend(panel: Any, columns: int = 2) -> None:
+    panel.legend(
+        fontsize=8.5, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False, handlelength=3
+    )
+
+
+def _plain(axis: Any) -> None:
+    """Numbers of a logarithmic axis as 20 and 0.5, not as powers."""
+    from matplotlib.ticker import FuncFormatter
+
+    for kind in (axis.set_major_formatter, axis.set_minor_formatter):
+        kind(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.1e}"[0] in "125" else ""))
+
+
 def _whole(panel: Any, values: Sequence[int]) -> None:
     """An axis of layers: whole numbers, at most nine of them."""
     known = sorted(set(values))
@@ -75,15 +92,15 @@ def _line(panel: Any, x: Sequence[float], y: Sequence[float], style: int, label:
 
 
 def _ramp(place: int, count: int) -> Any:
-    """A colour of cividis, without its palest end."""
+    """A colour of viridis, without its palest end."""
     import matplotlib
 
-    return matplotlib.colormaps["cividis"](0.9 * place / max(1, count - 1))
+    return matplotlib.colormaps["viridis"](0.9 * place / max(1, count - 1))
 
 
 def sparsity(rows: Sequence[SparsityRow]) -> Any:
     """Fig. 3: share of heads and of neurons that a token can do without, a line for each loss."""
-    figure, panels = _panels(2, sharey=True)
+    figure, panels = _panels(2, height=3.8)
     for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
         own = [row for row in rows if row.target == target]
         units = {row.layer: row.needed / (1 - row.silenced) for row in own if row.silenced < 1}
@@ -94,10 +111,13 @@ def sparsity(rows: Sequence[SparsityRow]) -> Any:
             _line(panel, layers, [100 * row.silenced for row in line], style, text)
             ends = [[100 * (1 - row_p / units[row.layer]) for row, row_p in _pairs(line, p)] for p in ("p90", "p10")]
             panel.fill_between(layers, *ends, color=STYLES[style % len(STYLES)][0], alpha=0.13, linewidth=0)
-        panel.set_ylim(0, 102)
+        least = min(100 * (1 - row.needed_p90 / units[row.layer]) for row in own)
+        panel.set_ylim(
+            0 if least < 50 else max(0, least - 3), 101
+        )  # nearly all neurons are silent: the end of the axis
         _whole(panel, [row.layer for row in own])
         _label(panel, "layer", "silenced, % of units", name)
-        panel.legend(fontsize=8, loc="best")
+        _legend(panel, 1)
     return figure
 
 
@@ -116,7 +136,7 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
         panels[0].fill_between(layers, *ends, color=BLUE, alpha=alpha, linewidth=0, label=text)
     _whole(panels[0], layers)
     _label(panels[0], "layer l", "cosine similarity", "residual stream before l and l + 1")
-    panels[0].legend(fontsize=8, loc="lower right")
+    _legend(panels[0])
     starts = sorted({row.layer for row in rows if row.distance == 2} or set(layers))
     starts = starts[:: -(-len(starts) // 5)]
     for style, start in enumerate(starts):
@@ -124,7 +144,7 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
         _line(panels[1], [row.distance for row in own], [row.median for row in own], style, f"from l = {start}")
     _label(panels[1], "distance n", "", "before l and l + n, medians")
     panels[1].set_xticks(range(1, 1 + max(row.distance for row in rows)))
-    panels[1].legend(fontsize=8)
+    _legend(panels[1])
     return figure
 
 
@@ -144,16 +164,19 @@ def norms(rows: Sequence[NormRow]) -> Any:
             _whole(panel, layers)
     _whole(panels[0], [row.layer for row in rows])
     panels[0].set_yscale("log")
+    _plain(panels[0].yaxis)
     _label(panels[0], "layer", "norm, median", "what a block reads and adds")
     _label(panels[1], "layer", "cosine of X and F(X)", "median, middle 80 % shaded")
     _label(panels[2], "layer", "cosine of X and X + F(X)", "median, middle 80 % shaded")
     for panel in panels:
-        panel.legend(fontsize=8)
+        _legend(panel)
     return figure
 
 
 def attention_maps(rows: Sequence[MapRow]) -> Any:
     """Fig. 4: attention of the chosen heads on the chosen sentence."""
+    from matplotlib.colors import PowerNorm
+
     heads = list(dict.fromkeys((row.layer, row.head) for row in rows))
     own = {head: [row for row in rows if (row.layer, row.head) == head] for head in heads}
     count = 1 + max(row.query for row in rows)
@@ -164,7 +187,7 @@ def attention_maps(rows: Sequence[MapRow]) -> Any:
         grid = [[float("nan")] * count for _ in range(count)]
         for row in own[head]:
             grid[row.query][row.key] = row.weight
-        drawn = panel.imshow(grid, cmap="cividis", vmin=0, vmax=1)
+        drawn = panel.imshow(grid, cmap="cividis", norm=PowerNorm(0.5, vmin=0, vmax=1))
         panel.grid(False)
         names = [tokens[index] for index in range(count)]
         panel.set_xticks(range(count), names, rotation=90, fontsize=6.5)
@@ -180,16 +203,16 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     """Fig. 4: uniformity of heads against the norm of their output, and the rank correlation by layer."""
     figure, panels = _panels(2)
     layers = sorted({row.layer for row in rows})
-    markers = "osD^vP*X<>"
     for place, layer in enumerate(layers):
         own = [row for row in rows if row.layer == layer]
-        colour, marker = _ramp(place, len(layers)), markers[place % len(markers)]
+        colour, marker = _ramp(place, len(layers)), MARKERS[place % len(MARKERS)]
         label = f"layer {layer}" if place in (0, len(layers) - 1) or len(layers) <= 8 else None
         x, y = [row.uniformity for row in own], [row.output for row in own]
         panels[0].scatter(x, y, s=22, color=colour, marker=marker, edgecolors="black", linewidths=0.3, label=label)
     panels[0].set_yscale("log")
+    _plain(panels[0].yaxis)
     _label(panels[0], "uniformity (1: looks at all alike)", "norm of the head's output", "heads, means over tokens")
-    panels[0].legend(fontsize=7.5, ncols=2)
+    _legend(panels[0], 3)
     x = [row.layer for row in correlations]
     panels[1].axhline(0, color="0.35", linewidth=1)
     panels[1].errorbar(
@@ -200,7 +223,7 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     panels[1].set_ylim(-1.05, 1.05)
     _whole(panels[1], x)
     _label(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
-    panels[1].legend(fontsize=8)
+    _legend(panels[1])
     return figure
 
 
@@ -233,8 +256,10 @@ def frequency(rows: Sequence[FrequencyRow]) -> Any:
         )  # fmt: skip
     panel.set_xscale("log")
     panel.set_yscale("log")
+    for axis in (panel.xaxis, panel.yaxis):
+        _plain(axis)
     _label(panel, "neuron, by rank", "tokens at which it is active, %", "a straight line would be a power law")
-    panel.legend(fontsize=8, ncols=2)
+    _legend(panel, 3)
     return figure
 
 
@@ -248,22 +273,29 @@ def overlap(rows: Sequence[OverlapRow]) -> Any:
             own = [row for row in rows if (row.layer, row.target) == (layer, target)]
             near = sorted((row.distance, row.jaccard) for row in own if row.distance)
             colour, dash = _ramp(place, len(shown)), ("-", "--", "-.", ":")[place % 4]
-            panel.plot(*zip(*near, strict=True), color=colour, marker=".", linestyle=dash, label=f"layer {layer}")
+            panel.plot(
+                *zip(*near, strict=True),
+                color=colour,
+                marker=MARKERS[place % len(MARKERS)],
+                markersize=4,
+                linestyle=dash,
+                label=f"layer {layer}",
+            )
             for row in own:
                 if row.distance == 0:  # beyond the largest distance, where no line goes
                     panel.plot([2.2 * near[-1][0]], [row.jaccard], color=colour, marker="D", markersize=5)
         panel.set_xscale("log", base=2)
         ticks = [*(distance for distance, _ in near[::2]), 2.2 * near[-1][0]]
         panel.set_xticks(ticks, [*(str(distance) for distance, _ in near[::2]), "other\ntext"])
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.04 * max(row.jaccard for row in rows if row.target == target))
+        _legend(panel, 3)
         _label(panel, "positions apart", "overlap |A ∩ B| / |A ∪ B|", name)
-    panels[0].legend(fontsize=8, ncols=2, loc="lower left")
     return figure
 
 
 def union(rows: Sequence[UnionRow]) -> Any:
     """Fig. 8 and App. C.1: sparsity of a batch's union, mean over the layers."""
-    figure, panels = _panels(2, sharey=True)
+    figure, panels = _panels(2, height=3.8)
     mean = mean_over_layers(rows)
     for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
         for grouping, (colour, marker, dash, text) in UNION_STYLES.items():
@@ -276,8 +308,8 @@ def union(rows: Sequence[UnionRow]) -> Any:
         panel.set_xticks(sizes, [str(size) for size in sizes])
         panel.set_xticks([], minor=True)
         panel.set_ylim(bottom=0)
+        _legend(panel)
         _label(panel, "rows of a batch", "in no row's set, % of units", name)
-    panels[1].legend(fontsize=8)
     return figure
 
 
@@ -296,7 +328,7 @@ def predictors(rows: Sequence[PredictorRow]) -> Any:
         panel.set_ylim(0, 102)
         _whole(panel, [row.layer for row in own])
         _label(panel, "layer", "%", TARGETS[target])
-    panels[-1].legend(fontsize=8, loc="lower right")
+    _legend(panels[-1])
     return figure
 
 
@@ -311,20 +343,19 @@ def neighbours(rows: Sequence[NeighbourRow]) -> Any:
             change = [100 * row.increase for row in own]
             bars = [100 * (row.increase_error or 0) for row in own]
             panel.errorbar(
-                [row.ms_per_token for row in own], change, bars, color=colour, marker=marker, linestyle=":", capsize=2.5,
-                label=names[method],
+                [row.ms_per_token for row in own], change, bars, color=colour, marker=marker, linestyle=":",
+                capsize=2.5, label=names[method],
             )  # fmt: skip
         for row in own:
             if row.ef is not None:
                 place = (row.ms_per_token, 100 * row.increase)
-                panel.annotate(f"ef {row.ef}", place, (5, 6), textcoords="offset points", fontsize=8)
+                panel.annotate(f"ef {row.ef}", place, (6, 10), textcoords="offset points", fontsize=8)
     panel.set_xscale("log")
+    _plain(panel.xaxis)
     panel.margins(x=0.2, y=0.15)
-    density = 100 * rows[0].density
-    _label(
-        panel, "ms to select for one token, all layers", "increase of perplexity, %", f"{density:.0f} % of the neurons"
-    )
-    panel.legend(fontsize=8)
+    title = f"{100 * rows[0].density:.0f} % of the neurons"
+    _label(panel, "ms to select for one token, all layers", "increase of perplexity, %", title)
+    _legend(panel)
     return figure
 
 
@@ -341,8 +372,9 @@ def selections(rows: Sequence[SelectionRow]) -> Any:
     dense = next(row.perplexity for row in rows if row.selection == "dense")
     panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1.2, label="dense")
     panel.set_yscale("log")
+    _plain(panel.yaxis)
     _label(panel, "MLP neurons left out, %", "perplexity", "all heads; each takes as many neurons as predicted")
-    panel.legend(fontsize=8)
+    _legend(panel)
     return figure
 
 
@@ -365,9 +397,10 @@ def cost(rows: Sequence[CostRow]) -> Any:
             )  # fmt: skip
         panel.set_xticks(range(len(PARTS)), ["attention", "MLP", "head and rest"])
         panel.set_yscale("log")
+        _plain(panel.yaxis)
+        _legend(panel, 3)
         what = f"prompt of {rows[0].prompt} tokens" if phase == "prompting" else "one generated token"
         _label(panel, "", "ms, all layers", f"{what}, batch {rows[0].batch}")
-    panels[0].legend(fontsize=8)
     return figure
 
 

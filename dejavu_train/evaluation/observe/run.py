@@ -1,4 +1,4 @@
-"""Walks from a dense model to observations: one pass over held-out text, the parts that need more, files and pictures."""
+"""Walks from a dense model to observations: one pass over held-out text, parts that need more, files, pictures."""
 
 import csv
 import dataclasses
@@ -248,7 +248,8 @@ def _sentence(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any) -> t
     """Ids of the sentence, from </s> on, and each as it is shown."""
     ids = [2, *tokenizer(config.sentence, add_special_tokens=False)["input_ids"]]
     if not SENTENCE[0] <= len(ids) <= SENTENCE[1]:
-        raise UserError(f"--sentence must have {SENTENCE[0]} to {SENTENCE[1]} tokens, </s> included; it has {len(ids)}")
+        low, high = SENTENCE
+        raise UserError(f"--sentence must have {low} to {high} tokens, </s> included; it has {len(ids)}")
     if config.window - 1 > model.config.max_position_embeddings:
         raise UserError(
             f"--window {config.window} exceeds the model's {model.config.max_position_embeddings} positions"

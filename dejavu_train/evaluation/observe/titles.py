@@ -28,7 +28,7 @@ TITLES = {
     "norms": Title(
         "What a block reads and what it adds",
         "Fig. 5c, d; App. B",
-        "X is the residual stream before attention or MLP, F(X) what the block adds to it, LayerNorm and biases included.",
+        "X is the residual stream before attention or MLP, F(X) what the block adds to it, with LayerNorm and biases.",
     ),
     "clusters": Title(
         "How alike the tokens of a window are",
@@ -99,7 +99,7 @@ TITLES = {
     "cost": Title(
         "Prompting against generating, attention against MLP",
         "Tables 1 to 3",
-        "Theory: operations over the peak rate, bytes over the bandwidth, the longer one counts. Measured: transformers'"
-        " dense model, with a synchronisation around each part.",
+        "Theory: operations over the peak rate, bytes over the bandwidth, the longer one counts. Measured:"
+        " transformers' dense model, with a synchronisation around each part.",
     ),
 }
