@@ -1,6 +1,7 @@
 """What an observation reads and measures, as keys with their defaults."""
 
 import dataclasses
+import re
 
 from dejavu_train.data.text import SETS
 from dejavu_train.errors import UserError
@@ -46,7 +47,7 @@ class ObserveConfig:
     """Positions in one forward pass; fewer for large models."""
     parts: tuple[str, ...] = PARTS
     """What to measure; residual, units, attention and union share one pass."""
-    losses: tuple[float, ...] = (0.1, 0.2)
+    losses: tuple[float, ...] = (0.2, 0.1)
     """Of the output norm, for which silenced units are counted; the first defines the heads that a token needs."""
     sampled: int = 2048
     """Positions at which neurons are silenced, about."""
@@ -57,7 +58,7 @@ class ObserveConfig:
     sentence: str = "The model reads one token at a time, and the layer keeps only the rows that matter for that token."
     """Whose attention maps are drawn."""
     heads: tuple[str, ...] = ()
-    """Of the maps, as layer:head; none: the two most uniform and the two least uniform ones."""
+    """Of the maps, as L5H1 (layer 5, head 1); none: the two most uniform and the two least uniform ones."""
     densities: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
     """Of the MLPs' candidates, for the part selections."""
     neighbour_density: float = 0.1
@@ -104,15 +105,15 @@ class ObserveConfig:
         self.chosen_heads()
 
     def chosen_heads(self) -> list[tuple[int, int]] | None:
-        """(layer, head) of the maps, or None.
+        """(layer, head) of the maps, or None where none is chosen.
 
         Raises:
-            UserError: not of the form layer:head.
+            UserError: not of that form.
         """
         found = []
         for name in self.heads:
-            layer, _, head = str(name).partition(":")
-            if not (layer.isdigit() and head.isdigit()):
-                raise UserError(f"--heads must look like 0:3, a layer and a head, got {name}")
-            found.append((int(layer), int(head)))
+            parts = re.fullmatch(r"L(\d+)H(\d+)", name)
+            if parts is None:
+                raise UserError(f"--heads must look like L5H1, a layer and a head, got {name}")
+            found.append((int(parts[1]), int(parts[2])))
         return found or None

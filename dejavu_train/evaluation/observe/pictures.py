@@ -1,7 +1,7 @@
 """Draws the observations: one figure a function, from the rows alone.
 
 Colours of Okabe and Ito, or one ramp of viridis where lines are layers: both differ for colour-blind people and in grey
-print; markers and dashes tell lines apart too. Legends stand below their panel, where no data can be.
+print; markers and dashes tell lines apart too. Legends stand below the panels, where no data can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,16 +44,18 @@ def save(figure: Any, stem: Path) -> None:
     plt.close(figure)
 
 
-def _panels(count: int, width: float = 4.2, height: float = 3.2, **options: Any) -> tuple[Any, list[Any]]:
+def _panels(
+    count: int, width: float = 4.2, height: float = 3.6, bands: int = 1, **options: Any
+) -> tuple[Any, list[Any]]:
+    """``bands`` rows of ``count`` panels, each ``width`` x ``height`` inches, in reading order."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, grid = plt.subplots(
-        1, count, figsize=(width * count, height), squeeze=False, layout="constrained", **options
-    )
-    panels = grid[0].tolist()
+    size = (width * count, height * bands)
+    figure, grid = plt.subplots(bands, count, figsize=size, squeeze=False, layout="constrained", **options)
+    panels = grid.flatten().tolist()
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.tick_params(labelsize=9)
@@ -66,10 +68,14 @@ def _label(panel: Any, x: str, y: str, title: str) -> None:
     panel.set_title(title, fontsize=10)
 
 
-def _legend(panel: Any, columns: int = 2) -> None:
-    panel.legend(
-        fontsize=8.5, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False, handlelength=3
-    )
+def _legend(figure: Any, columns: int = 2) -> None:
+    """One legend for all panels, below them; what two panels name alike stands there once."""
+    known: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            known.setdefault(label, handle)
+    options = {"loc": "outside lower center", "frameon": False, "handlelength": 3.2}
+    figure.legend(known.values(), known.keys(), fontsize=9, ncols=columns, **options)
 
 
 def _plain(axis: Any) -> None:
@@ -100,7 +106,7 @@ def _ramp(place: int, count: int) -> Any:
 
 def sparsity(rows: Sequence[SparsityRow]) -> Any:
     """Fig. 3: share of heads and of neurons that a token can do without, a line for each loss."""
-    figure, panels = _panels(2, height=3.8)
+    figure, panels = _panels(2)
     for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
         own = [row for row in rows if row.target == target]
         units = {row.layer: row.needed / (1 - row.silenced) for row in own if row.silenced < 1}
@@ -117,7 +123,7 @@ def sparsity(rows: Sequence[SparsityRow]) -> Any:
         )  # nearly all neurons are silent: the end of the axis
         _whole(panel, [row.layer for row in own])
         _label(panel, "layer", "silenced, % of units", name)
-        _legend(panel, 1)
+    _legend(figure, 3)
     return figure
 
 
@@ -130,13 +136,12 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
     figure, panels = _panels(2, sharey=True)
     near = [row for row in rows if row.distance == 1]
     layers = [row.layer for row in near]
-    _line(panels[0], layers, [row.median for row in near], 0, "median")
+    panels[0].plot(layers, [row.median for row in near], color=BLACK, marker="x", linewidth=1.5, label="median")
     for low, high, alpha, text in (("p25", "p75", 0.3, "middle 50 %"), ("p10", "p90", 0.15, "middle 80 %")):
         ends = [[getattr(row, name) for row in near] for name in (low, high)]
-        panels[0].fill_between(layers, *ends, color=BLUE, alpha=alpha, linewidth=0, label=text)
+        panels[0].fill_between(layers, *ends, color=BLACK, alpha=alpha, linewidth=0, label=text)
     _whole(panels[0], layers)
     _label(panels[0], "layer l", "cosine similarity", "residual stream before l and l + 1")
-    _legend(panels[0])
     starts = sorted({row.layer for row in rows if row.distance == 2} or set(layers))
     starts = starts[:: -(-len(starts) // 5)]
     for style, start in enumerate(starts):
@@ -144,7 +149,7 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
         _line(panels[1], [row.distance for row in own], [row.median for row in own], style, f"from l = {start}")
     _label(panels[1], "distance n", "", "before l and l + n, medians")
     panels[1].set_xticks(range(1, 1 + max(row.distance for row in rows)))
-    _legend(panels[1])
+    _legend(figure, 4)
     return figure
 
 
@@ -154,13 +159,16 @@ def norms(rows: Sequence[NormRow]) -> Any:
     parts = {part: [row for row in rows if row.part == part] for part in ("attention", "mlp")}
     for style, (part, own) in enumerate(parts.items()):
         layers = [row.layer for row in own]
-        name = {"attention": "attention", "mlp": "MLP"}[part]
-        _line(panels[0], layers, [row.input for row in own], 2 * style, f"‖X‖, {name}")
-        _line(panels[0], layers, [row.output for row in own], 2 * style + 1, f"‖F(X)‖, {name}")
+        name, (colour, marker, _) = {"attention": "attention", "mlp": "MLP"}[part], STYLES[style]
+        for column, text, face in (("input", "‖X‖", colour), ("output", "‖F(X)‖", "white")):
+            panels[0].plot(
+                layers, [getattr(row, column) for row in own], color=colour, marker=marker, markerfacecolor=face,
+                linestyle="-" if column == "input" else ":", markersize=4.5, linewidth=1.5, label=f"{text}, {name}",
+            )  # fmt: skip
         for panel, column in ((panels[1], "cosine_output"), (panels[2], "cosine_sum")):
-            _line(panel, layers, [getattr(row, column) for row in own], style, name)
+            _line(panel, layers, [getattr(row, column) for row in own], style, f"cosine, {name}")
             ends = [[getattr(row, f"{column}_{end}") for row in own] for end in ("p10", "p90")]
-            panel.fill_between(layers, *ends, color=STYLES[style][0], alpha=0.15, linewidth=0)
+            panel.fill_between(layers, *ends, color=colour, alpha=0.15, linewidth=0)
             _whole(panel, layers)
     _whole(panels[0], [row.layer for row in rows])
     panels[0].set_yscale("log")
@@ -168,8 +176,7 @@ def norms(rows: Sequence[NormRow]) -> Any:
     _label(panels[0], "layer", "norm, median", "what a block reads and adds")
     _label(panels[1], "layer", "cosine of X and F(X)", "median, middle 80 % shaded")
     _label(panels[2], "layer", "cosine of X and X + F(X)", "median, middle 80 % shaded")
-    for panel in panels:
-        _legend(panel)
+    _legend(figure, 4)
     return figure
 
 
@@ -212,7 +219,6 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     panels[0].set_yscale("log")
     _plain(panels[0].yaxis)
     _label(panels[0], "uniformity (1: looks at all alike)", "norm of the head's output", "heads, means over tokens")
-    _legend(panels[0], 3)
     x = [row.layer for row in correlations]
     panels[1].axhline(0, color="0.35", linewidth=1)
     panels[1].errorbar(
@@ -223,7 +229,7 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     panels[1].set_ylim(-1.05, 1.05)
     _whole(panels[1], x)
     _label(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
-    _legend(panels[1])
+    _legend(figure, 4)
     return figure
 
 
@@ -244,7 +250,7 @@ def clusters(rows: Sequence[ClusterRow]) -> Any:
 
 def frequency(rows: Sequence[FrequencyRow]) -> Any:
     """Section 5.2: how often each neuron is active, by rank."""
-    figure, (panel,) = _panels(1, width=5.2, height=3.6)
+    figure, (panel,) = _panels(1, width=5.2, height=4)
     layers = sorted({row.layer for row in rows})
     for place, layer in enumerate(layers):
         own = [row for row in rows if row.layer == layer and row.frequency > 0]
@@ -259,7 +265,7 @@ def frequency(rows: Sequence[FrequencyRow]) -> Any:
     for axis in (panel.xaxis, panel.yaxis):
         _plain(axis)
     _label(panel, "neuron, by rank", "tokens at which it is active, %", "a straight line would be a power law")
-    _legend(panel, 3)
+    _legend(figure, 3)
     return figure
 
 
@@ -288,28 +294,33 @@ def overlap(rows: Sequence[OverlapRow]) -> Any:
         ticks = [*(distance for distance, _ in near[::2]), 2.2 * near[-1][0]]
         panel.set_xticks(ticks, [*(str(distance) for distance, _ in near[::2]), "other\ntext"])
         panel.set_ylim(0, 1.04 * max(row.jaccard for row in rows if row.target == target))
-        _legend(panel, 3)
         _label(panel, "positions apart", "overlap |A ∩ B| / |A ∪ B|", name)
+    _legend(figure, 6)
     return figure
 
 
 def union(rows: Sequence[UnionRow]) -> Any:
-    """Fig. 8 and App. C.1: sparsity of a batch's union, mean over the layers."""
-    figure, panels = _panels(2, height=3.8)
+    """Fig. 8 and App. C.1: sparsity of a batch's union, mean over the layers, and what grouping makes of it."""
+    figure, panels = _panels(2, height=2.9, bands=2)
     mean = mean_over_layers(rows)
-    for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
+    sizes = sorted({row.batch for row in rows})
+    for place, (target, name) in enumerate(TARGETS.items()):
+        whole, gained = panels[place], panels[place + 2]
         for grouping, (colour, marker, dash, text) in UNION_STYLES.items():
-            own = sorted((r.batch, 100 * r.sparsity) for r in mean if (r.target, r.grouping) == (target, grouping))
-            if own:
-                style = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4.5, "linewidth": 1.5}
-                panel.plot(*zip(*own, strict=True), label=text, **style)
-        panel.set_xscale("log", base=2)
-        sizes = sorted({row.batch for row in rows})
-        panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.set_xticks([], minor=True)
-        panel.set_ylim(bottom=0)
-        _legend(panel)
-        _label(panel, "rows of a batch", "in no row's set, % of units", name)
+            own = [row for row in mean if (row.target, row.grouping) == (target, grouping)]
+            own.sort(key=lambda row: row.batch)
+            style = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4.5, "linewidth": 1.5}
+            batches = [row.batch for row in own]
+            whole.plot(batches, [100 * row.sparsity for row in own], label=text, **style)
+            gained.plot(batches, [100 * row.gain for row in own], label=text, **style)
+        whole.set_ylim(bottom=0)
+        _label(whole, "", "in no row's set, % of units", name)
+        _label(gained, "rows of a batch", "smaller union, %", f"{name}: gain over different documents")
+        for panel in (whole, gained):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(sizes, [str(size) for size in sizes])
+            panel.set_xticks([], minor=True)
+    _legend(figure, 3)
     return figure
 
 
@@ -328,7 +339,7 @@ def predictors(rows: Sequence[PredictorRow]) -> Any:
         panel.set_ylim(0, 102)
         _whole(panel, [row.layer for row in own])
         _label(panel, "layer", "%", TARGETS[target])
-    _legend(panels[-1])
+    _legend(figure, 4)
     return figure
 
 
@@ -348,20 +359,20 @@ def neighbours(rows: Sequence[NeighbourRow]) -> Any:
             )  # fmt: skip
         for row in own:
             if row.ef is not None:
-                place = (row.ms_per_token, 100 * row.increase)
-                panel.annotate(f"ef {row.ef}", place, (6, 10), textcoords="offset points", fontsize=8)
+                top = (row.ms_per_token, 100 * (row.increase + (row.increase_error or 0)))
+                panel.annotate(f"ef {row.ef}", top, (0, 5), textcoords="offset points", ha="center", fontsize=8)
     panel.set_xscale("log")
     _plain(panel.xaxis)
     panel.margins(x=0.2, y=0.15)
     title = f"{100 * rows[0].density:.0f} % of the neurons"
     _label(panel, "ms to select for one token, all layers", "increase of perplexity, %", title)
-    _legend(panel)
+    _legend(figure, 3)
     return figure
 
 
 def selections(rows: Sequence[SelectionRow]) -> Any:
     """Fig. 1, section 5.2: perplexity against sparsity, contextual, static and non-contextual."""
-    figure, (panel,) = _panels(1, width=5.6, height=3.8)
+    figure, (panel,) = _panels(1, width=5.6, height=4.4)
     for name, (colour, marker, dash, text) in CURVES.items():
         own = sorted((100 * row.sparsity, row.perplexity) for row in rows if row.selection == name)
         if own:
@@ -374,7 +385,7 @@ def selections(rows: Sequence[SelectionRow]) -> Any:
     panel.set_yscale("log")
     _plain(panel.yaxis)
     _label(panel, "MLP neurons left out, %", "perplexity", "all heads; each takes as many neurons as predicted")
-    _legend(panel)
+    _legend(figure, 2)
     return figure
 
 
@@ -398,9 +409,9 @@ def cost(rows: Sequence[CostRow]) -> Any:
         panel.set_xticks(range(len(PARTS)), ["attention", "MLP", "head and rest"])
         panel.set_yscale("log")
         _plain(panel.yaxis)
-        _legend(panel, 3)
         what = f"prompt of {rows[0].prompt} tokens" if phase == "prompting" else "one generated token"
         _label(panel, "", "ms, all layers", f"{what}, batch {rows[0].batch}")
+    _legend(figure, 3)
     return figure
 
 

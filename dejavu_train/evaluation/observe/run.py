@@ -257,7 +257,7 @@ def _sentence(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any) -> t
     n_layers, n_heads = model.config.num_hidden_layers, model.config.num_attention_heads
     for layer, head in config.chosen_heads() or []:
         if layer >= n_layers or head >= n_heads:
-            raise UserError(f"--heads {layer}:{head}: the model has {n_layers} layers of {n_heads} heads, from 0 on")
+            raise UserError(f"--heads L{layer}H{head}: the model has {n_layers} layers of {n_heads} heads, from 0 on")
     return ids, [tokenizer.decode([token]).strip() or "␣" for token in ids]
 
 
