@@ -127,8 +127,8 @@ def _observation(folder: Path, one: dict[str, Any]) -> Observation:
     with open(folder / f"{one['name']}.csv", encoding="utf-8", newline="") as file:
         headings, *cells = csv.reader(file)
     svg = (folder / f"{one['name']}.svg").read_text(encoding="utf-8") if one["picture"] else None
-    words = (one[key] for key in ("name", "title", "paper", "caption"))
-    return Observation(*words, Table(one["name"], headings, cells), svg)
+    words = {key: one[key] for key in ("name", "title", "paper", "caption")}
+    return Observation(**words, table=Table(one["name"], headings, cells), svg=svg)
 
 
 def _task_table(path: Path) -> Table:

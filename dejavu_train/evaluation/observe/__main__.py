@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,9 +35,11 @@ def read_config(argv: Sequence[str] | None) -> ObserveConfig:
     parser = _Parser(prog="python -m dejavu_train.evaluation.observe", description=ObserveConfig.__doc__)
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below")
     parser.add_class_arguments(ObserveConfig, None, sub_configs=False)
-    values = parser.instantiate(parser.parse_args(None if argv is None else list(argv))).as_dict()
+    values: Any = parser.instantiate(parser.parse_args(None if argv is None else list(argv))).as_dict()
     values.pop("config", None)
-    config = ObserveConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    for name, value in values.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    config = ObserveConfig(**values)
     config.check()
     return config
 

@@ -119,9 +119,9 @@ class Attention:
         means = self._means().tolist()
         layers = range(len(self.blocks))
         return [
-            HeadRow(layer, head, *values, self.counts[layer])
+            HeadRow(layer, head, even, heaviest, first, output, self.counts[layer])
             for layer in layers
-            for head, values in enumerate(means[layer])
+            for head, (even, heaviest, first, output) in enumerate(means[layer])
         ]
 
     def uniformity_rows(self) -> list[UniformityRow]:

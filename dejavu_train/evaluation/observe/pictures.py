@@ -219,15 +219,15 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     panels[0].set_yscale("log")
     _plain(panels[0].yaxis)
     _label(panels[0], "uniformity (1: looks at all alike)", "norm of the head's output", "heads, means over tokens")
-    x = [row.layer for row in correlations]
+    after = [row.layer for row in correlations]
     panels[1].axhline(0, color="0.35", linewidth=1)
     panels[1].errorbar(
-        x, [row.per_token for row in correlations], [row.spread for row in correlations], color=BLUE, marker="o",
+        after, [row.per_token for row in correlations], [row.spread for row in correlations], color=BLUE, marker="o",
         linestyle="-", capsize=2.5, markersize=4.5, label="within a token, mean and deviation",
     )  # fmt: skip
-    _line(panels[1], x, [row.of_means for row in correlations], 1, "of the heads' means")
+    _line(panels[1], after, [row.of_means for row in correlations], 1, "of the heads' means")
     panels[1].set_ylim(-1.05, 1.05)
-    _whole(panels[1], x)
+    _whole(panels[1], after)
     _label(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
     _legend(figure, 4)
     return figure

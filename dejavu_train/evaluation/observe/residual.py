@@ -121,10 +121,11 @@ class Residual:
             seen.add(values)
 
     def cosine_rows(self) -> list[CosineRow]:
-        return [
-            CosineRow(*pair, *(seen.quantile(q) for q in (0.5, 0.1, 0.25, 0.75, 0.9)), seen.mean, seen.count)
-            for pair, seen in self.turning.items()
-        ]
+        rows = []
+        for pair, seen in self.turning.items():
+            median, p10, p25, p75, p90 = (seen.quantile(q) for q in (0.5, 0.1, 0.25, 0.75, 0.9))
+            rows.append(CosineRow(*pair, median, p10, p25, p75, p90, seen.mean, seen.count))
+        return rows
 
     def norm_rows(self) -> list[NormRow]:
         rows = []

@@ -189,9 +189,9 @@ class Units:
     def sparsity_rows(self) -> list[SparsityRow]:
         rows = []
         for (layer, target, loss), seen in sorted(self.needed.items()):
-            spread = (seen.quantile(q) for q in (0.1, 0.5, 0.9))
+            p10, p50, p90 = (seen.quantile(q) for q in (0.1, 0.5, 0.9))
             rows.append(
-                SparsityRow(layer, target, loss, 1 - seen.mean / (seen.bins - 1), seen.mean, *spread, seen.count)
+                SparsityRow(layer, target, loss, 1 - seen.mean / (seen.bins - 1), seen.mean, p10, p50, p90, seen.count)
             )
         return rows
 
@@ -215,7 +215,7 @@ def concentration(layer: int, counts: np.ndarray) -> ConcentrationRow:
     """The row of one layer from how often each of its neurons was active, (f,) integers."""
     falling = np.sort(counts)[::-1].astype(np.float64)
     whole = falling.sum() or 1.0
-    tops = [falling[: max(1, round(share * len(falling)))].sum() / whole for share in SHARES]
+    one, five, ten, twenty, half = (float(falling[: max(1, round(s * len(falling)))].sum() / whole) for s in SHARES)
     upper = falling[: len(falling) // 2]
     upper = upper[upper > 0]
     exponent = r2 = float("nan")
@@ -223,4 +223,5 @@ def concentration(layer: int, counts: np.ndarray) -> ConcentrationRow:
         x, y = np.log(np.arange(1, len(upper) + 1)), np.log(upper)
         exponent = float(np.polyfit(x, y, 1)[0])
         r2 = float(np.corrcoef(x, y)[0, 1] ** 2) if y.std() > 0 else float("nan")
-    return ConcentrationRow(layer, *map(float, tops), float((counts == 0).mean()), exponent, r2)
+    never = float((counts == 0).mean())
+    return ConcentrationRow(layer, one, five, ten, twenty, half, never, exponent, r2)
