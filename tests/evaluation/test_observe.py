@@ -11,17 +11,19 @@ from bundles import make_bundle
 from torch.nn import functional as F
 
 from dejavu_train.data.text import cut_plain_text
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.observe import run as observing
 from dejavu_train.evaluation.observe.__main__ import main, read_config
 from dejavu_train.evaluation.observe.attention import Attention, attention_weights, map_rows, uniformity
 from dejavu_train.evaluation.observe.config import ObserveConfig
 from dejavu_train.evaluation.observe.cost import part_cost
 from dejavu_train.evaluation.observe.neighbours import Exact
+from dejavu_train.evaluation.observe.redraw import redraw
 from dejavu_train.evaluation.observe.residual import Residual, pairwise_similarity
+from dejavu_train.evaluation.observe.rows import read_csv, write_csv
 from dejavu_train.evaluation.observe.statistics import Distribution, spearman
 from dejavu_train.evaluation.observe.titles import TITLES
-from dejavu_train.evaluation.observe.union import Unions, group_alike, mean_over_layers, union_share
+from dejavu_train.evaluation.observe.union import UnionRow, Unions, group_alike, mean_over_layers, union_share
 from dejavu_train.evaluation.observe.units import Units, concentration, jaccard, needed_heads, needed_neurons
 from dejavu_train.evaluation.perplexity import hold_out
 from dejavu_train.models.hooks import decoder_layers, record
@@ -329,8 +331,24 @@ def test_everything_from_the_command_line(arguments, tmp_path):
     assert len({row["sparsity"] for row in selections[1:5]}) == 1
     assert about["hashes"]["model"] and about["hashes"]["bundle"] and about["text"]["tokens"] >= 700
     written = {path.name: path.read_bytes() for path in folder.glob("*.svg")}
-    assert run(arguments, output=tmp_path, parts="[residual]") == 0
-    assert (folder / "cosine.svg").read_bytes() == written["cosine.svg"]  # the same rows, the same picture
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (folder / "cosine.csv").rename(alone / "cosine.csv")
+    assert redraw(alone) == ["cosine"] and (alone / "cosine.svg").read_bytes() == written["cosine.svg"]
+    (alone / "cosine.csv").write_text("layer,distance\n1,x\n")
+    with pytest.raises(UserError, match="line 2: not a row of CosineRow"):
+        redraw(alone)
+    with pytest.raises(UserError, match="has none of"):
+        redraw(tmp_path)
+
+
+def test_rows_survive_a_file(tmp_path):
+    rows = [
+        UnionRow("mlp", 0, "random", 2, 0.25, 0.75, -0.125, None, 3),
+        UnionRow("mlp", 1, "random", 2, 0.5, 0.5, 0.0, 0.1, 3),
+    ]
+    write_csv(tmp_path / "union.csv", rows)
+    assert read_csv(tmp_path / "union.csv", UnionRow) == rows
 
 
 def test_parts_and_what_is_missing(arguments, tmp_path, monkeypatch):

@@ -1,10 +1,7 @@
 """Walks from a dense model to observations: one pass over held-out text, parts that need more, files, pictures."""
 
-import csv
 import dataclasses
-import io
 import logging
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +22,7 @@ from dejavu_train.evaluation.observe.cost import Peaks, cost_rows, measure_peaks
 from dejavu_train.evaluation.observe.neighbours import neighbour_rows
 from dejavu_train.evaluation.observe.predictors import predictor_rows
 from dejavu_train.evaluation.observe.residual import Residual
+from dejavu_train.evaluation.observe.rows import write_csv
 from dejavu_train.evaluation.observe.selections import COMPARED, selection_rows
 from dejavu_train.evaluation.observe.titles import TITLES
 from dejavu_train.evaluation.observe.union import Unions
@@ -32,7 +30,7 @@ from dejavu_train.evaluation.observe.units import Units
 from dejavu_train.evaluation.perplexity import EvalCorpus, batches
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
-from dejavu_train.files import write_json, write_text
+from dejavu_train.files import write_json
 from dejavu_train.models.hooks import decoder_layers, record
 
 logger = logging.getLogger(__name__)
@@ -207,22 +205,6 @@ def draw(rows: Rows, folder: Path) -> list[str]:
             pictures.save(picture(rows[name], *extra), folder / name)
             drawn.append(name)
     return drawn
-
-
-def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Write dataclasses as CSV, their fields as columns, floats with six significant digits."""
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
-    writer.writerow([field.name for field in dataclasses.fields(rows[0])])
-    for row in rows:
-        writer.writerow([_cell(value) for value in dataclasses.astuple(row)])
-    write_text(path, made.getvalue())
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return f"{value:.6g}" if math.isfinite(value) else ""
-    return "" if value is None else value
 
 
 def _load(config: ObserveConfig, tokenizer: Any, bundle: Bundle | None, set_name: str, tokens: int | None) -> EvalText:
