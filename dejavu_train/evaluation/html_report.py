@@ -36,7 +36,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; m
   padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { margin-top: 2.6rem; border-bottom: 2px solid #0072B2; }
 h3 { margin: 2rem 0 .3rem; } nav a { margin-right: 1rem; } a { color: #005a8e; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #555; vertical-align: bottom; }
 tbody tr:hover { background: #f0f6fa; } caption { text-align: left; font-weight: 600; padding: .3rem 0; }
@@ -56,6 +57,10 @@ dd { margin: 0; overflow-wrap: anywhere; } code { font-size: .86em; }
 SCRIPT = """
 for (const table of document.querySelectorAll("table.sortable")) {
   const value = (row, column) => row.cells[column].textContent.trim();
+  const number = (text) => {  // "x 13" is a multiple among percentages
+    const found = parseFloat(text.replaceAll(",", "").replace(/^x /, ""));
+    return text.startsWith("x ") ? 100 * (found - 1) : found;
+  };
   table.querySelectorAll("thead th").forEach((head, column) => {
     head.querySelector("button").addEventListener("click", () => {
       const falling = head.getAttribute("aria-sort") === "ascending";
@@ -63,7 +68,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       head.setAttribute("aria-sort", falling ? "descending" : "ascending");
       const rows = [...table.tBodies[0].rows];
       rows.sort((a, b) => {
-        const [x, y] = [value(a, column), value(b, column)], [p, q] = [parseFloat(x), parseFloat(y)];
+        const [x, y] = [value(a, column), value(b, column)], [p, q] = [number(x), number(y)];
         const order = isNaN(p) || isNaN(q) ? x.localeCompare(y) : p - q;
         return falling ? -order : order;
       });
@@ -344,7 +349,8 @@ def log_to_wandb(results: Results, project: str) -> None:
         raise UserError("--wandb needs wandb: pip install 'dejavu-train[train]'") from None
     run = wandb.init(project=project, dir=str(results.folder), job_type="infer", config=results.found.get("config"))
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
-    pictures = [results.folder / "curve.png", *sorted((results.folder / "observations").glob("*.png"))]
+    drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
+    pictures = [results.folder / "curve.png", *drawn]
     run.log(tables | {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()})
     run.finish()
 
