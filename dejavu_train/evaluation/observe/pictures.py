@@ -332,10 +332,11 @@ def predictors(rows: Sequence[PredictorRow]) -> Any:
         own = [row for row in rows if row.target == target]
         for style, column in enumerate(("accuracy", "recall", "precision")):
             _line(panel, [row.layer for row in own], [100 * getattr(row, column) for row in own], style, column)
-        panel.plot(
-            [row.layer for row in own], [100 * (1 - row.active) for row in own], color="0.35", linestyle=":",
-            label="accuracy of selecting none",
-        )  # fmt: skip
+        if target == "mlp":  # of the heads as many are positive as are selected
+            panel.plot(
+                [row.layer for row in own], [100 * (1 - row.active) for row in own], color="0.35", linestyle=":",
+                label="accuracy of selecting none",
+            )  # fmt: skip
         panel.set_ylim(0, 102)
         _whole(panel, [row.layer for row in own])
         _label(panel, "layer", "%", TARGETS[target])
