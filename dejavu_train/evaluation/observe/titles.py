@@ -86,7 +86,8 @@ TITLES = {
     "predictors": Title(
         "Accuracy, recall and precision of the predictors",
         "section 5.2",
-        "On validation documents, in the dense model, as calibrated, first stage alone; dense layers have no row. The dotted line is the accuracy"
+        "On validation documents, in the dense model, as calibrated, first stage alone;"
+        " dense layers have no row. The dotted line is the accuracy"
         " of a predictor that selects nothing: with few positives accuracy says little.",
     ),
     "neighbours": Title(
