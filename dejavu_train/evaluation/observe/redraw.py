@@ -43,7 +43,10 @@ def redraw(folder: str | Path) -> list[str]:
         UserError: no CSV of an observation there, or one with other columns.
     """
     folder = Path(folder)
-    rows = {name: read_csv(path, kind) for name, kind in KINDS.items() if (path := folder / f"{name}.csv").is_file()}
+    stored = {name: folder / f"{name}.csv" for name in KINDS}
+    rows: dict[str, Sequence[Any]] = {
+        name: read_csv(path, KINDS[name]) for name, path in stored.items() if path.is_file()
+    }
     if not rows:
         raise UserError(f"{folder} has none of {', '.join(f'{name}.csv' for name in KINDS)}")
     return draw(rows, folder)
