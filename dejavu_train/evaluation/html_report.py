@@ -341,13 +341,16 @@ def log_to_wandb(results: Results, project: str) -> None:
     """Log all tables, and all pictures as PNG, as one run of ``project``; WANDB_MODE=offline keeps it on disk.
 
     Raises:
-        UserError: wandb is not installed.
+        UserError: wandb is not installed, or has no key and is not offline.
     """
     try:
         import wandb
     except ImportError:
         raise UserError("--wandb needs wandb: pip install 'dejavu-train[train]'") from None
-    run = wandb.init(project=project, dir=str(results.folder), job_type="infer", config=results.found.get("config"))
+    try:
+        run = wandb.init(project=project, dir=str(results.folder), job_type="infer", config=results.found.get("config"))
+    except wandb.errors.UsageError as error:
+        raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
     drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
     pictures = [results.folder / "curve.png", *drawn]

@@ -186,6 +186,17 @@ def test_wandb_gets_tables_and_pictures_offline(folder, monkeypatch):
     assert logged["cosine"].columns[0] == "layer" and len(logged["cosine"].data) == 6
 
 
+def test_wandb_without_a_key_is_one_line(folder, monkeypatch, capfd):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    assert exit_on_user_error(main, [str(folder), "--wandb", "mine"]) == 2
+    assert "WANDB_MODE=offline" in capfd.readouterr().err.splitlines()[-1]
+
+
 PROBE = """<script>
 const table = [...document.querySelectorAll("#layers table")][0];
 const column = (n) => [...table.tBodies[0].rows].map((row) => row.cells[n].textContent);
