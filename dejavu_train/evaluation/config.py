@@ -78,6 +78,8 @@ class InferConfig:
     """Tokens of the prompt while timing."""
     new_tokens: int = 64
     """Tokens that are timed, and that are generated."""
+    wandb: str | None = None
+    """A project of Weights & Biases to log the tables and pictures to; WANDB_MODE=offline keeps them here."""
     generate: str | None = None
     """A prompt to continue."""
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"

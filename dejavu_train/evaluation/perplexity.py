@@ -81,17 +81,23 @@ class EvalResult:
 
 
 def hold_out(
-    documents: Sequence[Document], tokenizer: Any, window: int, tokens: int | None, seed: int = 0
+    documents: Sequence[Document],
+    tokenizer: Any,
+    window: int,
+    tokens: int | None,
+    seed: int = 0,
+    spread: int = DOCUMENTS,
 ) -> EvalCorpus:
     """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order.
 
-    A budget is spread: documents give up to a 20th of it each, in rounds, so that no long one stands for a whole text.
+    A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds,
+    so that no long one stands for a whole text.
     """
     order = list(range(len(documents)))
     if tokens is not None:
         order.sort(key=lambda i: hashlib.sha256(f"{seed}|{documents[i].name}".encode()).digest())
     cut = (windows(tokenizer, documents[i].text, window) for i in order)
-    taken = _spread(cut, window, math.inf if tokens is None else tokens)
+    taken = _spread(cut, window, math.inf if tokens is None else tokens, spread)
     held = EvalCorpus([], [], [], 0, truncated=len(taken) < len(order))
     for index, (parts, complete) in zip(order, taken, strict=False):
         text = documents[index].text
@@ -106,12 +112,14 @@ def hold_out(
     return held
 
 
-def _spread(documents: Iterator[list[list[int]]], window: int, tokens: float) -> list[tuple[list[list[int]], bool]]:
+def _spread(
+    documents: Iterator[list[list[int]]], window: int, tokens: float, spread: int
+) -> list[tuple[list[list[int]], bool]]:
     """The first windows of each document, about ``tokens`` tokens in all, and whether they are all it has.
 
     Documents are read in order, and no further than is needed.
     """
-    at_once = math.inf if tokens == math.inf else max(1, int(tokens / (window - 1) / DOCUMENTS))
+    at_once = math.inf if tokens == math.inf else max(1, int(tokens / (window - 1) / spread))
     read: list[list[list[int]]] = []
     count: list[int] = []
     left = tokens

@@ -1,4 +1,4 @@
-"""Reads results, draws curve.png: every text a panel, the same axes for all, so that drift is seen."""
+"""Reads results, draws curve.png or curve.svg: every text a panel, the same axes for all, so that drift is seen."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
 
     Args:
         found: results of schema 2.
-        path: of the PNG file.
+        path: of the file; its ending says the format, png or svg.
     Returns: False without matplotlib, nothing is drawn then.
     """
     try:
@@ -75,8 +75,11 @@ def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
     )
     figure.supxlabel("share of MLP neurons selected per token (all heads)", fontsize=10)
     figure.suptitle(f"{Path(found['model']).name}: perplexity of the sparse model over the dense one", fontsize=11)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
+    kind = Path(path).suffix.removeprefix(".")
+    # The same rows make the same bytes: no date, and ids that do not change.
+    options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 150}
+    with matplotlib.rc_context({"svg.hashsalt": "curve"}), replacing(path) as temporary:
+        figure.savefig(temporary, format=kind, **options)
     plt.close(figure)
     return True
 

@@ -2,15 +2,12 @@
 
 import dataclasses
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, increase
+from dejavu_train.evaluation.provenance import versions
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.files import write_json
@@ -36,16 +33,11 @@ def results(
         timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
         layers_at: asked density of the MLPs to which the figures per layer belong.
     """
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
     return {
         "schema": SCHEMA,
         "model": model,
         "bundle": bundle,
-        "versions": versions,
+        "versions": versions(),
         "texts": [_text_row(text) for text, _ in scored],
         "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
         "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities, layers_at)],
@@ -176,31 +168,57 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What a table of results says: ``name`` of its content, column headings, cells as they are shown."""
+
+    name: str
+    headings: list[str]
+    cells: list[list[str]]
+
+
 def tables(found: dict[str, Any]) -> str:
     """The content of results.json for people: the texts, all texts by predicted row, then the first text in full."""
     parts = [f"{found['model']}, bundle {found['bundle']}"]
     if found["quality"]:
         first = found["texts"][0]["name"]
-        parts += [_text_table(found), _drift_table(found), f"{first}, all rows:\n{_full_table(found, first)}"]
-        layers = [row for row in found["layers"] if row["text"] == first]
-        if layers:
-            names = ("density", "recall", "precision", "retained_mass")
-            cells = [[f"{r['target']} {r['layer']}", *(_number(r[name], 3) for name in names)] for r in layers]
-            parts.append(table([f"{first}, layer", "density", "recall", "precision", "mass"], cells))
+        made = [text_table(found), drift_table(found)]
+        parts += [table(one.headings, one.cells) for one in made]
+        full = full_table(found, first)
+        parts.append(f"{full.name}:\n{table(full.headings, full.cells)}")
+        layers = layer_table(found, first)
+        if layers.cells:
+            shown = [[f"{target} {layer}", *rest] for target, layer, *rest in layers.cells]
+            parts.append(table([f"{first}, layer", *layers.headings[2:]], shown))
     if found["timing"]:
-        headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80", "MB/token"]
-        cells = [
-            [t["backend"], t["device"], *(str(t[name]) for name in ("batch", "prompt", "new_tokens"))]
-            + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
-            + [_number(t.get("megabytes_per_token"), 1)]
-            for t in found["timing"]
-        ]
-        read = found.get("read_gb_s")
-        parts.append(table(headings, cells) + (f"\nthis machine reads memory at {read:.1f} GB/s" if read else ""))
+        timing, read = timing_table(found), found.get("read_gb_s")
+        note = f"\nthis machine reads memory at {read:.1f} GB/s" if read else ""
+        parts.append(table(timing.headings, timing.cells) + note)
     return "\n\n".join(parts)
 
 
-def _text_table(found: dict[str, Any]) -> str:
+def layer_table(found: dict[str, Any], text: str) -> Table:
+    """Figures per layer and target on one text."""
+    names = ("density", "recall", "precision", "retained_mass")
+    rows = [row for row in found["layers"] if row["text"] == text]
+    cells = [[row["target"], str(row["layer"]), *(_number(row[name], 3) for name in names)] for row in rows]
+    return Table(f"{text}, per layer", ["target", "layer", "density", "recall", "precision", "mass"], cells)
+
+
+def timing_table(found: dict[str, Any]) -> Table:
+    """Milliseconds per decoded token, a row for each backend."""
+    headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80", "MB/token"]
+    cells = [
+        [t["backend"], t["device"], *(str(t[name]) for name in ("batch", "prompt", "new_tokens"))]
+        + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
+        + [_number(t.get("megabytes_per_token"), 1)]
+        for t in found["timing"]
+    ]
+    return Table("decoding", headings, cells)
+
+
+def text_table(found: dict[str, Any]) -> Table:
+    """What was scored, and the dense model on it."""
     dense = {row["text"]: row for row in found["quality"] if row["selection"] == "dense"}
     cells = [
         [
@@ -215,10 +233,11 @@ def _text_table(found: dict[str, Any]) -> str:
         ]
         for text in found["texts"]
     ]
-    return table(["text", "domain", "scored", "documents", "tokens", "bytes", "dense perplexity", "bits/byte"], cells)
+    headings = ["text", "domain", "scored", "documents", "tokens", "bytes", "dense perplexity", "bits/byte"]
+    return Table("texts", headings, cells)
 
 
-def _drift_table(found: dict[str, Any]) -> str:
+def drift_table(found: dict[str, Any]) -> Table:
     """Predicted rows of all texts, with the yardsticks at the same counts beside them."""
     headings = ["increase of perplexity on", "candidates", "selected", "recall", "mass", "heads", "mass", "mlp bytes"]
     headings += ["predicted", "+-"]
@@ -244,10 +263,11 @@ def _drift_table(found: dict[str, Any]) -> str:
                 ]
             )
     cells.sort(key=lambda line: (line[5] != "1.000", float(line[1].split()[-1])))  # one density's texts side by side
-    return table([*headings, *yardsticks], cells)
+    return Table("increase of perplexity", [*headings, *yardsticks], cells)
 
 
-def _full_table(found: dict[str, Any], text: str) -> str:
+def full_table(found: dict[str, Any], text: str) -> Table:
+    """Every row of one text."""
     headings = ["selection", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte", "recall", "mass"]
     rows = [
         [
@@ -267,7 +287,7 @@ def _full_table(found: dict[str, Any], text: str) -> str:
         for row in found["quality"]
         if row["text"] == text
     ]
-    return table([*headings, "head recall", "mlp bytes"], rows)
+    return Table(f"{text}, all rows", [*headings, "head recall", "mlp bytes"], rows)
 
 
 def _number(value: float | None, digits: int) -> str:

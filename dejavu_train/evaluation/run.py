@@ -1,5 +1,6 @@
 """Walks from a bundle to results: held-out text, quality rows, decode timing, a picture, generated text."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ from dejavu_train.data.text import TextSource, import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
+from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
+from dejavu_train.evaluation.provenance import hashes
 from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
 from dejavu_train.evaluation.timing import (
     CPU,
@@ -89,13 +92,16 @@ def run(config: InferConfig) -> None:
     shown = config.densities[0] if config.densities else None
     scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
     # What was scored is kept, whatever timing and generating run into.
-    report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
-    timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
+    about = {"config": dataclasses.asdict(config), "hashes": hashes(config.model, config.revision, config.bundle)}
+    report.write_results(report.results(config.model, config.bundle, scored, [], shown) | about, config.output)
+    not_measured: list[dict[str, str]] = []
+    timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
     watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
         text, watched = _generate(config, dense, bundle, tokenizer, prompt)
         print(text)
-    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings))
+    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings)) | about
+    found["not_measured"] = not_measured
     if watched is not None:
         found["guard"] = watched
         print(report.guard_line(watched))
@@ -108,7 +114,10 @@ def run(config: InferConfig) -> None:
             written.append(str(picture))
         else:
             logger.info("no curve.png: matplotlib is not installed (pip install matplotlib)")
+    written.append(str(write_report(config.output)))
     logger.info("wrote %s", " and ".join(written))
+    if config.wandb is not None:
+        log_to_wandb(read_results(config.output), config.wandb)
 
 
 def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, PredictorClass] | None:
@@ -245,8 +254,10 @@ def _dense_engine(backend: str, dense: Any) -> Any:
     return CpuEngine(dense)
 
 
-def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> list[Timing]:
-    """Dense first: gather lays some weights of the shared model out anew."""
+def _time(
+    config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus, not_measured: list[dict[str, str]]
+) -> list[Timing]:
+    """Dense first: gather lays some weights of the shared model out anew. What refuses goes to ``not_measured``."""
     longest = max(held.windows, key=len)
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
@@ -261,6 +272,7 @@ def _time(config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus) -> 
             if config.timing_backends:  # asked for by name
                 raise
             logger.info("%s is not timed: %s", backend, error)
+            not_measured.append({"what": f"timing of {backend}", "why": str(error)})
     return timings
 
 

@@ -25,7 +25,7 @@ from dejavu_train.data.text import (
     split_documents,
     without_pretrained,
 )
-from dejavu_train.evaluation.perplexity import EvalCorpus, hold_out
+from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ def load_text(
     window: int,
     tokens: int | None,
     seed: int = 0,
+    spread: int = DOCUMENTS,
 ) -> EvalText:
     """Read a source, choose its documents, warn of what was trained on, and cut windows.
 
@@ -87,6 +88,7 @@ def load_text(
         window: ``</s>`` and ``window`` - 1 new tokens.
         tokens: how many to score, about; None for all.
         seed: of the order in which documents are drawn where ``tokens`` limits them.
+        spread: over how many documents ``tokens`` are spread, at least, if there are so many.
 
     Raises:
         UserError: what :func:`load_documents` raises, an empty set, or less text than one window.
@@ -112,7 +114,7 @@ def load_text(
             _warn_of_pretraining(name, documents, pretrained)
     if skipped:
         logger.info("%s: %d paragraphs left out, the model was pretrained on them", name, skipped)
-    held = hold_out(documents, tokenizer, window, tokens, seed)
+    held = hold_out(documents, tokenizer, window, tokens, seed, spread)
     require_one_sequence(held.tokens, window, name)
     domain = IN_DOMAIN if same or seen_by_predictors else UNSEEN
     whole = chosen is None and not held.truncated

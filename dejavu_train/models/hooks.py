@@ -2,9 +2,10 @@
 
 The places are named as in the bundle: ``attn_in`` (after the LayerNorm before attention), ``mlp_in`` (after the
 LayerNorm before fc1), ``activation`` (post-ReLU, the input of fc2), ``head_out`` (each head's output before the output
-projection). Hooks on the modules themselves, not a copy of the forward pass, so that any attention implementation,
-dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that layer ends, so nothing of
-an earlier layer needs to stay in memory.
+projection); the residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to
+it is ``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any
+attention implementation, dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that
+layer ends, so nothing of an earlier layer needs to stay in memory.
 
 Letters: B batch, T positions, d model width, f ffn width, h heads, e head width.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLACES = ("attn_in", "mlp_in", "activation", "head_out")
+PLACES = ("attn_in", "mlp_in", "activation", "head_out", "residual", "attn_out", "middle", "mlp_out")
 OnLayer = Callable[[int, dict[str, Tensor]], None]
 
 
@@ -38,8 +39,8 @@ def record(
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
             forward pass are kept in the dict that the context yields, by layer.
 
-    The tensors, detached, in the model's dtype and on the layer's device: ``attn_in``, ``mlp_in`` (B, T, d),
-    ``activation`` (B, T, f), ``head_out`` (B, T, h, e). Padding is recorded like everything else: the caller knows it.
+    The tensors, detached, in the model's dtype and on the layer's device: ``activation`` (B, T, f), ``head_out``
+    (B, T, h, e), all others (B, T, d). Padding is recorded like everything else: the caller knows it.
     """
     recorded = set(places)
     assert recorded <= set(PLACES), f"unknown places {sorted(recorded - set(PLACES))}; known are {PLACES}"
@@ -62,20 +63,30 @@ def _hook_layer(layer: int, block: Any, recorded: set[str], hand_over: OnLayer) 
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
     n_heads = block.self_attn.num_heads
 
-    def after_attn_norm(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    def after_attn_norm(_module: nn.Module, args: Any, output: Tensor) -> None:
         got.clear()
         rows[0] = (output.shape[0], output.shape[1])
+        if "residual" in recorded:
+            got["residual"] = args[0].detach()
         if "attn_in" in recorded:
             got["attn_in"] = output.detach()
 
     def before_out_proj(_module: nn.Module, args: Any) -> None:
         got["head_out"] = args[0].detach().unflatten(-1, (n_heads, -1))
 
-    def after_mlp_norm(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        got["mlp_in"] = output.detach().view(*rows[0], -1)
+    def after_out_proj(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        got["attn_out"] = output.detach()
+
+    def after_mlp_norm(_module: nn.Module, args: Any, output: Tensor) -> None:
+        for name, values in (("middle", args[0]), ("mlp_in", output)):
+            if name in recorded:
+                got[name] = values.detach().view(*rows[0], -1)
 
     def before_fc2(_module: nn.Module, args: Any) -> None:
         got["activation"] = args[0].detach().view(*rows[0], -1)
+
+    def after_fc2(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        got["mlp_out"] = output.detach().view(*rows[0], -1)
 
     def after_block(_module: nn.Module, _args: Any, _output: Any) -> None:
         hand_over(layer, dict(got))
@@ -84,10 +95,14 @@ def _hook_layer(layer: int, block: Any, recorded: set[str], hand_over: OnLayer) 
     handles = [block.self_attn_layer_norm.register_forward_hook(after_attn_norm)]
     if "head_out" in recorded:
         handles.append(block.self_attn.out_proj.register_forward_pre_hook(before_out_proj))
-    if "mlp_in" in recorded:
+    if "attn_out" in recorded:
+        handles.append(block.self_attn.out_proj.register_forward_hook(after_out_proj))
+    if recorded & {"mlp_in", "middle"}:
         handles.append(block.final_layer_norm.register_forward_hook(after_mlp_norm))
     if "activation" in recorded:
         handles.append(block.fc2.register_forward_pre_hook(before_fc2))
+    if "mlp_out" in recorded:
+        handles.append(block.fc2.register_forward_hook(after_fc2))
     handles.append(block.register_forward_hook(after_block))
     return handles
 

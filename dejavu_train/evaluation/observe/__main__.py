@@ -1,0 +1,46 @@
+"""Observes a dense model: python -m dejavu_train.evaluation.observe --config FILE [--option value ...]."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+# Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import transformers
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.observe.config import ObserveConfig
+from dejavu_train.evaluation.observe.run import observe
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.parser import parse
+
+
+def read_config(argv: Sequence[str] | None) -> ObserveConfig:
+    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    config = parse(ObserveConfig, argv, "python -m dejavu_train.evaluation.observe", str(ObserveConfig.__doc__))
+    config.check()
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Everything the command does. Raises :class:`UserError` for what the user can mend."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    config = read_config(argv)
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    bundle = None if config.bundle is None else Bundle.from_pretrained(config.bundle)
+    if bundle is not None:
+        bundle.check_model(config.model, config.revision)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    device = resolve_device(config.device)
+    model = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+    folder = observe(config, model, tokenizer, bundle)
+    logging.getLogger(__name__).info("wrote %s", folder)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))

@@ -1,0 +1,433 @@
+"""Draws the observations: one figure a function, from the rows alone.
+
+Colours of Okabe and Ito, or one ramp of viridis where lines are layers: both differ for colour-blind people and in grey
+print; markers and dashes tell lines apart too. Legends stand below the panels, where no data can be.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.evaluation.observe.attention import HeadRow, MapRow, UniformityRow
+from dejavu_train.evaluation.observe.cost import PARTS, PHASES, CostRow
+from dejavu_train.evaluation.observe.neighbours import NeighbourRow
+from dejavu_train.evaluation.observe.predictors import PredictorRow
+from dejavu_train.evaluation.observe.residual import ClusterRow, CosineRow, NormRow
+from dejavu_train.evaluation.observe.selections import SelectionRow
+from dejavu_train.evaluation.observe.union import UnionRow, mean_over_layers
+from dejavu_train.evaluation.observe.units import FrequencyRow, OverlapRow, SparsityRow
+from dejavu_train.evaluation.picture import CURVES
+from dejavu_train.files import replacing
+
+BLUE, GREEN, PINK, ORANGE, RED, BLACK = "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#000000"
+STYLES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (PINK, "D", ":"), (ORANGE, "v", "-"))
+MARKERS = "os^DvP*X<>"
+TARGETS = {"heads": "attention heads", "mlp": "MLP neurons"}
+UNION_STYLES = {
+    "documents": (BLACK, "o", "-", "different documents"),
+    "random": (ORANGE, "v", "--", "random tokens"),
+    "embedding": (GREEN, "^", "-.", "grouped by embedding"),
+    "selections": (BLUE, "s", "-", "grouped by previous selections"),
+    "independent": (PINK, "x", ":", "independent, same frequencies"),
+}
+
+
+def save(figure: Any, stem: Path) -> None:
+    """Write ``stem``.svg (the same bytes for the same rows) and ``stem``.png, and close the figure."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    with matplotlib.rc_context({"svg.hashsalt": stem.name}):
+        for kind, options in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 150})):
+            with replacing(stem.with_suffix(f".{kind}")) as temporary:
+                figure.savefig(temporary, format=kind, **options)
+    plt.close(figure)
+
+
+def _panels(
+    count: int, width: float = 4.2, height: float = 3.6, bands: int = 1, **options: Any
+) -> tuple[Any, list[Any]]:
+    """``bands`` rows of ``count`` panels, each ``width`` x ``height`` inches, in reading order."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    size = (width * count, height * bands)
+    figure, grid = plt.subplots(bands, count, figsize=size, squeeze=False, layout="constrained", **options)
+    panels = grid.flatten().tolist()
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=9)
+    return figure, panels
+
+
+def _label(panel: Any, x: str, y: str, title: str) -> None:
+    panel.set_xlabel(x, fontsize=10)
+    panel.set_ylabel(y, fontsize=10)
+    panel.set_title(title, fontsize=10)
+
+
+def _legend(figure: Any, columns: int = 2) -> None:
+    """One legend for all panels, below them; what two panels name alike stands there once."""
+    known: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            known.setdefault(label, handle)
+    options = {"loc": "outside lower center", "frameon": False, "handlelength": 3.2}
+    figure.legend(known.values(), known.keys(), fontsize=9, ncols=columns, **options)
+
+
+def _plain(axis: Any) -> None:
+    """Numbers of a logarithmic axis as 20 and 0.5, not as powers."""
+    from matplotlib.ticker import FuncFormatter
+
+    for kind in (axis.set_major_formatter, axis.set_minor_formatter):
+        kind(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.1e}"[0] in "125" else ""))
+
+
+def _whole(panel: Any, values: Sequence[int]) -> None:
+    """An axis of layers: whole numbers, at most nine of them."""
+    known = sorted(set(values))
+    panel.set_xticks(known[:: -(-len(known) // 9)])
+
+
+def _line(panel: Any, x: Sequence[float], y: Sequence[float], style: int, label: str | None = None) -> None:
+    colour, marker, dash = STYLES[style % len(STYLES)]
+    panel.plot(x, y, color=colour, marker=marker, linestyle=dash, markersize=4.5, linewidth=1.5, label=label)
+
+
+def _ramp(place: int, count: int) -> Any:
+    """A colour of viridis, without its palest end."""
+    import matplotlib
+
+    return matplotlib.colormaps["viridis"](0.9 * place / max(1, count - 1))
+
+
+def sparsity(rows: Sequence[SparsityRow]) -> Any:
+    """Fig. 3: share of heads and of neurons that a token can do without, a line for each loss."""
+    figure, panels = _panels(2)
+    for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
+        own = [row for row in rows if row.target == target]
+        units = {row.layer: row.needed / (1 - row.silenced) for row in own if row.silenced < 1}
+        for style, loss in enumerate(sorted({row.loss for row in own}, reverse=True)):
+            line = sorted((row for row in own if row.loss == loss), key=lambda row: row.layer)
+            text = f"loss of norm up to {100 * loss:g} %" if loss else "inactive (ReLU), no loss"
+            layers = [row.layer for row in line]
+            _line(panel, layers, [100 * row.silenced for row in line], style, text)
+            ends = [[100 * (1 - row_p / units[row.layer]) for row, row_p in _pairs(line, p)] for p in ("p90", "p10")]
+            panel.fill_between(layers, *ends, color=STYLES[style % len(STYLES)][0], alpha=0.13, linewidth=0)
+        least = min(100 * (1 - row.needed_p90 / units[row.layer]) for row in own)
+        panel.set_ylim(
+            0 if least < 50 else max(0, least - 3), 101
+        )  # nearly all neurons are silent: the end of the axis
+        _whole(panel, [row.layer for row in own])
+        _label(panel, "layer", "silenced, % of units", name)
+    _legend(figure, 3)
+    return figure
+
+
+def _pairs(rows: Sequence[SparsityRow], name: str) -> list[tuple[SparsityRow, float]]:
+    return [(row, getattr(row, f"needed_{name}")) for row in rows]
+
+
+def cosine(rows: Sequence[CosineRow]) -> Any:
+    """Fig. 5a, b: similarity of consecutive layers by layer, and of layers further apart."""
+    figure, panels = _panels(2, sharey=True)
+    near = [row for row in rows if row.distance == 1]
+    layers = [row.layer for row in near]
+    panels[0].plot(layers, [row.median for row in near], color=BLACK, marker="x", linewidth=1.5, label="median")
+    for low, high, alpha, text in (("p25", "p75", 0.3, "middle 50 %"), ("p10", "p90", 0.15, "middle 80 %")):
+        ends = [[getattr(row, name) for row in near] for name in (low, high)]
+        panels[0].fill_between(layers, *ends, color=BLACK, alpha=alpha, linewidth=0, label=text)
+    _whole(panels[0], layers)
+    _label(panels[0], "layer l", "cosine similarity", "residual stream before l and l + 1")
+    starts = sorted({row.layer for row in rows if row.distance == 2} or set(layers))
+    starts = starts[:: -(-len(starts) // 5)]
+    for style, start in enumerate(starts):
+        own = [row for row in rows if row.layer == start]
+        _line(panels[1], [row.distance for row in own], [row.median for row in own], style, f"from l = {start}")
+    _label(panels[1], "distance n", "", "before l and l + n, medians")
+    panels[1].set_xticks(range(1, 1 + max(row.distance for row in rows)))
+    _legend(figure, 4)
+    return figure
+
+
+def norms(rows: Sequence[NormRow]) -> Any:
+    """Fig. 5c, d: what attention and MLP read and add, and by how much it turns the stream."""
+    figure, panels = _panels(3, width=3.7)
+    parts = {part: [row for row in rows if row.part == part] for part in ("attention", "mlp")}
+    for style, (part, own) in enumerate(parts.items()):
+        layers = [row.layer for row in own]
+        name, (colour, marker, _) = {"attention": "attention", "mlp": "MLP"}[part], STYLES[style]
+        for column, text, face in (("input", "‖X‖", colour), ("output", "‖F(X)‖", "white")):
+            panels[0].plot(
+                layers, [getattr(row, column) for row in own], color=colour, marker=marker, markerfacecolor=face,
+                linestyle="-" if column == "input" else ":", markersize=4.5, linewidth=1.5, label=f"{text}, {name}",
+            )  # fmt: skip
+        for panel, column in ((panels[1], "cosine_output"), (panels[2], "cosine_sum")):
+            _line(panel, layers, [getattr(row, column) for row in own], style, f"cosine, {name}")
+            ends = [[getattr(row, f"{column}_{end}") for row in own] for end in ("p10", "p90")]
+            panel.fill_between(layers, *ends, color=colour, alpha=0.15, linewidth=0)
+            _whole(panel, layers)
+    _whole(panels[0], [row.layer for row in rows])
+    panels[0].set_yscale("log")
+    _plain(panels[0].yaxis)
+    _label(panels[0], "layer", "norm, median", "what a block reads and adds")
+    _label(panels[1], "layer", "cosine of X and F(X)", "median, middle 80 % shaded")
+    _label(panels[2], "layer", "cosine of X and X + F(X)", "median, middle 80 % shaded")
+    _legend(figure, 4)
+    return figure
+
+
+def attention_maps(rows: Sequence[MapRow]) -> Any:
+    """Fig. 4: attention of the chosen heads on the chosen sentence."""
+    from matplotlib.colors import PowerNorm
+
+    heads = list(dict.fromkeys((row.layer, row.head) for row in rows))
+    own = {head: [row for row in rows if (row.layer, row.head) == head] for head in heads}
+    count = 1 + max(row.query for row in rows)
+    tokens = {row.key: row.token for row in rows}
+    side = min(4.2, max(2.8, 0.17 * count + 0.9))
+    figure, panels = _panels(len(heads), width=side, height=side + 0.2)
+    for place, (panel, head) in enumerate(zip(panels, heads, strict=True)):
+        grid = [[float("nan")] * count for _ in range(count)]
+        for row in own[head]:
+            grid[row.query][row.key] = row.weight
+        drawn = panel.imshow(grid, cmap="cividis", norm=PowerNorm(0.5, vmin=0, vmax=1))
+        panel.grid(False)
+        names = [tokens[index] for index in range(count)]
+        panel.set_xticks(range(count), names, rotation=90, fontsize=6.5)
+        panel.set_yticks(range(count), names if place == 0 else [], fontsize=6.5)
+        panel.set_title(f"layer {head[0]}, head {head[1]}\nuniformity {own[head][0].uniformity:.2f}", fontsize=9)
+    panels[0].set_ylabel("token that looks", fontsize=9)
+    figure.supxlabel("token that is looked at", fontsize=9)
+    figure.colorbar(drawn, ax=panels, shrink=0.7, label="attention")
+    return figure
+
+
+def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any:
+    """Fig. 4: uniformity of heads against the norm of their output, and the rank correlation by layer."""
+    figure, panels = _panels(2)
+    layers = sorted({row.layer for row in rows})
+    for place, layer in enumerate(layers):
+        own = [row for row in rows if row.layer == layer]
+        colour, marker = _ramp(place, len(layers)), MARKERS[place % len(MARKERS)]
+        label = f"layer {layer}" if place in (0, len(layers) - 1) or len(layers) <= 8 else None
+        x, y = [row.uniformity for row in own], [row.output for row in own]
+        panels[0].scatter(x, y, s=22, color=colour, marker=marker, edgecolors="black", linewidths=0.3, label=label)
+    panels[0].set_yscale("log")
+    _plain(panels[0].yaxis)
+    _label(panels[0], "uniformity (1: looks at all alike)", "norm of the head's output", "heads, means over tokens")
+    after = [row.layer for row in correlations]
+    panels[1].axhline(0, color="0.35", linewidth=1)
+    panels[1].errorbar(
+        after, [row.per_token for row in correlations], [row.spread for row in correlations], color=BLUE, marker="o",
+        linestyle="-", capsize=2.5, markersize=4.5, label="within a token, mean and deviation",
+    )  # fmt: skip
+    _line(panels[1], after, [row.of_means for row in correlations], 1, "of the heads' means")
+    panels[1].set_ylim(-1.05, 1.05)
+    _whole(panels[1], after)
+    _label(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
+    _legend(figure, 4)
+    return figure
+
+
+def clusters(rows: Sequence[ClusterRow]) -> Any:
+    """Section 3.2: how alike a window's tokens are, before each layer and after the last."""
+    figure, (panel,) = _panels(1, width=5.2)
+    layers = [row.layer for row in rows]
+    panel.errorbar(
+        layers, [row.similarity for row in rows], [row.spread for row in rows], color=BLUE, marker="o", capsize=2.5,
+        linewidth=1.5, markersize=4.5,
+    )  # fmt: skip
+    _whole(panel, layers)
+    _label(
+        panel, "before layer (last: the output)", "mean cosine of all pairs", "tokens of a window; bars: over windows"
+    )
+    return figure
+
+
+def frequency(rows: Sequence[FrequencyRow]) -> Any:
+    """Section 5.2: how often each neuron is active, by rank."""
+    figure, (panel,) = _panels(1, width=5.2, height=4)
+    layers = sorted({row.layer for row in rows})
+    for place, layer in enumerate(layers):
+        own = [row for row in rows if row.layer == layer and row.frequency > 0]
+        label = f"layer {layer}" if len(layers) <= 8 or place in (0, len(layers) - 1) else None
+        dash = ("-", "--", "-.", ":")[place % 4]
+        panel.plot(
+            [row.rank for row in own], [100 * row.frequency for row in own], color=_ramp(place, len(layers)),
+            linestyle=dash, linewidth=1.8, label=label,
+        )  # fmt: skip
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    for axis in (panel.xaxis, panel.yaxis):
+        _plain(axis)
+    _label(panel, "neuron, by rank", "tokens at which it is active, %", "a straight line would be a power law")
+    _legend(figure, 3)
+    return figure
+
+
+def overlap(rows: Sequence[OverlapRow]) -> Any:
+    """How much two tokens' sets overlap, by distance in the text."""
+    figure, panels = _panels(2)
+    layers = sorted({row.layer for row in rows})
+    shown = layers[:: -(-len(layers) // 6)]
+    for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
+        for place, layer in enumerate(shown):
+            own = [row for row in rows if (row.layer, row.target) == (layer, target)]
+            near = sorted((row.distance, row.jaccard) for row in own if row.distance)
+            colour, dash = _ramp(place, len(shown)), ("-", "--", "-.", ":")[place % 4]
+            panel.plot(
+                *zip(*near, strict=True),
+                color=colour,
+                marker=MARKERS[place % len(MARKERS)],
+                markersize=4,
+                linestyle=dash,
+                label=f"layer {layer}",
+            )
+            for row in own:
+                if row.distance == 0:  # beyond the largest distance, where no line goes
+                    panel.plot([2.2 * near[-1][0]], [row.jaccard], color=colour, marker="D", markersize=5)
+        panel.set_xscale("log", base=2)
+        ticks = [*(distance for distance, _ in near[::2]), 2.2 * near[-1][0]]
+        panel.set_xticks(ticks, [*(str(distance) for distance, _ in near[::2]), "other\ntext"])
+        panel.set_ylim(0, 1.04 * max(row.jaccard for row in rows if row.target == target))
+        _label(panel, "positions apart", "overlap |A ∩ B| / |A ∪ B|", name)
+    _legend(figure, 6)
+    return figure
+
+
+def union(rows: Sequence[UnionRow]) -> Any:
+    """Fig. 8 and App. C.1: sparsity of a batch's union, mean over the layers, and what grouping makes of it."""
+    figure, panels = _panels(2, height=2.9, bands=2)
+    mean = mean_over_layers(rows)
+    sizes = sorted({row.batch for row in rows})
+    for place, (target, name) in enumerate(TARGETS.items()):
+        whole, gained = panels[place], panels[place + 2]
+        for grouping, (colour, marker, dash, text) in UNION_STYLES.items():
+            own = [row for row in mean if (row.target, row.grouping) == (target, grouping)]
+            own.sort(key=lambda row: row.batch)
+            style = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4.5, "linewidth": 1.5}
+            batches = [row.batch for row in own]
+            whole.plot(batches, [100 * row.sparsity for row in own], label=text, **style)
+            gained.plot(batches, [100 * row.gain for row in own], label=text, **style)
+        whole.set_ylim(bottom=0)
+        _label(whole, "", "in no row's set, % of units", name)
+        _label(gained, "rows of a batch", "smaller union, %", f"{name}: gain over different documents")
+        for panel in (whole, gained):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(sizes, [str(size) for size in sizes])
+            panel.set_xticks([], minor=True)
+    _legend(figure, 3)
+    return figure
+
+
+def predictors(rows: Sequence[PredictorRow]) -> Any:
+    """Section 5.2: accuracy, recall and precision of the predictors by layer."""
+    present = [target for target in TARGETS if any(row.target == target for row in rows)]
+    figure, panels = _panels(len(present), sharey=True)
+    for panel, target in zip(panels, present, strict=True):
+        own = [row for row in rows if row.target == target]
+        for style, column in enumerate(("accuracy", "recall", "precision")):
+            _line(panel, [row.layer for row in own], [100 * getattr(row, column) for row in own], style, column)
+        if target == "mlp":  # of the heads as many are positive as are selected
+            panel.plot(
+                [row.layer for row in own], [100 * (1 - row.active) for row in own], color="0.35", linestyle=":",
+                label="accuracy of selecting none",
+            )  # fmt: skip
+        panel.set_ylim(0, 102)
+        _whole(panel, [row.layer for row in own])
+        _label(panel, "layer", "%", TARGETS[target])
+    _legend(figure, 4)
+    return figure
+
+
+def neighbours(rows: Sequence[NeighbourRow]) -> Any:
+    """App. C.2: what selecting costs, and what the selection is worth."""
+    figure, (panel,) = _panels(1, width=5.6)
+    styles = {"exact": (BLACK, "s"), "hnsw": (RED, "o"), "predictor": (BLUE, "^")}
+    names = {"exact": "exact search", "hnsw": "graph (HNSW)", "predictor": "this bundle's predictors"}
+    for method, (colour, marker) in styles.items():
+        own = [row for row in rows if row.method == method]
+        if own:
+            change = [100 * row.increase for row in own]
+            bars = [100 * (row.increase_error or 0) for row in own]
+            panel.errorbar(
+                [row.ms_per_token for row in own], change, bars, color=colour, marker=marker, linestyle=":",
+                capsize=2.5, label=names[method],
+            )  # fmt: skip
+        for row in own:
+            if row.ef is not None:
+                top = (row.ms_per_token, 100 * (row.increase + (row.increase_error or 0)))
+                panel.annotate(f"ef {row.ef}", top, (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    panel.set_xscale("log")
+    _plain(panel.xaxis)
+    panel.margins(x=0.2, y=0.15)
+    title = f"{100 * rows[0].density:.0f} % of the neurons"
+    _label(panel, "ms to select for one token, all layers", "increase of perplexity, %", title)
+    _legend(figure, 3)
+    return figure
+
+
+def selections(rows: Sequence[SelectionRow]) -> Any:
+    """Fig. 1, section 5.2: perplexity against sparsity, contextual, static and non-contextual."""
+    figure, (panel,) = _panels(1, width=5.6, height=4.4)
+    for name, (colour, marker, dash, text) in CURVES.items():
+        own = sorted((100 * row.sparsity, row.perplexity) for row in rows if row.selection == name)
+        if own:
+            panel.plot(
+                *zip(*own, strict=True), color=colour, marker=marker, linestyle=dash, markersize=4.5, linewidth=1.5,
+                label=text,
+            )  # fmt: skip
+    dense = next(row.perplexity for row in rows if row.selection == "dense")
+    panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1.2, label="dense")
+    panel.set_yscale("log")
+    _plain(panel.yaxis)
+    _label(panel, "MLP neurons left out, %", "perplexity", "all heads; each takes as many neurons as predicted")
+    _legend(figure, 2)
+    return figure
+
+
+def cost(rows: Sequence[CostRow]) -> Any:
+    """Tables 1 to 3: theory beside measured, for the prompt and for one generated token."""
+    figure, panels = _panels(2)
+    for panel, phase in zip(panels, PHASES, strict=True):
+        own = {row.part: row for row in rows if row.phase == phase}
+        columns = (
+            ("compute_ms", "operations / peak", 0),
+            ("read_ms", "bytes / bandwidth", 3),
+            ("measured_ms", "measured", 1),
+        )
+        for place, (column, text, style) in enumerate(columns):
+            x = [index + 0.27 * (place - 1) for index in range(len(PARTS))]
+            hatch = (None, "//", "..")[place]
+            panel.bar(
+                x, [getattr(own[part], column) for part in PARTS], 0.25, color=STYLES[style][0], hatch=hatch,
+                edgecolor="white", label=text,
+            )  # fmt: skip
+        panel.set_xticks(range(len(PARTS)), ["attention", "MLP", "head and rest"])
+        panel.set_yscale("log")
+        _plain(panel.yaxis)
+        what = f"prompt of {rows[0].prompt} tokens" if phase == "prompting" else "one generated token"
+        _label(panel, "", "ms, all layers", f"{what}, batch {rows[0].batch}")
+    _legend(figure, 3)
+    return figure
+
+
+DRAWN: dict[str, Callable[..., Any]] = {
+    "sparsity": sparsity,
+    "cosine": cosine,
+    "norms": norms,
+    "attention_maps": attention_maps,
+    "heads": heads,
+    "clusters": clusters,
+    "frequency": frequency,
+    "overlap": overlap,
+    "union": union,
+    "selections": selections,
+    "predictors": predictors,
+    "neighbours": neighbours,
+    "cost": cost,
+}

@@ -1,0 +1,63 @@
+"""Draws pictures anew from the CSV files of an earlier observation: python -m ...observe.redraw FOLDER."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.evaluation.observe.attention import HeadRow, MapRow, UniformityRow
+from dejavu_train.evaluation.observe.cost import CostRow
+from dejavu_train.evaluation.observe.neighbours import NeighbourRow
+from dejavu_train.evaluation.observe.predictors import PredictorRow
+from dejavu_train.evaluation.observe.residual import ClusterRow, CosineRow, NormRow
+from dejavu_train.evaluation.observe.rows import read_csv
+from dejavu_train.evaluation.observe.run import draw
+from dejavu_train.evaluation.observe.selections import SelectionRow
+from dejavu_train.evaluation.observe.union import UnionRow
+from dejavu_train.evaluation.observe.units import FrequencyRow, OverlapRow, SparsityRow
+
+KINDS: dict[str, type[Any]] = {
+    "sparsity": SparsityRow,
+    "cosine": CosineRow,
+    "norms": NormRow,
+    "attention_maps": MapRow,
+    "heads": HeadRow,
+    "uniformity": UniformityRow,
+    "clusters": ClusterRow,
+    "frequency": FrequencyRow,
+    "overlap": OverlapRow,
+    "union": UnionRow,
+    "selections": SelectionRow,
+    "predictors": PredictorRow,
+    "neighbours": NeighbourRow,
+    "cost": CostRow,
+}
+
+
+def redraw(folder: str | Path) -> list[str]:
+    """Draw everything whose CSV lies in ``folder``; returns the names that were drawn.
+
+    Raises:
+        UserError: no CSV of an observation there, or one with other columns.
+    """
+    folder = Path(folder)
+    stored = {name: folder / f"{name}.csv" for name in KINDS}
+    rows: dict[str, Sequence[Any]] = {
+        name: read_csv(path, KINDS[name]) for name, path in stored.items() if path.is_file()
+    }
+    if not rows:
+        raise UserError(f"{folder} has none of {', '.join(f'{name}.csv' for name in KINDS)}")
+    return draw(rows, folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Raises :class:`UserError` for what the user can mend."""
+    parser = argparse.ArgumentParser(prog="python -m dejavu_train.evaluation.observe.redraw", description=__doc__)
+    parser.add_argument("folder", help="with the CSV files of an observation")
+    print("drawn:", ", ".join(redraw(parser.parse_args(argv).folder)) or "nothing, matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))

@@ -1,0 +1,51 @@
+"""Writes rows, dataclasses of plain values, as CSV, and reads them again."""
+
+import csv
+import dataclasses
+import io
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError
+from dejavu_train.files import write_text
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    """Fields are columns; floats have six significant digits, None and NaN are empty."""
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    writer.writerow([field.name for field in dataclasses.fields(rows[0])])
+    for row in rows:
+        writer.writerow([_cell(value) for value in dataclasses.astuple(row)])
+    write_text(path, made.getvalue())
+
+
+def read_csv(path: Path, kind: type[Any]) -> list[Any]:
+    """The rows of :func:`write_csv` as ``kind``.
+
+    Raises:
+        UserError: other columns, or values of another type.
+    """
+    kinds = typing.get_type_hints(kind)
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            return [kind(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in reader]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}, line {reader.line_num}: not a row of {kind.__name__} ({error})") from None
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.6g}" if math.isfinite(value) else ""
+    return "" if value is None else value
+
+
+def _value(kind: Any, text: str) -> Any:
+    if isinstance(kind, types.UnionType):  # a number or None
+        return None if text == "" else _value(typing.get_args(kind)[0], text)
+    return float(text or "nan") if kind is float else kind(text)

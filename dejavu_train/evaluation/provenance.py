@@ -1,0 +1,30 @@
+"""What a result was made of: versions of the packages, hashes of the weights and of the bundle."""
+
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from dejavu_train.bundle.artifact import METADATA
+from dejavu_train.files import read_json
+from dejavu_train.models.opt import weight_hash
+
+
+def versions() -> dict[str, str]:
+    """Of python and of the packages that decide numbers."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def hashes(model: str, revision: str | None, bundle: str | None) -> dict[str, str | None]:
+    """``model``: of the stored weights, see :func:`weight_hash`; ``bundle``: of its metadata, which names its tensors'.
+
+    None for a bundle that is no folder here, and where there is none.
+    """
+    metadata = None if bundle is None else Path(bundle) / METADATA
+    own = read_json(metadata, "the bundle")["sha256"] if metadata is not None and metadata.is_file() else None
+    return {"model": weight_hash(model, revision=revision), "bundle": own}

@@ -1,0 +1,239 @@
+"""report.html: made of files alone, whole without a network, and looked at in a real browser."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.html_report import inline_svg, main, write_report
+from dejavu_train.evaluation.observe.residual import CosineRow
+from dejavu_train.evaluation.observe.rows import write_csv
+from dejavu_train.evaluation.observe.run import draw
+from dejavu_train.evaluation.observe.titles import TITLES
+from dejavu_train.evaluation.observe.units import ConcentrationRow
+from dejavu_train.files import write_json
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+NASTY = '<script>alert("&")</script>'
+
+
+def quality(selection, density, increase):
+    return {
+        "text": NASTY, "selection": selection, "asked_mlp_density": density, "asked_head_density": 1.0,
+        "mlp_candidate_density": density, "mlp_density": density, "head_density": 1.0, "sparse_from": 0,
+        "perplexity": 12 * (1 + increase), "increase": increase, "increase_error": 0.001, "bits_per_byte": 1.1,
+        "mlp_recall": 0.9, "mlp_retained_mass": 0.95, "head_recall": None, "head_retained_mass": None, "mlp_bytes": 0.1,
+        "tokens": 9000,
+    }  # fmt: skip
+
+
+def results():
+    text = {
+        "name": NASTY, "source": "a.txt", "sha256": "ab" * 32, "set": None, "whole": True, "domain": "unseen",
+        "documents": 3, "tokens": 9000, "bytes": 40000, "window": 64, "pretrained_paragraphs": 0,
+    }  # fmt: skip
+    recalls = (0.7, 0.9, 0.8, 0.75, 0.95, 0.6, 0.5, 0.55, 0.65, 0.85, 0.45)
+    layer = {"text": NASTY, "target": "mlp", "density": 0.1, "precision": 0.5, "retained_mass": 0.9}
+    layers = [layer | {"layer": number, "recall": recall} for number, recall in enumerate(recalls)]
+    timing = {
+        "backend": "dense",
+        "device": "cpu",
+        "batch": 1,
+        "prompt": 32,
+        "new_tokens": 8,
+        "megabytes_per_token": None,
+    }
+    return {
+        "schema": 2, "model": "checkpoints/opt-mini", "bundle": "b", "versions": {"torch": "2"}, "texts": [text],
+        "quality": [quality("dense", 1.0, 0.0), quality("predicted", 0.1, 0.03), quality("predicted", 0.2, 0.01)],
+        "layers": layers, "timing": [timing | {"ms_per_token": {"p20": 1.0, "p50": 1.1, "p80": 1.2}}],
+        "read_gb_s": 9.5, "config": {"model": "checkpoints/opt-mini", "seed": 0}, "hashes": {"model": "cd" * 32},
+        "not_measured": [{"what": "timing of triton", "why": "there is no GPU <here>"}],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Results, observations of two kinds, one of which is a picture, and tasks."""
+    write_json(tmp_path / "results.json", results())
+    stored = tmp_path / "observations"
+    cosines = [
+        CosineRow(layer, n, 0.9 / n, 0.8 / n, 0.85 / n, 0.95 / n, 1 / n, 0.9 / n, 10)
+        for layer in range(3)
+        for n in (1, 2)
+    ]
+    rows = {"cosine": cosines, "concentration": [ConcentrationRow(0, 0.1, 0.2, 0.3, 0.5, 0.8, 0.0, -0.5, 0.99)]}
+    for name, own in rows.items():
+        write_csv(stored / f"{name}.csv", own)
+    drawn = draw(rows, stored)
+    observed = [
+        {"name": name, "title": TITLES[name].title, "paper": TITLES[name].paper, "caption": TITLES[name].caption}
+        | {"picture": name in drawn}
+        for name in rows
+    ]
+    about = {
+        "versions": {}, "hashes": {}, "config": {"parts": ["residual"]}, "device": "cpu", "observed": observed,
+        "text": {"tokens": 10, "documents": 2, "name": "t", "set_name": None, "window": 8},
+        "not_measured": [{"what": "graphs", "why": "hnswlib is not installed"}],
+    }  # fmt: skip
+    write_json(stored / "observations.json", about)
+    rows = [{"task": "copa", "shots": 0, "value": 0.553, "error": 0.02, "flips": None}]
+    write_json(tmp_path / "tasks/results.json", {"rows": rows})
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects what a browser would fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.links, self.ids, self.text = [], [], [], text
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href", "data", "action")]
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.pop()
+
+
+def test_the_page_is_whole_and_asks_for_nothing(folder):
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert all(link.startswith("#") for link in page.links) and not re.search(r"@import|url\((?!#)|fetch\(", page.text)
+    assert len(page.ids) == len(set(page.ids))  # two pictures, one page
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert NASTY not in page.text and "&lt;script&gt;alert" in page.text and page.text.count("<script") == 1
+    for told in (
+        "cdcd",
+        "abab",
+        "3.00%",
+        "9.5 GB/s",
+        "copa",
+        "0.553",
+        "hnswlib is not installed",
+        "no GPU &lt;here&gt;",
+    ):
+        assert told in page.text, told
+    assert page.text.count("<svg") == 2 and "there is no paper/paper.json" in page.text
+    first = page.text
+    assert write_report(folder).read_text(encoding="utf-8") == first  # from the same files, the same page
+
+
+def test_results_alone_say_what_is_missing(tmp_path):
+    found = results() | {"quality": [], "layers": [], "timing": []}
+    for name in ("config", "hashes", "not_measured"):  # of an earlier version
+        del found[name]
+    write_json(tmp_path / "results.json", found)
+    assert exit_on_user_error(main, [str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for told in ("no token was scored", "nothing was timed", "observe makes them", "there is no tasks/results.json"):
+        assert told in text
+
+
+@pytest.mark.parametrize(
+    "spoil, told",
+    [
+        (lambda folder: (folder / "results.json").unlink(), "results.json (python infer.py writes it) is missing"),
+        (lambda folder: (folder / "results.json").write_text("{"), "is not readable JSON"),
+        (lambda folder: write_json(folder / "results.json", {"schema": 1}), "is not of schema 2"),
+        (lambda folder: write_json(folder / "results.json", {"schema": 2}), "lacks 'quality'"),
+        (lambda folder: (folder / "observations/cosine.csv").unlink(), "is not as it was written"),
+        (lambda folder: write_json(folder / "tasks/results.json", {}), "lacks 'rows'"),
+    ],
+)
+def test_damaged_folders_are_one_line(folder, capfd, spoil, told):
+    spoil(folder)
+    assert exit_on_user_error(main, [str(folder)]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert told in line and not (folder / "report.html").exists()
+    assert exit_on_user_error(main, [str(folder), "--unheard"]) == 2
+
+
+def test_ids_of_pictures_stay_apart():
+    drawn = inline_svg('<?xml version="1.0"?><svg><g id="a"/><use href="#a"/></svg>\n', "x", '"')
+    assert drawn == '<svg role="img" aria-label="&quot;"><g id="x-a"/><use href="#x-a"/></svg>'
+
+
+def test_wandb_gets_tables_and_pictures_offline(folder, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    logged = {}
+
+    class Run:
+        def log(self, values):
+            logged.update(values)
+
+        def finish(self):
+            logged["finished"] = True
+
+    monkeypatch.setattr(wandb, "init", lambda **options: logged.update(options) or Run())
+    assert exit_on_user_error(main, [str(folder), "--wandb", "mine"]) == 0
+    assert logged["project"] == "mine" and logged["finished"]
+    assert logged["increase of perplexity"].data[0][0] == NASTY and "picture cosine" in logged
+    assert logged["cosine"].columns[0] == "layer" and len(logged["cosine"].data) == 6
+
+
+def test_wandb_without_a_key_is_one_line(folder, monkeypatch, capfd):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    assert exit_on_user_error(main, [str(folder), "--wandb", "mine"]) == 2
+    assert "WANDB_MODE=offline" in capfd.readouterr().err.splitlines()[-1]
+
+
+PROBE = """<script>
+const table = [...document.querySelectorAll("#layers table")][0];
+const column = (n) => [...table.tBodies[0].rows].map((row) => row.cells[n].textContent);
+const buttons = table.querySelectorAll("thead button");
+const told = {};
+buttons[3].click(); told.rising = column(3);
+buttons[3].click(); told.falling = column(3);
+buttons[1].click(); told.layers = column(1);
+told.sorted = [...table.querySelectorAll("th")].map((head) => head.getAttribute("aria-sort"));
+told.pictures = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect().width);
+told.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+told.fetched = performance.getEntriesByType("resource").length;
+document.documentElement.dataset.told = JSON.stringify(told);
+</script></body>"""
+
+
+def test_a_browser_shows_and_sorts_it(folder, tmp_path):
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        assert "CI" not in os.environ, "in CI a browser is there: .ci/run installs it"
+        pytest.skip("no headless Chromium on PATH (Debian: apt-get install chromium-headless-shell)")
+    page = write_report(folder).read_text(encoding="utf-8")
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.replace("</body>", PROBE), encoding="utf-8")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    command = [browser, *flags, "--window-size=1200,900", "--enable-logging=stderr", "--dump-dom", probed.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    told = json.loads(Page(done.stdout).text.split('data-told="')[1].split('"')[0].replace("&quot;", '"'))
+    assert told["rising"] == sorted(told["rising"]) == told["falling"][::-1] and told["rising"][0] == "0.450"
+    assert told["layers"] == [str(layer) for layer in range(11)]  # as numbers, not as text
+    assert told["sorted"][:4] == [None, "ascending", None, None]
+    assert len(told["pictures"]) == 2 and min(told["pictures"]) > 300
+    assert told["wide"] <= 0 and told["fetched"] == 0
