@@ -1,0 +1,225 @@
+"""Runs lm-eval's tasks on a model and compares two runs, example by example: rows.
+
+The paper's tasks are known by short names; with a folder they are read from local files (configs/tasks), without one
+from the hub. Any other name is lm-eval's own.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.lm_eval.model import DejavuLM
+from dejavu_train.evaluation.lm_eval.paired import flip_rate, mcnemar
+from dejavu_train.evaluation.perplexity import increase
+
+# Deja Vu's seven and HellaSwag; lm-eval's names of those that are called otherwise.
+TASKS = ("cb", "copa", "lambada", "openbookqa", "piqa", "rte", "winogrande", "hellaswag")
+TEXTS = ("wikitext", "c4", "prose")
+HUB_NAMES = {"lambada": "lambada_openai", "rte": "sglue_rte"}
+ACCURACIES = ("acc", "acc_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Where tasks come from.
+
+    Attributes:
+        folder: holds the files that the YAMLs in ``include_path`` name; None: the hub.
+        include_path: folder of task YAMLs.
+    """
+
+    folder: str | None = None
+    include_path: str = "configs/tasks"
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRow:
+    """One metric of one task, beside the dense model's on the same examples.
+
+    ``value``: an accuracy (a fraction) or a perplexity; ``change``: of an accuracy the difference to dense, of a
+    perplexity the increase as a fraction; ``error``: of ``change``, McNemar's or a paired bootstrap over documents;
+    ``flips``: share of the examples whose answer changed. ``cut``: share of the requests whose beginning did not fit.
+    """
+
+    task: str
+    shots: int
+    metric: str
+    examples: int
+    value: float
+    dense: float
+    change: float
+    error: float | None
+    flips: float | None
+    cut: float
+    seconds: float
+
+
+@dataclasses.dataclass
+class TaskRun:
+    """What a model answered: by task the samples that lm-eval logged, in the order of the documents."""
+
+    shots: int
+    samples: dict[str, list[dict[str, Any]]]
+    tokens: dict[str, list[int]]
+    cut: dict[str, float]
+    seconds: float
+
+
+def find_tasks(names: Sequence[str], where: Where) -> tuple[TaskManager, dict[str, str]]:
+    """lm-eval's manager of tasks, and for each of our names its own.
+
+    Raises:
+        UserError: an unknown task, or no such folder.
+    """
+    for folder in (where.folder, where.include_path if where.folder else None):
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"there is no folder {folder}; give the folder of the task files")
+    ours = where.folder is not None
+    chosen = {n: f"local_{n}" if ours and n in (*TASKS, *TEXTS) else HUB_NAMES.get(n, n) for n in names}
+    all_local = all(name.startswith("local_") for name in chosen.values())
+    metadata: dict[str, Any] = {"folder": where.folder}
+    manager = TaskManager(
+        include_path=where.include_path if ours else None, include_defaults=not all_local, metadata=metadata
+    )
+    for name, own in chosen.items():
+        if own not in manager.all_tasks:
+            raise UserError(f"there is no task {name}; known are {', '.join((*TASKS, *TEXTS))} and those of lm-eval")
+    return manager, chosen
+
+
+def run_tasks(
+    lm: DejavuLM,
+    names: Sequence[str],
+    where: Where,
+    shots: int,
+    limit: int | None = None,
+    use_cache: str | None = None,
+    seed: int = 1234,
+) -> TaskRun:
+    """Ask a model all examples of the tasks (the first ``limit`` of each).
+
+    Args:
+        use_cache: lm-eval's cache of answers, the path of an SQLite file less its ending. It does not know the model:
+            give one path a model.
+        seed: of the few-shot examples.
+    Raises:
+        UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched.
+    """
+    import time
+
+    manager, chosen = find_tasks(names, where)
+    began = time.perf_counter()
+    try:
+        found = simple_evaluate(
+            model=lm,
+            tasks=list(chosen.values()),
+            num_fewshot=shots,
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=True,
+            task_manager=manager,
+            use_cache=use_cache,
+            fewshot_random_seed=seed,
+        )
+    except (ConnectionError, FileNotFoundError) as error:  # datasets' errors for a set that it cannot reach
+        raise UserError(
+            f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
+        ) from None
+    seconds = time.perf_counter() - began
+    logged = {n: sorted(found["samples"][own], key=lambda sample: sample["doc_id"]) for n, own in chosen.items()}
+    tokens = {n: [_tokens(lm, sample) for sample in samples] for n, samples in logged.items() if n in TEXTS}
+    cut = {n: _cut(lm, samples) if n not in TEXTS else 0.0 for n, samples in logged.items()}
+    return TaskRun(shots, logged, tokens, cut, seconds)
+
+
+def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
+    """Rows of a run beside the dense one; with the tasks' mean accuracy where there are several.
+
+    A perplexity is per token of the model (``wikitext``, ``c4``, ``prose``), or per answer (``lambada``).
+    """
+    rows = []
+    for name, samples in run.samples.items():
+        other = dense.samples[name]
+        if [s["doc_hash"] for s in samples] != [s["doc_hash"] for s in other]:
+            raise UserError(f"the two runs of {name} have other examples; ask both with the same limit and files")
+        common = {"task": name, "shots": run.shots, "examples": len(samples), "cut": run.cut[name]}
+        for metric in ACCURACIES:
+            if metric in samples[0]:
+                mine, theirs = ([float(s[metric]) for s in part] for part in (samples, other))
+                change, error = mcnemar(mine, theirs)
+                flips = flip_rate(samples, other) if metric == "acc" else None
+                value, before = float(np.mean(mine)), float(np.mean(theirs))
+                rows.append(TaskRow(metric=metric, value=value, dense=before, change=change, error=error, flips=flips, seconds=run.seconds, **common))  # fmt: skip
+        if name in run.tokens or "perplexity" in samples[0]:
+            weights = run.tokens.get(name, [1] * len(samples))
+            nats, nats_dense = (np.array([-_log_likelihood(s) for s in part]) for part in (samples, other))
+            change, rough = increase(nats, nats_dense, weights)
+            value, before = (math.exp(part.sum() / sum(weights)) for part in (nats, nats_dense))
+            rows.append(TaskRow(metric="perplexity", value=value, dense=before, change=change, error=rough, flips=None, seconds=run.seconds, **common))  # fmt: skip
+    accuracies = [row for row in rows if row.metric == "acc"]
+    if len(accuracies) > 1:
+        n = len(accuracies)
+        rows.append(
+            TaskRow(
+                task="mean",
+                shots=run.shots,
+                metric="acc",
+                examples=sum(row.examples for row in accuracies),
+                value=sum(row.value for row in accuracies) / n,
+                dense=sum(row.dense for row in accuracies) / n,
+                change=sum(row.change for row in accuracies) / n,
+                error=math.sqrt(sum((row.error or 0.0) ** 2 for row in accuracies)) / n,
+                flips=sum(row.flips or 0.0 for row in accuracies) / n,
+                cut=sum(row.cut for row in accuracies) / n,
+                seconds=run.seconds,
+            )
+        )
+    return rows
+
+
+def _log_likelihood(sample: dict[str, Any]) -> float:
+    """Of a continuation, or of a whole text."""
+    found = sample["filtered_resps"][0]
+    return float(found if isinstance(found, float) else found[0])
+
+
+def _tokens(lm: DejavuLM, sample: dict[str, Any]) -> int:
+    return lm.count_tokens(sample["arguments"][0][0])
+
+
+def _cut(lm: DejavuLM, samples: Sequence[dict[str, Any]]) -> float:
+    """Share of the requests that are longer than the model's context."""
+    asked = [context + continuation for sample in samples for context, continuation in sample["arguments"]]
+    # A token is at least a character, so short requests need no tokenizing.
+    long = [text for text in asked if len(text) > lm.max_length and len(lm.tok_encode(text)) > lm.max_length + 1]
+    return len(long) / len(asked)
+
+
+def table(rows: Sequence[TaskRow]) -> str:
+    """Rows as Markdown."""
+    lines = ["| task | shots | metric | examples | value | dense | change | flips |", "| --- |" + " --- |" * 7]
+    for row in rows:
+        accuracy = row.metric in ACCURACIES
+        scale = 100 if accuracy else 1
+        error = "" if row.error is None else f" ± {100 * row.error:.2f}"
+        flips = "" if row.flips is None else f"{100 * row.flips:.1f} %"
+        change = f"{100 * row.change:+.2f}{error} {'points' if accuracy else '%'}"
+        lines.append(
+            f"| {row.task} | {row.shots} | {row.metric} | {row.examples} | {scale * row.value:.2f} |"
+            f" {scale * row.dense:.2f} | {change} | {flips} |"
+        )
+    return "\n".join(lines)
+
+
+def quiet() -> None:
+    """lm-eval's and datasets' progress lines are not ours."""
+    for name in ("lm_eval", "datasets", "evaluate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
