@@ -7,6 +7,7 @@ because only a continuation's logits are wanted.
 Letters: B rows, T positions, K positions whose logits are wanted, V vocabulary.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class DejavuLM(HFLM):
         max_length: int | None = None,
     ) -> None:
         self.sparse_from = sparse_from
+        self._pairs: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self.identity = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
         if isinstance(pretrained, str):
             placed = resolve_device("cpu" if not torch.cuda.is_available() else device or "auto")
@@ -87,11 +89,23 @@ class DejavuLM(HFLM):
         else:
             model, self.identity["model"] = pretrained, pretrained.name_or_path
         rows = batch_size if batch_size == "auto" else int(batch_size)
+        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
         super().__init__(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results."""
         return {**self.identity, "model_dtype": str(self.model.dtype), "model_num_parameters": self.model.num_parameters()}
+
+    def use(self, model: OPTForCausalLM) -> None:
+        """Answer with another model of the same tokenizer, on the same device."""
+        self._model = model
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As HFLM; kept, because several models are asked the same."""
+        pair = (context, continuation)
+        if pair not in self._pairs:
+            self._pairs[pair] = super()._encode_pair(context, continuation)
+        return self._pairs[pair]
 
     def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
         return max(1, POSITIONS_AT_ONCE // self.max_length)

@@ -19,7 +19,18 @@ import transformers
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
-from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, TaskRun, Where, compare, quiet, run_tasks, table
+from dejavu_train.evaluation.lm_eval.tasks import (
+    TASKS,
+    Questions,
+    TaskRow,
+    TaskRun,
+    Where,
+    ask,
+    build_questions,
+    compare,
+    quiet,
+    table,
+)
 from dejavu_train.files import write_json, write_text
 from dejavu_train.models.opt import load_tokenizer
 
@@ -117,11 +128,12 @@ def tasks(config: TasksConfig) -> list[TaskRow]:
     """Ask the dense and the sparse model; rows of every task, shots by shots.
 
     Raises:
-        UserError: what :func:`run_tasks` raises, and a bundle of another model.
+        UserError: what :func:`build_questions` raises, and a bundle of another model.
     """
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model)
     common: dict[str, Any] = {"batch_size": config.batch_size, "dtype": config.dtype, "device": config.device}
+    questions = all_questions(config)
     runs: dict[str, list[TaskRun]] = {}
     for name in (DENSE, "sparse"):
         backend = DENSE if name == DENSE else config.backend
@@ -135,8 +147,7 @@ def tasks(config: TasksConfig) -> list[TaskRow]:
             **common,
         )
         cache = None if config.use_cache is None else f"{config.use_cache}-{_digest(lm.identity, config)}"
-        runs[name] = ask(lm, config.tasks, config.texts, config, cache)
-        del lm
+        runs[name] = [ask(lm, part, cache) for part in questions]
     rows = [row for one, dense in zip(runs["sparse"], runs[DENSE], strict=True) for row in compare(one, dense)]
     if config.log_samples:
         for name, made in runs.items():
@@ -145,16 +156,17 @@ def tasks(config: TasksConfig) -> list[TaskRow]:
     return rows
 
 
-def ask(lm: DejavuLM, names: Sequence[str], texts: Sequence[str], config: Any, cache: str | None = None) -> list[TaskRun]:
+def all_questions(config: Any) -> list[Questions]:
     """The tasks at every number of shots, then the texts.
 
     Args:
-        config: has ``where``, ``shots``, ``limit`` and ``seed``.
+        config: has ``tasks``, ``texts``, ``where``, ``shots``, ``limit`` and ``seed``.
+    Raises:
+        UserError: what :func:`build_questions` raises.
     """
-    made = [run_tasks(lm, names, config.where, shots, config.limit, cache, config.seed) for shots in config.shots if names]
-    if texts:
-        made.append(run_tasks(lm, texts, config.where, 0, config.limit, cache, config.seed))
-    return made
+    asked = [(config.tasks, shots) for shots in config.shots if config.tasks]
+    asked += [(config.texts, 0)] if config.texts else []
+    return [build_questions(names, config.where, shots, config.limit, config.seed) for names, shots in asked]
 
 
 def _digest(identity: dict[str, Any], config: TasksConfig) -> str:

@@ -1,18 +1,19 @@
-"""Runs lm-eval's tasks on a model and compares two runs, example by example: rows.
+"""Asks models the tasks of lm-eval and compares two of them, example by example: rows.
 
-The paper's tasks are known by short names; with a folder they are read from local files (configs/tasks), without one
-from the hub. Any other name is lm-eval's own.
+The paper's tasks are known by short names. With a folder they, and whatever else configs/tasks holds, are read from
+local files; without one they come from the hub, as do all of lm-eval's own.
 """
 
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval import simple_evaluate
+from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 
 from dejavu_train.errors import UserError
@@ -84,60 +85,85 @@ def find_tasks(names: Sequence[str], where: Where) -> tuple[TaskManager, dict[st
             raise UserError(f"there is no folder {folder}; give the folder of the task files")
     ours = where.folder is not None
     chosen = {n: f"local_{n}" if ours and n in (*TASKS, *TEXTS) else HUB_NAMES.get(n, n) for n in names}
-    all_local = all(name.startswith("local_") for name in chosen.values())
     metadata: dict[str, Any] = {"folder": where.folder}
-    manager = TaskManager(
-        include_path=where.include_path if ours else None, include_defaults=not all_local, metadata=metadata
-    )
+    # Reading lm-eval's own index of some ten thousand files takes longer than a small run.
+    manager = TaskManager(include_path=where.include_path if ours else None, include_defaults=not ours, metadata=metadata)
     for name, own in chosen.items():
         if own not in manager.all_tasks:
-            raise UserError(f"there is no task {name}; known are {', '.join((*TASKS, *TEXTS))} and those of lm-eval")
+            others = where.include_path if ours else "lm-eval"
+            raise UserError(f"there is no task {name}; known are {', '.join((*TASKS, *TEXTS))} and those of {others}")
     return manager, chosen
 
 
-def run_tasks(
-    lm: DejavuLM,
-    names: Sequence[str],
-    where: Where,
-    shots: int,
-    limit: int | None = None,
-    use_cache: str | None = None,
-    seed: int = 1234,
-) -> TaskRun:
-    """Ask a model all examples of the tasks (the first ``limit`` of each).
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Tasks whose requests are built: by our names, at one number of shots. May be asked of any number of models."""
+
+    shots: int
+    tasks: dict[str, Any]
+
+
+def build_questions(
+    names: Sequence[str], where: Where, shots: int, limit: int | None = None, seed: int = 1234
+) -> Questions:
+    """The requests of the tasks' examples, the first ``limit`` of each.
 
     Args:
-        use_cache: lm-eval's cache of answers, the path of an SQLite file less its ending. It does not know the model:
-            give one path a model.
         seed: of the few-shot examples.
     Raises:
         UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched.
     """
-    import time
-
     manager, chosen = find_tasks(names, where)
-    began = time.perf_counter()
     try:
-        found = simple_evaluate(
-            model=lm,
-            tasks=list(chosen.values()),
-            num_fewshot=shots,
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=True,
-            task_manager=manager,
-            use_cache=use_cache,
-            fewshot_random_seed=seed,
-        )
+        loaded = manager.load(list(chosen.values()))["tasks"]
     except (ConnectionError, FileNotFoundError) as error:  # datasets' errors for a set that it cannot reach
         raise UserError(
             f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
         ) from None
+    for task in loaded.values():
+        task.set_config(key="num_fewshot", value=shots)
+        task.set_fewshot_seed(seed=seed)
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+    return Questions(shots, {name: loaded[own] for name, own in chosen.items()})
+
+
+def ask(lm: DejavuLM, questions: Questions, use_cache: str | None = None) -> TaskRun:
+    """A model's answers.
+
+    Args:
+        use_cache: lm-eval's cache of answers, the path of an SQLite file less its ending. It does not know the model:
+            give one path a model.
+    """
+    asked: Any = lm if use_cache is None else CachingLM(lm, f"{use_cache}.db")
+    began = time.perf_counter()
+    by_kind: dict[str, list[Any]] = {}
+    for task in questions.tasks.values():
+        for instance in task.instances:
+            by_kind.setdefault(instance.request_type, []).append(instance)
+    for kind, instances in by_kind.items():
+        for instance, answer in zip(instances, getattr(asked, kind)(instances), strict=True):
+            instance.resps = [answer]
     seconds = time.perf_counter() - began
-    logged = {n: sorted(found["samples"][own], key=lambda sample: sample["doc_id"]) for n, own in chosen.items()}
+    logged = {name: _samples(task) for name, task in questions.tasks.items()}
     tokens = {n: [_tokens(lm, sample) for sample in samples] for n, samples in logged.items() if n in TEXTS}
     cut = {n: _cut(lm, samples) if n not in TEXTS else 0.0 for n, samples in logged.items()}
-    return TaskRun(shots, logged, tokens, cut, seconds)
+    return TaskRun(questions.shots, logged, tokens, cut, seconds)
+
+
+def _samples(task: Any) -> list[dict[str, Any]]:
+    """What lm-eval logs of a task, through the first of its filters."""
+    task.apply_filters()
+    by_document: dict[int, list[Any]] = {}
+    for instance in task.instances:
+        by_document.setdefault(instance.doc_id, []).append(instance)
+    samples = []
+    for number, found in sorted(by_document.items()):
+        found.sort(key=lambda instance: instance.idx)
+        kept = [next(iter(instance.filtered_resps.values())) for instance in found]
+        sample = {"doc_id": number, "doc": found[0].doc, "target": task.doc_to_target(found[0].doc)}
+        sample |= {"arguments": [instance.args for instance in found], "filtered_resps": kept}
+        samples.append(sample | task.process_results(found[0].doc, kept))
+    return samples
 
 
 def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
@@ -148,7 +174,7 @@ def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
     rows = []
     for name, samples in run.samples.items():
         other = dense.samples[name]
-        if [s["doc_hash"] for s in samples] != [s["doc_hash"] for s in other]:
+        if [s["doc"] for s in samples] != [s["doc"] for s in other]:
             raise UserError(f"the two runs of {name} have other examples; ask both with the same limit and files")
         common = {"task": name, "shots": run.shots, "examples": len(samples), "cut": run.cut[name]}
         for metric in ACCURACIES:
