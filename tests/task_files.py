@@ -20,12 +20,11 @@ def records() -> dict[str, list[dict]]:
             for i, who in numbered
             for label in [("entailment", "not_entailment")[i % 2]]
         ],
-        "tasks/copa_superglue_val.jsonl": [
-            copa(i, who, ("cause", "effect")[i % 2]) for i, who in numbered[:3]
-        ],
+        "tasks/copa_superglue_val.jsonl": [copa(i, who, ("cause", "effect")[i % 2]) for i, who in numbered[:3]],
         "tasks/copa_dev_original500.jsonl": [copa(i, who, ("cause", "effect")[i % 2]) for i, who in numbered],
         "tasks/lambada_openai_test.jsonl": [
-            {"text": f"The model reads what {who} wrote, and the layer keeps only the rows of {who}"} for _, who in numbered
+            {"text": f"The model reads what {who} wrote, and the layer keeps only the rows of {who}"}
+            for _, who in numbered
         ],
         "tasks/openbookqa_test.jsonl": [
             {
@@ -55,7 +54,9 @@ def records() -> dict[str, list[dict]]:
             }
             for i, who in numbered
         ],
-        "general_heldout.jsonl": [{"id": who, "text": f"{who} reads a token , and memory traffic falls ."} for who in PEOPLE],
+        "general_heldout.jsonl": [
+            {"id": who, "text": f"{who} reads a token , and memory traffic falls ."} for who in PEOPLE
+        ],
         "c4/c4-validation.jsonl": [{"text": f"The row of {who} matters .", "url": "none"} for who in PEOPLE],
     }
 
@@ -77,6 +78,9 @@ def write_task_files(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "wikitext2").mkdir(exist_ok=True)
-    pages = [f" \n = {who} = \n \n {who} reads 1 @,@ 000 tokens . \n \n = = Life = = \n \n It was short . \n" for who in PEOPLE]
+    pages = [
+        f" \n = {who} = \n \n {who} reads 1 @,@ 000 tokens . \n \n = = Life = = \n \n It was short . \n"
+        for who in PEOPLE
+    ]
     (folder / "wikitext2" / "valid.raw.txt").write_text("".join(pages))
     return folder

@@ -62,7 +62,11 @@ def skipped_layers(structure: str, n_layers: int) -> list[int]:
     [2, 3]
     """
     skip = re.fullmatch(r"skip (\d+)/(\d+)", structure)
-    return [] if skip is None else [layer for layer in range(n_layers) if layer % int(skip[2]) >= int(skip[2]) - int(skip[1])]
+    return (
+        []
+        if skip is None
+        else [layer for layer in range(n_layers) if layer % int(skip[2]) >= int(skip[2]) - int(skip[1])]
+    )
 
 
 def _forward(structure: str, layer: int, block: Any, shared: list[Tensor]) -> Any:

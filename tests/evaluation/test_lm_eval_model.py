@@ -169,7 +169,11 @@ def test_the_registered_model_answers_and_its_answers_are_cached(tiny_opt, bundl
 
 
 def test_the_command_line_writes_rows_samples_and_a_table(tiny_opt, bundle_folder, data, tmp_path, capsys):
-    flags = [f"--config={REPOSITORY / 'configs/eval/opt-mini.yaml'}", f"--model={tiny_opt}", f"--bundle={bundle_folder}"]
+    flags = [
+        f"--config={REPOSITORY / 'configs/eval/opt-mini.yaml'}",
+        f"--model={tiny_opt}",
+        f"--bundle={bundle_folder}",
+    ]
     flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=3"]
     flags += ["--texts=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
     assert exit_on_user_error(run_module.main, flags) == 0

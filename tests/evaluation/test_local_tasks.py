@@ -32,7 +32,13 @@ OWN = {
     "wikitext": "wikitext/wikitext.yaml",
     "c4": "c4/c4.yaml",
 }
-FILES = {name: load_yaml(REPOSITORY / f"configs/tasks/local_{name}.yaml", resolve_func=False)["dataset_kwargs"]["file"] for name in OWN}  # fmt: skip
+
+
+def file_of(name):
+    return load_yaml(REPOSITORY / f"configs/tasks/local_{name}.yaml", resolve_func=False)["dataset_kwargs"]["file"]
+
+
+FILES = {name: file_of(name) for name in OWN}
 
 
 def as_on_the_hub(name, record):
@@ -97,7 +103,10 @@ def test_five_shots_are_rendered_alike_and_never_hold_the_question(folder, name)
     docs = [as_on_the_hub(name, record) for record in records()[FILES[name]]]
     mine, own = local_task(name, folder), own_task(name, docs)
     shown = list(mine.sampler.df)[:5]
-    for task, examples in ((mine, shown), (own, [dict(doc) for doc in own.training_docs() or own.eval_docs][:5] if name != "copa" else shown)):
+    for task, examples in (
+        (mine, shown),
+        (own, [dict(doc) for doc in own.training_docs() or own.eval_docs][:5] if name != "copa" else shown),
+    ):
         task.sampler.sample = lambda n, eval_doc=None, examples=examples: examples[:n]
     assert requests(mine, 5) == requests(own, 5)
     fresh = local_task(name, folder)

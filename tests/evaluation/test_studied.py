@@ -105,9 +105,13 @@ def test_the_oracle_takes_the_largest_of_the_dense_pass_as_many_as_predicted(dee
     # So few that every chosen neuron is active: among the others, of contribution 0, the order is arbitrary.
     bundle, ids = make_bundle(deep_opt).at(0.15, 0.5), tokens(9)
     predicted, activations = {}, {}
-    with masking(dense, Predicted(bundle, "cpu", dense), observe=lambda i, t, keep, v: predicted.__setitem__((i, t), keep)):
+    with masking(
+        dense, Predicted(bundle, "cpu", dense), observe=lambda i, t, keep, v: predicted.__setitem__((i, t), keep)
+    ):
         dense(ids)
-    with masking(dense, Predicted(bundle.at(1.0, 1.0), "cpu"), observe=lambda i, t, _, v: activations.__setitem__((i, t), v)):
+    with masking(
+        dense, Predicted(bundle.at(1.0, 1.0), "cpu"), observe=lambda i, t, _, v: activations.__setitem__((i, t), v)
+    ):
         dense(ids)
 
     class Best:
@@ -122,7 +126,9 @@ def test_the_oracle_takes_the_largest_of_the_dense_pass_as_many_as_predicted(dee
             for b in range(ids.shape[0]):
                 for t in range(ids.shape[1]):
                     if target == "mlp":
-                        size = [float(values[b, t, i]) * float(block.fc2.weight[:, i].norm()) for i in range(keep.shape[-1])]
+                        size = [
+                            float(values[b, t, i]) * float(block.fc2.weight[:, i].norm()) for i in range(keep.shape[-1])
+                        ]
                     else:
                         width = values.shape[-1]
                         weight = block.self_attn.out_proj.weight

@@ -137,7 +137,9 @@ def _test_set(folder: str | None, file: str, convert: Callable[[Record], Record]
 
 def _path(folder: str | None, file: str) -> Path:
     if folder is None:
-        raise UserError('local tasks need the folder of their files: folder in the config, or --metadata {"folder": ...}')
+        raise UserError(
+            'local tasks need the folder of their files: folder in the config, or --metadata {"folder": ...}'
+        )
     path = Path(folder) / file
     if not path.is_file():
         raise UserError(f"there is no file {path}; configs/tasks names the file of each task")

@@ -66,7 +66,7 @@ class DejavuLM(HFLM):
     ) -> None:
         self.sparse_from = sparse_from
         self._pairs: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self.identity = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
+        self.identity: dict[str, Any] = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
         if isinstance(pretrained, str):
             placed = resolve_device("cpu" if not torch.cuda.is_available() else device or "auto")
             tokenizer = load_tokenizer(pretrained, revision)
@@ -90,11 +90,17 @@ class DejavuLM(HFLM):
             model, self.identity["model"] = pretrained, pretrained.name_or_path
         rows = batch_size if batch_size == "auto" else int(batch_size)
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
-        super().__init__(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length)
+        super().__init__(
+            pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length
+        )
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results."""
-        return {**self.identity, "model_dtype": str(self.model.dtype), "model_num_parameters": self.model.num_parameters()}
+        return {
+            **self.identity,
+            "model_dtype": str(self.model.dtype),
+            "model_num_parameters": self.model.num_parameters(),
+        }
 
     def use(self, model: OPTForCausalLM) -> None:
         """Answer with another model of the same tokenizer, on the same device."""
@@ -112,11 +118,12 @@ class DejavuLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As HFLM, but a text stands behind one ``</s>``: HFLM scores the tokenizer's own behind another one."""
-        before, self.add_bos_token = self.add_bos_token, False
+        own: Any = vars(self)
+        before, own["add_bos_token"] = own["add_bos_token"], False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         finally:
-            self.add_bos_token = before
+            own["add_bos_token"] = before
 
     def count_tokens(self, text: str) -> int:
         """How many tokens ``loglikelihood_rolling`` scores of a text."""

@@ -6,8 +6,8 @@
 - ``fig7``: accuracies and perplexities over the total sparsity, predicted and oracle;
 - ``structures``: blocks in parallel or left out (appendix C.3), dense and at the bundle's own densities.
 
-Every row stands beside the dense model on the same examples, through ``mask`` from the first token on. In ``table4`` and
-``fig7`` predictors select alone, as in the paper: second stages of a cascade are off.
+Every row stands beside the dense model on the same examples, through ``mask`` from the first token on. In ``table4``
+and ``fig7`` predictors select alone, as in the paper: second stages of a cascade are off.
 """
 
 import dataclasses

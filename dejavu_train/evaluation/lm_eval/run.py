@@ -197,5 +197,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_tokenizer(config.model)  # a wrong model is told before anything else
     rows = tasks(config)
     print(table(rows))
-    found = {"config": dataclasses.asdict(config), "versions": versions(), "rows": [dataclasses.asdict(r) for r in rows]}
+    found = {
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
     write_json(Path(config.output) / "results.json", found)

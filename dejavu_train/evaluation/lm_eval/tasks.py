@@ -87,7 +87,9 @@ def find_tasks(names: Sequence[str], where: Where) -> tuple[TaskManager, dict[st
     chosen = {n: f"local_{n}" if ours and n in (*TASKS, *TEXTS) else HUB_NAMES.get(n, n) for n in names}
     metadata: dict[str, Any] = {"folder": where.folder}
     # Reading lm-eval's own index of some ten thousand files takes longer than a small run.
-    manager = TaskManager(include_path=where.include_path if ours else None, include_defaults=not ours, metadata=metadata)
+    manager = TaskManager(
+        include_path=where.include_path if ours else None, include_defaults=not ours, metadata=metadata
+    )
     for name, own in chosen.items():
         if own not in manager.all_tasks:
             others = where.include_path if ours else "lm-eval"
@@ -176,20 +178,24 @@ def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
         other = dense.samples[name]
         if [s["doc"] for s in samples] != [s["doc"] for s in other]:
             raise UserError(f"the two runs of {name} have other examples; ask both with the same limit and files")
-        common = {"task": name, "shots": run.shots, "examples": len(samples), "cut": run.cut[name]}
+
+        def row(
+            metric: str, values: Sequence[float], paired: tuple[float, float | None], flips: float | None
+        ) -> TaskRow:
+            value, before = values
+            about = (name, run.shots, metric, len(samples))  # noqa: B023  called within the round
+            return TaskRow(*about, value, before, *paired, flips, run.cut[name], run.seconds)  # noqa: B023
+
         for metric in ACCURACIES:
             if metric in samples[0]:
                 mine, theirs = ([float(s[metric]) for s in part] for part in (samples, other))
-                change, error = mcnemar(mine, theirs)
                 flips = flip_rate(samples, other) if metric == "acc" else None
-                value, before = float(np.mean(mine)), float(np.mean(theirs))
-                rows.append(TaskRow(metric=metric, value=value, dense=before, change=change, error=error, flips=flips, seconds=run.seconds, **common))  # fmt: skip
+                rows.append(row(metric, [float(np.mean(mine)), float(np.mean(theirs))], mcnemar(mine, theirs), flips))
         if name in run.tokens or "perplexity" in samples[0]:
             weights = run.tokens.get(name, [1] * len(samples))
-            nats, nats_dense = (np.array([-_log_likelihood(s) for s in part]) for part in (samples, other))
-            change, rough = increase(nats, nats_dense, weights)
-            value, before = (math.exp(part.sum() / sum(weights)) for part in (nats, nats_dense))
-            rows.append(TaskRow(metric="perplexity", value=value, dense=before, change=change, error=rough, flips=None, seconds=run.seconds, **common))  # fmt: skip
+            nats, before = (np.array([-_log_likelihood(s) for s in part]) for part in (samples, other))
+            values = [math.exp(part.sum() / sum(weights)) for part in (nats, before)]
+            rows.append(row("perplexity", values, increase(nats, before, weights), None))
     accuracies = [row for row in rows if row.metric == "acc"]
     if len(accuracies) > 1:
         n = len(accuracies)
