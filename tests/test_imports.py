@@ -6,7 +6,16 @@ import sys
 
 from conftest import REPOSITORY
 
-TRAINING_ONLY = ("lightning", "pytorch_lightning", "wandb", "h5py", "datasets", "jsonargparse", "torchmetrics")
+TRAINING_ONLY = (
+    "lightning",
+    "pytorch_lightning",
+    "wandb",
+    "h5py",
+    "datasets",
+    "jsonargparse",
+    "torchmetrics",
+    "lm_eval",
+)
 BLOCK = """
 import importlib.machinery
 finder = importlib.machinery.PathFinder

@@ -8,7 +8,6 @@ Letters: B rows, T positions, K positions whose logits are wanted, V vocabulary.
 """
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +87,14 @@ class DejavuLM(HFLM):
                 self.identity["weight_hash"] = bundle.weight_hash
         else:
             model, self.identity["model"] = pretrained, pretrained.name_or_path
-        rows = batch_size if batch_size == "auto" else int(batch_size)
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
+        self.by_positions = str(batch_size).startswith("auto")
+        rows = 1 if self.by_positions else int(batch_size)
         super().__init__(
             pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length
         )
+        if self.by_positions:  # of whole windows and of generation
+            self.batch_size_per_gpu = max(1, POSITIONS_AT_ONCE // self.max_length)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results."""
@@ -112,9 +114,6 @@ class DejavuLM(HFLM):
         if pair not in self._pairs:
             self._pairs[pair] = super()._encode_pair(context, continuation)
         return self._pairs[pair]
-
-    def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
-        return max(1, POSITIONS_AT_ONCE // self.max_length)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As HFLM, but a text stands behind one ``</s>``: HFLM scores the tokenizer's own behind another one."""
@@ -148,13 +147,13 @@ class DejavuLM(HFLM):
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or None, desc="log-likelihoods") as bar:
             while waiting:
-                rows = override_bs or self.batch_size
-                n = rows if isinstance(rows, int) else max(1, POSITIONS_AT_ONCE // len(waiting[0][0]))
+                fitting = max(1, POSITIONS_AT_ONCE // len(waiting[0][0]))
+                n = override_bs or (fitting if self.by_positions else self.batch_size)
                 batch, waiting = waiting[:n], waiting[n:]
                 for row, logits in zip(batch, self._continuation_logits(batch), strict=True):
-                    logs, greedy = logits.float().log_softmax(-1).cpu(), logits.argmax(-1).cpu()
+                    logs, greedy = logits.float().log_softmax(-1), logits.argmax(-1)
                     for i in shared[row]:
-                        wanted = torch.tensor(requests[i][2])
+                        wanted = torch.tensor(requests[i][2], device=logits.device)
                         nats = logs.gather(1, wanted[:, None]).double().sum().item()
                         answers[i] = (nats, bool((greedy == wanted).all()))
                         if requests[i][0] is not None:

@@ -24,7 +24,7 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import all_questions, parse, versions
+from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, parse, versions
 from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, compare, quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
 from dejavu_train.evaluation.restructure import STRUCTURES, check_structure, restructured
@@ -90,10 +90,7 @@ class PaperConfig:
             check_structure(structure)
         if any(not 0 < sparsity <= 0.95 for sparsity in self.sparsities):
             raise UserError("--sparsities must lie above 0 and at most at 0.95")
-        if not self.tasks and not self.texts:
-            raise UserError("--tasks and --texts are both empty; name one")
-        if not self.shots or min(self.shots) < 0 or (self.limit is not None and self.limit < 1):
-            raise UserError("--shots must be numbers of examples, --limit at least 1")
+        check_asked(self)
 
     @property
     def where(self) -> Where:

@@ -85,20 +85,25 @@ class TasksConfig:
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"--limit must be at least 1, got {self.limit}")
-        if not self.shots or min(self.shots) < 0:
-            raise UserError("--shots must be numbers of examples, such as [0, 5]")
-        if not self.tasks and not self.texts:
-            raise UserError("--tasks and --texts are both empty; name one")
-        if isinstance(self.batch_size, str) and self.batch_size != "auto":
-            raise UserError(f"--batch_size must be auto or a number, got {self.batch_size}")
+        check_asked(self)
         if isinstance(self.sparse_from, str) and self.sparse_from != "prompt":
             raise UserError(f"--sparse_from must be prompt or a position, got {self.sparse_from}")
 
     @property
     def where(self) -> Where:
         return Where(self.folder, self.include_path)
+
+
+def check_asked(config: Any) -> None:
+    """Raise UserError for tasks, texts, shots, a limit or a batch size that cannot be meant."""
+    if config.limit is not None and config.limit < 1:
+        raise UserError(f"--limit must be at least 1, got {config.limit}")
+    if not config.shots or min(config.shots) < 0:
+        raise UserError("--shots must be numbers of examples, such as [0, 5]")
+    if not config.tasks and not config.texts:
+        raise UserError("--tasks and --texts are both empty; name one")
+    if config.batch_size != "auto" and not (isinstance(config.batch_size, int) and config.batch_size > 0):
+        raise UserError(f"--batch_size must be auto or a number, got {config.batch_size}")
 
 
 class Parser(jsonargparse.ArgumentParser):
