@@ -1,4 +1,4 @@
-"""Rows of downstream tasks: python -m benchmarks.tasks [paper | engine] --config configs/eval/opt-mini.yaml [--key value]
+"""Rows of downstream tasks: python -m benchmarks.tasks [paper | engine] --config configs/eval/opt-mini.yaml
 
 Takes the options of `python -m dejavu_train.evaluation.lm_eval`; after the word `paper` those of its module `paper`.
 Appends the rows with their conditions to benchmarks/results/tasks.csv, or paper.csv. `engine` asks the same questions
@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     word = flags.pop(0) if flags[:1] in (["paper"], ["engine"]) else "tasks"
     quiet()
     config: Any = parse(PaperConfig if word == "paper" else TasksConfig, flags, __doc__ or "")
+    shared = conditions(config)  # the commit at the start: a run may outlast it
     if word == "paper":
         rows = [row.flat() for row in paper(config)]
     elif word == "engine":
@@ -85,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         asked = selection(config)
         rows = [asked | dataclasses.asdict(row) for row in tasks(config)]
-    shared = conditions(config)
     path = RESULTS / {"paper": "paper.csv", "engine": "task_engine.csv", "tasks": "tasks.csv"}[word]
     for row in rows:
         append_row(path, five_digits(row) | shared, [*rows[0], *shared])
