@@ -41,7 +41,7 @@ tables: | .venv/bin/python
 
 .venv/dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing the development dependencies into .venv"
-	$(PIP) --editable ".[train,large,dev]"
+	$(PIP) --editable ".[train,large,eval,dev]"
 	@touch $@ .venv/train
 
 clean:

@@ -6,7 +6,7 @@ import sys
 
 from conftest import REPOSITORY
 
-TRAINING_ONLY = ("lightning", "pytorch_lightning", "wandb", "h5py", "datasets", "torchmetrics")
+TRAINING_ONLY = ("lightning", "pytorch_lightning", "wandb", "h5py", "datasets", "torchmetrics", "lm_eval")
 BLOCK = """
 import importlib.machinery
 finder = importlib.machinery.PathFinder

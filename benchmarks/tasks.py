@@ -1,0 +1,96 @@
+"""Rows of downstream tasks: python -m benchmarks.tasks [paper | engine] --config configs/eval/opt-mini.yaml
+
+Takes the options of `python -m dejavu_train.evaluation.lm_eval`; after the word `paper` those of its module `paper`.
+Appends the rows with their conditions to benchmarks/results/tasks.csv, or paper.csv. `engine` asks the same questions
+of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv.
+"""
+
+import dataclasses
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.rows import append_row, commit, five_digits
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.lm_eval.model import DejavuLM
+from dejavu_train.evaluation.lm_eval.paper import PaperConfig, paper
+from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, parse, tasks, versions
+from dejavu_train.evaluation.lm_eval.tasks import quiet
+
+RESULTS = Path("benchmarks/results")
+APART = 1e-3  # nats a token, beyond which two log-likelihoods are counted as different
+
+
+def conditions(config: Any) -> dict[str, Any]:
+    """What every row of a run shares."""
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    shared = {"model": Path(config.model).name, "limit": config.limit, "dtype": config.dtype}
+    shared |= {"device": torch.cuda.get_device_name() if cuda else "CPU", **versions()}
+    return shared | {"commit": commit(), "date": datetime.date.today().isoformat()}
+
+
+def selection(config: TasksConfig) -> dict[str, Any]:
+    """How the sparse model of a run selects."""
+    used = Bundle.from_pretrained(config.bundle).at(config.mlp_density, config.head_density)
+    densities = {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
+    return {"backend": config.backend, "sparse_from": config.sparse_from, **densities}
+
+
+def against_mask(config: TasksConfig) -> dict[str, Any]:
+    """Log-likelihoods of the named backend and of `mask` for the same requests, and the seconds of each."""
+    instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
+    instances = [instance for instance in instances if instance.request_type == "loglikelihood"]
+    found: dict[str, np.ndarray] = {}
+    seconds: dict[str, float] = {}
+    for backend in ("mask", config.backend):  # the engine last: it lays weights out anew
+        lm = DejavuLM(
+            config.model, config.bundle, backend, config.mlp_density, config.head_density, config.sparse_from,
+            dtype=config.dtype, device=config.device, batch_size=config.batch_size,
+        )  # fmt: skip
+        lm.loglikelihood(instances[:8], disable_tqdm=True)  # compiles and captures
+        began = time.perf_counter()
+        found[backend] = np.array([nats for nats, _ in lm.loglikelihood(instances)])
+        seconds[backend] = time.perf_counter() - began
+        tokens = np.array([len(lm._encode_pair(*instance.args)[1]) for instance in instances])
+    apart = np.abs(found[config.backend] - found["mask"]) / tokens
+    return {
+        "requests": len(instances),
+        "tokens": int(tokens.sum()),
+        "nats_apart_mean": float(apart.mean()),
+        "nats_apart_99_percent": float(np.quantile(apart, 0.99)),
+        "nats_apart_most": float(apart.max()),
+        "requests_apart": int((apart > APART).sum()),
+        "seconds": seconds[config.backend],
+        "seconds_mask": seconds["mask"],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = list(sys.argv[1:] if argv is None else argv)
+    word = flags.pop(0) if flags[:1] in (["paper"], ["engine"]) else "tasks"
+    quiet()
+    config: Any = parse(PaperConfig if word == "paper" else TasksConfig, flags, __doc__ or "")
+    shared = conditions(config)  # the commit at the start: a run may outlast it
+    if word == "paper":
+        rows = [row.flat() for row in paper(config)]
+    elif word == "engine":
+        rows = [selection(config) | against_mask(config)]
+        print(rows[0])
+    else:
+        asked = selection(config)
+        rows = [asked | dataclasses.asdict(row) for row in tasks(config)]
+    path = RESULTS / {"paper": "paper.csv", "engine": "task_engine.csv", "tasks": "tasks.csv"}[word]
+    for row in rows:
+        append_row(path, five_digits(row) | shared, [*rows[0], *shared])
+    print(f"appended {len(rows)} rows to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_user_error(main))

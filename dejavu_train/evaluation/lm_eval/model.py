@@ -1,0 +1,189 @@
+"""The model ``dejavu`` of lm-evaluation-harness: a sparse OPT on any of its backends, the decode engine included.
+
+Built on the harness's ``HFLM``: tokens, windows of long texts, generation, cutting at stop strings and the cache of
+answers are its own. Scoring is ours, because ``sparse_from="prompt"`` needs to know where a continuation begins, and
+because only a continuation's logits are wanted.
+
+Letters: B rows, T positions, K positions whose logits are wanted, V vocabulary.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.sparse.model import ENGINES, PREDICTORS_FOLDER, SparseOPTForCausalLM
+
+DENSE = "dense"
+POSITIONS_AT_ONCE = 8192  # of a batch, with batch_size=auto
+
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+"""What lm-eval asks for: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
+
+
+@register_model("dejavu")
+class DejavuLM(HFLM):
+    """``--model dejavu --model_args pretrained=FOLDER,predictors=BUNDLE,mlp_density=0.1,head_density=0.85``.
+
+    Args:
+        pretrained: folder or hub id of an OPT, or a model in memory (then ``tokenizer`` is needed, and what concerns
+            loading is ignored).
+        predictors: folder or hub id of a bundle; None: the folder ``predictors`` beside the model.
+        backend: ``dense`` (no predictors), ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
+        mlp_density, head_density: means over the layers; None: as the bundle was calibrated.
+        sparse_from: ``prompt``: contexts are dense and continuations sparse, as in decoding; or a position (0: all).
+        batch_size: rows, or ``auto``: as many as make 8,192 positions.
+    Raises:
+        UserError: no such model or bundle, a bundle of other weights, a density or backend that does not exist.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | OPTForCausalLM,
+        predictors: str | None = None,
+        backend: str = "auto",
+        mlp_density: float | None = None,
+        head_density: float | None = None,
+        sparse_from: str | int = "prompt",
+        kv_policy: str = "backfill",
+        tokenizer: Any = None,
+        dtype: str = "float32",
+        device: str | None = None,
+        revision: str | None = None,
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self.sparse_from = sparse_from
+        self._pairs: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        self.identity: dict[str, Any] = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
+        if isinstance(pretrained, str):
+            placed = resolve_device("cpu" if not torch.cuda.is_available() else device or "auto")
+            tokenizer = load_tokenizer(pretrained, revision)
+            if backend == DENSE:
+                model = load_opt(pretrained, dtype, placed, revision=revision)
+            else:
+                bundle = Bundle.from_pretrained(predictors or Path(pretrained) / PREDICTORS_FOLDER)
+                model = SparseOPTForCausalLM.from_pretrained(
+                    pretrained,
+                    bundle.at(mlp_density, head_density),
+                    backend,
+                    sparse_from,
+                    kv_policy,
+                    dtype,
+                    placed,
+                    revision=revision,
+                )
+                self.identity |= {name: model.bundle.mean_density(name) for name in model.bundle.targets}
+                self.identity["weight_hash"] = bundle.weight_hash
+        else:
+            model, self.identity["model"] = pretrained, pretrained.name_or_path
+        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
+        self.by_positions = str(batch_size).startswith("auto")
+        rows = 1 if self.by_positions else int(batch_size)
+        super().__init__(
+            pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length
+        )
+        if self.by_positions:  # of whole windows and of generation
+            self.batch_size_per_gpu = max(1, POSITIONS_AT_ONCE // self.max_length)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes into its results."""
+        return {
+            **self.identity,
+            "model_dtype": str(self.model.dtype),
+            "model_num_parameters": self.model.num_parameters(),
+        }
+
+    def use(self, model: OPTForCausalLM) -> None:
+        """Answer with another model of the same tokenizer, on the same device."""
+        self._model = model
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As HFLM; kept, because several models are asked the same."""
+        pair = (context, continuation)
+        if pair not in self._pairs:
+            self._pairs[pair] = super()._encode_pair(context, continuation)
+        return self._pairs[pair]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """As HFLM, but a text stands behind one ``</s>``: HFLM scores the tokenizer's own behind another one."""
+        own: Any = vars(self)
+        before, own["add_bos_token"] = own["add_bos_token"], False
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+        finally:
+            own["add_bos_token"] = before
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens ``loglikelihood_rolling`` scores of a text."""
+        return len(self.tok_encode(text, add_special_tokens=False))
+
+    def _loglikelihood_tokens(
+        self, requests: list[Scored], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """For each request the summed log-probability of its continuation, and whether each token is the greedy one.
+
+        Requests that differ in the last token alone share a row. Contexts too long for the model lose their beginning.
+        """
+        shared: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"a continuation of {len(continuation)} tokens exceeds the model's {self.max_length} positions"
+                )
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            shared.setdefault((tuple(tokens[:-1]), len(tokens) - len(continuation)), []).append(i)
+        waiting = sorted(shared, key=lambda row: (-len(row[0]), row))
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm or None, desc="log-likelihoods") as bar:
+            while waiting:
+                fitting = max(1, POSITIONS_AT_ONCE // len(waiting[0][0]))
+                n = override_bs or (fitting if self.by_positions else self.batch_size)
+                batch, waiting = waiting[:n], waiting[n:]
+                for row, logits in zip(batch, self._continuation_logits(batch), strict=True):
+                    logs, greedy = logits.float().log_softmax(-1), logits.argmax(-1)
+                    for i in shared[row]:
+                        wanted = torch.tensor(requests[i][2], device=logits.device)
+                        nats = logs.gather(1, wanted[:, None]).double().sum().item()
+                        answers[i] = (nats, bool((greedy == wanted).all()))
+                        if requests[i][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
+                    bar.update(len(shared[row]))
+        return answers
+
+    @torch.no_grad()
+    def _continuation_logits(self, batch: list[tuple[tuple[int, ...], int]]) -> list[Tensor]:
+        """For rows (tokens, first position of the continuation) the logits (K, V) of the continuation's tokens."""
+        lengths = [len(tokens) for tokens, _ in batch]
+        starts = [start for _, start in batch]
+        ids = torch.full((len(batch), max(lengths)), self.tokenizer.pad_token_id)
+        visible = torch.zeros_like(ids)
+        for b, (tokens, _) in enumerate(batch):
+            ids[b, : len(tokens)], visible[b, : len(tokens)] = torch.tensor(tokens), 1
+        first = min(starts) - 1  # the token before a continuation predicts its first
+        if isinstance(self.model, SparseOPTForCausalLM):
+            self.model.sparse_from = torch.tensor(starts) if self.sparse_from == "prompt" else self.sparse_from
+        ids, visible, kept = ids.to(self.device), visible.to(self.device), ids.shape[1] - first
+        logits = self.model(input_ids=ids, attention_mask=visible, logits_to_keep=kept).logits
+        return [row[s - 1 - first : n - first] for row, s, n in zip(logits, starts, lengths, strict=True)]
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
+        """As HFLM; an engine goes on behind a stop string, which HFLM cuts off afterwards."""
+        if isinstance(self.model, SparseOPTForCausalLM):
+            self.model.sparse_from = self.sparse_from
+        if getattr(self.model, "backend", None) not in ENGINES:
+            return super()._model_generate(context, max_length, stop, **settings)
+        if not settings.get("do_sample"):
+            settings = {**settings, "do_sample": False, "temperature": None}
+        pad = self.tokenizer.pad_token_id
+        return self.model.generate(input_ids=context, max_length=max_length, pad_token_id=pad, **settings)

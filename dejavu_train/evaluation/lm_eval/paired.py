@@ -1,0 +1,43 @@
+"""Two models on the same examples: the difference of accuracies with an error that knows of the pairing, and flips.
+
+For perplexities there is ``perplexity.increase``, a paired bootstrap over documents.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def mcnemar(correct: Sequence[float], correct_dense: Sequence[float]) -> tuple[float, float]:
+    """Difference of two accuracies on the same examples, and its standard error.
+
+    With b examples that only the first and c that only the second answers correctly, of n: the difference is
+    (b - c) / n, its variance (b + c - (b - c)^2 / n) / n^2 (McNemar 1947; the examples on which both agree drop out).
+
+    >>> mcnemar([1, 1, 0, 0], [1, 0, 0, 0])
+    (0.25, 0.21650635094610965)
+    """
+    n = len(correct)
+    b = sum(a > d for a, d in zip(correct, correct_dense, strict=True))
+    c = sum(a < d for a, d in zip(correct, correct_dense, strict=True))
+    return (b - c) / n, float(np.sqrt(max(b + c - (b - c) ** 2 / n, 0.0)) / n)
+
+
+def answers(samples: Sequence[dict[str, Any]]) -> list[int]:
+    """What the model answered: of several continuations the likeliest; of one, whether it is the greedy one.
+
+    Args:
+        samples: logged by lm-eval, one a document, in the order of the documents.
+    """
+    made = []
+    for sample in samples:
+        found = sample["filtered_resps"]
+        made.append(int(np.argmax([nats for nats, _ in found])) if len(found) > 1 else int(found[0][1]))
+    return made
+
+
+def flip_rate(samples: Sequence[dict[str, Any]], samples_dense: Sequence[dict[str, Any]]) -> float:
+    """Share of the examples whose answer changed."""
+    pairs = list(zip(answers(samples), answers(samples_dense), strict=True))
+    return sum(a != b for a, b in pairs) / len(pairs)

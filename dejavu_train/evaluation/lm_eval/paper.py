@@ -1,0 +1,216 @@
+"""The tables of the Deja Vu paper that are about tasks, for any model and bundle.
+
+    python -m dejavu_train.evaluation.lm_eval.paper --config configs/eval/paper.yaml --folder FOLDER
+
+- ``table4``: the MLPs alone at 85 % sparsity, and the heads alone at 50 %;
+- ``fig7``: accuracies and perplexities over the total sparsity, predicted and oracle;
+- ``structures``: blocks in parallel or left out (appendix C.3), dense and at the bundle's own densities.
+
+Every row stands beside the dense model on the same examples, through ``mask`` from the first token on. In ``table4``
+and ``fig7`` predictors select alone, as in the paper: second stages of a cascade are off.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.evaluation.lm_eval.model import DejavuLM
+from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, parse, versions
+from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, compare, quiet
+from dejavu_train.evaluation.lm_eval.trend import plot_trend
+from dejavu_train.evaluation.restructure import STRUCTURES, check_structure, restructured
+from dejavu_train.evaluation.studied import SELECTED_BY, StudiedOPT, densities_for, one_stage, total_sparsity
+from dejavu_train.files import write_json
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+
+logger = logging.getLogger(__name__)
+
+TABLES = ("table4", "fig7", "structures")
+TABLE4 = ((0.15, 1.0), (1.0, 0.5))
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperConfig:
+    """Which tables, on which tasks.
+
+    Attributes:
+        model: folder or hub id.
+        bundle: folder or hub id.
+        output: paper.json and fig7.png go here.
+        tables: some of table4, fig7, structures; each variant asks everything once.
+        tasks: accuracies, at every number of shots.
+        texts: perplexities: wikitext, c4, prose.
+        folder: of local files; null: the hub.
+        include_path: folder of task YAMLs.
+        shots: numbers of examples before the question.
+        limit: examples of each task, the first ones; null: all.
+        sparsities: of fig7: shares of all blocks' weights that are not read, predictors excluded.
+        selections: of fig7: predicted, oracle.
+        structures: as restructure.py defines them.
+        batch_size: rows, or auto.
+        device: auto, cpu or cuda[:N].
+        dtype: float32, float16 or bfloat16.
+        seed: of the few-shot examples.
+    """
+
+    model: str = "checkpoints/opt-mini"
+    bundle: str = "checkpoints/demo/bundle"
+    output: str = "checkpoints/demo/paper"
+    tables: list[str] = dataclasses.field(default_factory=lambda: list(TABLES))
+    tasks: list[str] = dataclasses.field(default_factory=lambda: list(TASKS))
+    texts: list[str] = dataclasses.field(default_factory=lambda: ["wikitext"])
+    folder: str | None = None
+    include_path: str = "configs/tasks"
+    shots: list[int] = dataclasses.field(default_factory=lambda: [0, 5])
+    limit: int | None = None
+    sparsities: list[float] = dataclasses.field(default_factory=lambda: [0.25, 0.5, 0.62, 0.75, 0.85, 0.9])
+    selections: list[str] = dataclasses.field(default_factory=lambda: list(SELECTED_BY))
+    structures: list[str] = dataclasses.field(default_factory=lambda: list(STRUCTURES[1:]))
+    batch_size: int | str = "auto"
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 1234
+
+    def check(self) -> None:
+        """Raise UserError for a value that cannot be meant."""
+        for name, known in (("tables", TABLES), ("selections", SELECTED_BY)):
+            unknown = [value for value in getattr(self, name) if value not in known]
+            if unknown:
+                raise UserError(f"--{name}: {unknown[0]} is none of {', '.join(known)}")
+        for structure in self.structures:
+            check_structure(structure)
+        if any(not 0 < sparsity <= 0.95 for sparsity in self.sparsities):
+            raise UserError("--sparsities must lie above 0 and at most at 0.95")
+        check_asked(self)
+
+    @property
+    def where(self) -> Where:
+        return Where(self.folder, self.include_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One model that is compared with dense. Densities as asked; 1.0 is dense."""
+
+    table: str
+    selection: str
+    structure: str = "sequential"
+    mlp_density: float = 1.0
+    head_density: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperRow:
+    """A metric of a variant, with the densities and the total sparsity that were measured on these requests."""
+
+    variant: Variant
+    mlp_density: float
+    head_density: float
+    total_sparsity: float
+    row: TaskRow
+
+    def flat(self) -> dict[str, Any]:
+        """As one level of keys; what was asked is ``asked_...``."""
+        asked = dataclasses.asdict(self.variant)
+        named = {f"asked_{name}" if name.endswith("density") else name: value for name, value in asked.items()}
+        measured = {name: getattr(self, name) for name in ("mlp_density", "head_density", "total_sparsity")}
+        return named | measured | dataclasses.asdict(self.row)
+
+
+def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
+    """All that is asked, in the order of the tables."""
+    made = [Variant("table4", "predicted", "sequential", *pair) for pair in TABLE4 if "table4" in config.tables]
+    if "fig7" in config.tables:
+        for sparsity in config.sparsities:
+            pair = densities_for(sparsity, bundle.shape)
+            made += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
+    if "structures" in config.tables:
+        own = (bundle.mean_density("mlp"), bundle.mean_density("heads"))
+        for structure in config.structures:
+            made.append(Variant("structures", "dense", structure))
+            made.append(Variant("structures", "predicted", structure, *own))
+    return made
+
+
+def paper(config: PaperConfig) -> list[PaperRow]:
+    """Ask the dense model, then every variant.
+
+    Raises:
+        UserError: a bundle of another model or without predictors for what is asked, an unknown task, a missing file.
+    """
+    bundle = Bundle.from_pretrained(config.bundle)
+    bundle.check_model(config.model)
+    asked = variants(config, bundle)
+    alone = one_stage(bundle)
+    bundles = {
+        v: (bundle if v.table == "structures" else alone.at(v.mlp_density, v.head_density))
+        for v in asked
+        if v.selection != "dense"
+    }  # before anything slow: what the bundle lacks is told here
+    questions = all_questions(config)
+    dense = load_opt(config.model, config.dtype, resolve_device(config.device))
+    lm = DejavuLM(dense, sparse_from=0, tokenizer=load_tokenizer(config.model), batch_size=config.batch_size)
+    reference = [ask(lm, part) for part in questions]
+    rows = []
+    for number, variant in enumerate(asked, 1):
+        model: OPTForCausalLM = dense
+        if variant.selection != "dense":
+            model = StudiedOPT.study(dense, bundles[variant], variant.selection)
+        lm.use(model)
+        with restructured(model, variant.structure):
+            runs = [ask(lm, part) for part in questions]
+        mlp, heads = (model.density(t) if isinstance(model, StudiedOPT) else 1.0 for t in ("mlp", "heads"))
+        unread = total_sparsity(mlp, heads, bundle.shape)
+        found = [row for run, other in zip(runs, reference, strict=True) for row in compare(run, other)]
+        rows += [PaperRow(variant, mlp, heads, unread, row) for row in found]
+        logger.info("%d of %d: %s", number, len(asked), variant)
+    return rows
+
+
+def table(rows: Sequence[PaperRow]) -> str:
+    """Mean accuracies and perplexities as Markdown."""
+    lines = ["| table | model | total sparsity | measure | value | dense | change |", "| --- |" + " --- |" * 6]
+    for one in rows:
+        row, variant = one.row, one.variant
+        if row.metric == "perplexity" or row.task == "mean":
+            accuracy = row.metric != "perplexity"
+            what = f"{variant.selection}, {variant.structure}"
+            what += f", {one.mlp_density:.0%} of neurons, {one.head_density:.0%} of heads"
+            name = f"mean accuracy, {row.shots} shot" if accuracy else f"{row.task} perplexity, {row.shots} shot"
+            scale = 100 if accuracy else 1
+            change = f"{100 * row.change:+.2f} ± {100 * (row.error or 0):.2f} {'points' if accuracy else '%'}"
+            lines.append(
+                f"| {variant.table} | {what} | {one.total_sparsity:.0%} | {name} | {scale * row.value:.2f} |"
+                f" {scale * row.dense:.2f} | {change} |"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, ask, write paper.json and fig7.png."""
+    config: PaperConfig = parse(PaperConfig, argv, "The paper's tables that are about tasks.")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    quiet()
+    transformers.utils.logging.disable_progress_bar()
+    rows = paper(config)
+    print(table(rows))
+    flat = [row.flat() for row in rows]
+    found = {"config": dataclasses.asdict(config), "versions": versions(), "rows": flat}
+    write_json(Path(config.output) / "paper.json", found)
+    if not plot_trend(flat, Path(config.output) / "fig7.png"):
+        logger.info("no fig7.png: there are no rows of fig7, or matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.exit(exit_on_user_error(main))

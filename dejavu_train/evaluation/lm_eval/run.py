@@ -1,0 +1,210 @@
+"""python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml: dense and sparse on the same examples.
+
+Writes results.json (settings, rows) into the output folder, with ``log_samples`` also what was asked and answered.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import torch
+import transformers
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
+from dejavu_train.evaluation.lm_eval.tasks import (
+    TASKS,
+    Questions,
+    TaskRow,
+    TaskRun,
+    Where,
+    ask,
+    build_questions,
+    compare,
+    quiet,
+    table,
+)
+from dejavu_train.files import write_json, write_text
+from dejavu_train.models.opt import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksConfig:
+    """What is asked of which model; densities are means over the layers.
+
+    Attributes:
+        model: folder or hub id.
+        bundle: folder or hub id.
+        output: results.json goes here.
+        tasks: accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's.
+        texts: perplexities: wikitext, c4, prose.
+        folder: of local files (configs/tasks names them); null: the hub.
+        include_path: folder of task YAMLs.
+        shots: numbers of examples before the question.
+        limit: examples of each task, the first ones; null: all.
+        backend: of the sparse model: mask, gather, triton or auto.
+        mlp_density: null: as the bundle was calibrated.
+        head_density: null: as the bundle was calibrated.
+        sparse_from: prompt (contexts dense, continuations sparse) or a position (0: everything sparse).
+        batch_size: rows, or auto.
+        use_cache: file of answers that a next run takes up, less its ending.
+        log_samples: write samples_<task>_<shots>_<model>.jsonl.
+        device: auto, cpu or cuda[:N].
+        dtype: float32, float16 or bfloat16.
+        seed: of the few-shot examples.
+    """
+
+    model: str = "checkpoints/opt-mini"
+    bundle: str = "checkpoints/demo/bundle"
+    output: str = "checkpoints/demo/tasks"
+    tasks: list[str] = dataclasses.field(default_factory=lambda: list(TASKS))
+    texts: list[str] = dataclasses.field(default_factory=lambda: ["wikitext"])
+    folder: str | None = None
+    include_path: str = "configs/tasks"
+    shots: list[int] = dataclasses.field(default_factory=lambda: [0, 5])
+    limit: int | None = None
+    backend: str = "mask"
+    mlp_density: float | None = None
+    head_density: float | None = None
+    sparse_from: int | str = 0
+    batch_size: int | str = "auto"
+    use_cache: str | None = None
+    log_samples: bool = False
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 1234
+
+    def check(self) -> None:
+        """Raise UserError for a value that cannot be meant."""
+        check_asked(self)
+        if isinstance(self.sparse_from, str) and self.sparse_from != "prompt":
+            raise UserError(f"--sparse_from must be prompt or a position, got {self.sparse_from}")
+
+    @property
+    def where(self) -> Where:
+        return Where(self.folder, self.include_path)
+
+
+def check_asked(config: Any) -> None:
+    """Raise UserError for tasks, texts, shots, a limit or a batch size that cannot be meant."""
+    if config.limit is not None and config.limit < 1:
+        raise UserError(f"--limit must be at least 1, got {config.limit}")
+    if not config.shots or min(config.shots) < 0:
+        raise UserError("--shots must be numbers of examples, such as [0, 5]")
+    if not config.tasks and not config.texts:
+        raise UserError("--tasks and --texts are both empty; name one")
+    if config.batch_size != "auto" and not (isinstance(config.batch_size, int) and config.batch_size > 0):
+        raise UserError(f"--batch_size must be auto or a number, got {config.batch_size}")
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """Raises a mistake as UserError instead of printing the usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        raise UserError(message) from None
+
+
+def parse(kind: Any, argv: Sequence[str] | None, description: str) -> Any:
+    """Defaults of the dataclass ``kind``, then the YAML of ``--config``, then flags.
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type, a file that cannot be read.
+    """
+    parser = Parser(description=description)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below as keys")
+    parser.add_class_arguments(kind, None)
+    parsed = parser.parse_args(None if argv is None else list(argv))
+    parsed.pop("config", None)
+    config = kind(**vars(parsed))
+    config.check()
+    return config
+
+
+def tasks(config: TasksConfig) -> list[TaskRow]:
+    """Ask the dense and the sparse model; rows of every task, shots by shots.
+
+    Raises:
+        UserError: what :func:`build_questions` raises, and a bundle of another model.
+    """
+    bundle = Bundle.from_pretrained(config.bundle)
+    bundle.check_model(config.model)
+    common: dict[str, Any] = {"batch_size": config.batch_size, "dtype": config.dtype, "device": config.device}
+    questions = all_questions(config)
+    runs: dict[str, list[TaskRun]] = {}
+    for name in (DENSE, "sparse"):
+        backend = DENSE if name == DENSE else config.backend
+        lm = DejavuLM(
+            config.model,
+            config.bundle,
+            backend,
+            config.mlp_density,
+            config.head_density,
+            config.sparse_from,
+            **common,
+        )
+        cache = None if config.use_cache is None else f"{config.use_cache}-{_digest(lm.identity, config)}"
+        runs[name] = [ask(lm, part, cache) for part in questions]
+    rows = [row for one, dense in zip(runs["sparse"], runs[DENSE], strict=True) for row in compare(one, dense)]
+    if config.log_samples:
+        for name, made in runs.items():
+            for run in made:
+                _write_samples(Path(config.output), run, name)
+    return rows
+
+
+def all_questions(config: Any) -> list[Questions]:
+    """The tasks at every number of shots, then the texts.
+
+    Args:
+        config: has ``tasks``, ``texts``, ``where``, ``shots``, ``limit`` and ``seed``.
+    Raises:
+        UserError: what :func:`build_questions` raises.
+    """
+    asked = [(config.tasks, shots) for shots in config.shots if config.tasks]
+    asked += [(config.texts, 0)] if config.texts else []
+    return [build_questions(names, config.where, shots, config.limit, config.seed) for names, shots in asked]
+
+
+def _digest(identity: dict[str, Any], config: TasksConfig) -> str:
+    described = json.dumps([identity, config.dtype], sort_keys=True, default=str)
+    return hashlib.sha256(described.encode()).hexdigest()[:12]
+
+
+def _write_samples(folder: Path, run: TaskRun, model: str) -> None:
+    for task, samples in run.samples.items():
+        lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
+        write_text(folder / f"samples_{task}_{run.shots}_{model}.jsonl", "\n".join(lines) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Of what the rows depend on."""
+    import importlib.metadata
+
+    found = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return found | {"lm_eval": importlib.metadata.version("lm_eval")}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, ask, write."""
+    config: TasksConfig = parse(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    quiet()
+    transformers.utils.logging.disable_progress_bar()
+    load_tokenizer(config.model)  # a wrong model is told before anything else
+    rows = tasks(config)
+    print(table(rows))
+    found = {
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
+    write_json(Path(config.output) / "results.json", found)

@@ -1,0 +1,56 @@
+"""Draws rows of ``fig7``: mean accuracy and perplexity over the total sparsity, predicted and oracle."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.evaluation.picture import CURVES
+from dejavu_train.files import replacing
+
+
+def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
+    """A panel for the mean accuracy at every number of shots, and one for every perplexity; bars are paired errors.
+
+    Args:
+        rows: flat rows of :func:`paper`; others than those of ``fig7`` are passed over.
+        path: of the PNG file.
+    Returns: False without such rows or without matplotlib; nothing is drawn then.
+    """
+    wanted = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
+    if not wanted:
+        return False
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    panels = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in wanted))
+    panels.sort()
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.4), squeeze=False, layout="constrained")
+    for panel, (is_perplexity, task, shots) in zip(axes[0], panels, strict=True):
+        own = [row for row in wanted if (row["task"], row["shots"]) == (task, shots)]
+        dense = own[0]["dense"] if is_perplexity else 100 * own[0]["dense"]
+        panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1, label="dense")
+        for selection in dict.fromkeys(row["selection"] for row in own):
+            colour, marker, line, label = CURVES[selection]
+            points = sorted((r for r in own if r["selection"] == selection), key=lambda r: r["total_sparsity"])
+            x = [100 * row["total_sparsity"] for row in points]
+            value = [row["value"] if is_perplexity else 100 * row["value"] for row in points]
+            scale = dense if is_perplexity else 100  # the error is of the relative increase, or of the difference
+            bar = [scale * (row["error"] or 0.0) for row in points]
+            style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 4.5, "linewidth": 1.4}
+            panel.errorbar(x, value, bar, capsize=2.5, label=label.split(" (")[0], **style)
+        panel.set_title(f"{task}, {shots} shot" if is_perplexity else f"mean accuracy, {shots} shot", fontsize=10)
+        panel.set_ylabel("perplexity" if is_perplexity else "accuracy, %", fontsize=9)
+        if is_perplexity:
+            panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=8)
+    axes[0][0].legend(fontsize=8, frameon=False)
+    figure.supxlabel("share of all blocks' weights that is not read, %", fontsize=10)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+    return True
