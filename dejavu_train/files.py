@@ -1,12 +1,10 @@
 """Files are written aside and renamed, so that a kill at any moment leaves the old file or the new one, never half."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,24 +71,6 @@ def sha256_file(path: str | Path) -> str:
 def sha256_text(text: str) -> str:
     """SHA-256 of the UTF-8 bytes of ``text``, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-@contextlib.contextmanager
-def locked(path: str | Path, waiting_message: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` (made if absent), waiting for another holder.
-
-    The kernel drops the lock when a process dies, so a kill never leaves a stale one.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting_message:
-                print(waiting_message, file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:

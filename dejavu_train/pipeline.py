@@ -26,7 +26,8 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+from dejavu_train.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.locks import locked
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 from dejavu_train.run_folder import check_output, claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
@@ -101,7 +102,7 @@ def _run(
         names = ", ".join(f"layer {layer} {target}" for layer, target in open_jobs)
         print(f"predictors still open: {names}; the bundle is written when they are trained")
         return
-    with locked(output / ".bundle.lock", "another process is writing the bundle; waiting for it"):
+    with locked(output / ".holders" / "bundle", "another process is writing the bundle; waiting for it"):
         before = bundle_stage(folder)
         if not stage.made(before):
             if before is not None:

@@ -30,7 +30,8 @@ from dejavu_train.data.shards import (
 from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
 from dejavu_train.data.windows import CollectConfig, Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, require_disk
+from dejavu_train.files import require_disk
+from dejavu_train.locks import locked
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 
@@ -60,7 +61,7 @@ def collect(
         UserError: the model, the text, too little disk, or a folder that holds something else.
     """
     activations = Path(activations)
-    with locked(activations / ".lock", f"another process is collecting into {activations}; waiting for it"):
+    with locked(activations / ".holders", f"another process is collecting into {activations}; waiting for it"):
         digest = weight_hash(model_name, full_hash, revision)
         load = load or (lambda: load_sets(text, model_name))
         return _collect(model_name, digest, text.key, load, config, activations, seed, revision)

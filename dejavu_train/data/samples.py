@@ -28,7 +28,8 @@ from tqdm import tqdm
 
 from dejavu_train.data.text import SELF, START_TOKEN, Document, SampleConfig, TextManifest, TextSource, load_documents
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+from dejavu_train.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.locks import locked
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def load_samples(
     else:
         key = hashlib.sha256(json.dumps([weight_hash, settings], sort_keys=True).encode()).hexdigest()[:16]
         folder = Path(source.cache) / f"self-{key}"
-        with locked(folder / ".lock", f"another process is sampling into {folder}; waiting for it"):
+        with locked(folder / ".holders", f"another process is sampling into {folder}; waiting for it"):
             if _find(folder, weight_hash, settings, wanted) is None:
                 prompts = _prompts(config, tokenizer)
                 _sample(folder, model, weight_hash, config, settings, wanted, prompts, open_writer)

@@ -12,7 +12,7 @@ because a script under DDP is executed again by every rank, and nothing but the 
 """
 
 import contextlib
-import fcntl
+import json
 import logging
 import os
 import pickle
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.locks import Held, claim, ours
 from dejavu_train.stages import Stage
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -77,22 +79,20 @@ def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
     if stage.made(before):
         return
     for path in folder.iterdir():
-        if path.name != ".lock":
+        if path.name != ".holders":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     write_json(folder / "stage.json", stage.to_json() | {"density": density})
 
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Hold the job's lock for the duration, or yield False where another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as file:
+    """Hold the job's folder for the duration, or yield False where another process holds it."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(claim(folder / ".holders", uuid.uuid4().hex))
+        except Held:
             yield False
             return
-        os.set_inheritable(file.fileno(), True)  # a child process keeps the lock if we are killed
         yield True
 
 
@@ -123,6 +123,7 @@ def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
                 str(job[0]),
                 job[1],
                 title,
+                json.dumps(ours()),
             ]
             root = str(Path(__file__).resolve().parents[2])  # wherever train.py was called from
             paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -118,7 +118,9 @@ def test_line_ends_and_a_byte_order_mark_change_no_document(tmp_path, text_file,
     assert load_documents(TextSource(source=str(path)))[0] == cut_plain_text(plain)
 
 
-@pytest.mark.parametrize("separator", [" ", "\n", ". ", "", "\n\x0c\n"], ids=["words", "lines", "sentences", "none", "form feeds"])
+@pytest.mark.parametrize(
+    "separator", [" ", "\n", ". ", "", "\n\x0c\n"], ids=["words", "lines", "sentences", "none", "form feeds"]
+)
 def test_text_without_blank_lines_is_cut(separator):
     text = separator.join(["word" * 5] * 20_000)
     documents = cut_plain_text(text)
@@ -129,7 +131,9 @@ def test_text_without_blank_lines_is_cut(separator):
 def test_long_documents_of_jsonl_are_cut_as_plain_text_is(tmp_path, text_file):
     text = text_file.read_text(encoding="utf-8")
     path = tmp_path / "books.jsonl"
-    path.write_text("\n".join(json.dumps({"id": name, "text": text}) for name in "ab") + '\n{"id": "c", "text": "short"}')
+    path.write_text(
+        "\n".join(json.dumps({"id": name, "text": text}) for name in "ab") + '\n{"id": "c", "text": "short"}'
+    )
     documents, _ = load_documents(TextSource(source=str(path)))
     parts = [part.text for part in cut_plain_text(text)]
     assert [document.text for document in documents] == [*parts, *parts, "short"]
