@@ -1,9 +1,11 @@
 """Files are written aside and renamed, so that a kill at any moment leaves the old file or the new one, never half."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +27,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
+        try:
+            yield temporary
+        except Exception as error:
+            reason = system_error(error)
+            if reason is None:
+                raise
+            raise OSError(reason, os.strerror(reason), str(path)) from error
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         # mkstemp makes files private to the user; an artefact gets the mode any other new file would get.
@@ -35,6 +43,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def system_error(error: BaseException) -> int | None:
+    """The number of the operating system's error (as in ``errno``) behind an error of writing; None if there is none.
+
+    HDF5 and safetensors say it in words only.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"errno ?= ?(\d+)|\[Errno (\d+)\]|\(os error (\d+)\)", str(error))
+    return next(int(number) for number in found.groups() if number) if found else None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -88,3 +107,29 @@ def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
             f"{what} needs {n_bytes / 1e9:.2f} GB in {folder}, which has {free / 1e9:.2f} GB free;"
             " choose another output folder or fewer tokens"
         )
+
+
+LONGEST_NAME = ".tmp-12345678-predictors.safetensors"  # of what is written into an output folder
+LEAST_SPACE, LEAST_FILES = 1_000_000, 16
+
+
+def probe_folder(folder: str | Path) -> None:
+    """Make an output folder and write a file into it, so that what cannot be written is known before any work.
+
+    Raises:
+        UserError: the path is a file, or its file system is full.
+        OSError: what the system says: no permission, a name that is too long, read-only, ...
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"the output {folder} is a file; choose a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    require_disk(folder, LEAST_SPACE, "anything that is written")
+    if hasattr(os, "statvfs"):
+        system = os.statvfs(folder)
+        if system.f_files and system.f_favail < LEAST_FILES:
+            raise OSError(errno.ENOSPC, "No more files fit on the file system", str(folder))
+    with tempfile.NamedTemporaryFile(prefix=".tmp-", suffix=LONGEST_NAME[13:], dir=folder) as file:
+        file.write(b"0" * 4096)
+        file.flush()
+        os.fsync(file.fileno())

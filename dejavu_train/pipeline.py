@@ -26,10 +26,10 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.files import probe_folder, read_json, replacing, sha256_file, write_json
 from dejavu_train.locks import locked
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
-from dejavu_train.run_folder import check_output, claimed_folder
+from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
@@ -56,7 +56,7 @@ def run(config: RunConfig) -> None:
     shape = read_shape(config.model, config.revision)
     config.check(shape)
     jobs = config.all_jobs(shape.n_layers)
-    check_output(Path(config.output))
+    probe_folder(config.output)
     check_trainer(config, jobs[0])
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.

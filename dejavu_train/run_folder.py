@@ -30,7 +30,6 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
             settings, or it is no folder.
     """
     output = Path(config.output)
-    check_output(output)
     whole = calibrate_stage(config)
     try:
         with claim(output / ".holders" / "run", whole.identity, whole.to_json()):
@@ -75,12 +74,6 @@ def _described(config: RunConfig, output: Path, whole: Stage) -> RunConfig:
         mlp=dataclasses.replace(config.mlp, density=densities["mlp"]),
         heads=dataclasses.replace(config.heads, density=densities["heads"]),
     )
-
-
-def check_output(output: Path) -> None:
-    """Raise :class:`UserError` for a path that is no folder."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"the output {output} is a file; choose a folder")
 
 
 def _stored(output: Path) -> dict[str, Any]:

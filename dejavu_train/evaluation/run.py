@@ -36,7 +36,7 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
-from dejavu_train.files import read_json
+from dejavu_train.files import probe_folder, read_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import BACKENDS, SparseOPTForCausalLM
 
@@ -233,13 +233,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(argv)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
+    _check_output(config)
     bundle = Bundle.from_pretrained(config.bundle)
     if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
         raise UserError(
             f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
         )
     bundle.check_model(config.model, config.revision)
-    _check_output(config)
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
     _check_densities(config, bundle)
@@ -254,8 +254,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         _check_room(config, dense, texts[0].held)
     shown = config.densities[0] if config.densities else None
     scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
-    # What was scored is kept, whatever timing and generating run into.
-    report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
     timings = _time(config, dense, bundle, texts[0].held) if config.timing else []
     if prompt is not None:  # last: the engine lays weights of the model out anew
         print(_generate(config, dense, bundle, tokenizer, prompt))
@@ -275,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _check_output(config: InferConfig) -> None:
     """Refuse a folder with the results of another model or bundle, and a path that is no folder."""
     folder = Path(config.output)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {config.output} is a file; give a folder")
+    probe_folder(folder)
     if (folder / "results.json").is_file():
         other = read_json(folder / "results.json", "results.json of an earlier run")
         before = (other.get("model"), other.get("bundle")) if isinstance(other, dict) else None
@@ -326,6 +323,9 @@ def _score(
             bar.set_description(f"scoring {text.name}")
             qualities = evaluate(dense, bundle, text.held, rows, config.batch_tokens, config.seed, bar.update)
             scored.append((text, qualities))
+            # What was scored is kept, whatever comes after.
+            shown = config.densities[0] if config.densities else None
+            report.write_results(report.results(config.model, config.bundle, scored, [], shown), config.output)
     return scored
 
 

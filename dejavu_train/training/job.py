@@ -17,11 +17,12 @@ import logging
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dejavu_train import signals
 from dejavu_train.config import RunConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
@@ -48,6 +50,7 @@ from dejavu_train.training.trainer import as_list, build_loggers, build_trainer,
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
+CHILD_SECONDS = 60.0  # a child has so long to save and end
 COVARIANCE_ROWS = 16_384
 Job = tuple[int, str]
 
@@ -128,10 +131,33 @@ def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
             root = str(Path(__file__).resolve().parents[2])  # wherever train.py was called from
             paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
             environment = os.environ | {"PYTHONPATH": paths}
-            code = subprocess.run(command, close_fds=False, check=False, env=environment).returncode
-            if code:
-                raise SystemExit(code)
+            _run_child(command, environment)
     return True
+
+
+def _run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a process and its own children to their end; they end with us, unless we are killed.
+
+    Raises:
+        SystemExit: with its code, where that is not 0.
+        Interrupted: it was ended by a signal.
+    """
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        code = child.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait(CHILD_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    number = -code if code < 0 else code - 128
+    if number in signals.HEARD:
+        raise signals.Interrupted(number)
+    if code:
+        raise SystemExit(code)
 
 
 def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
@@ -228,9 +254,8 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
         if section.steps == 0:  # the first values are the predictor
             trainer.validate(module, datamodule=data, verbose=False)
         else:
-            _fit_from(trainer, module, data, last)
-            if trainer.interrupted:
-                raise KeyboardInterrupt
+            with signals.deferred():
+                _fit_from(trainer, module, data, last)
             path = best.best_model_path
             if not path or not Path(path).is_file():
                 raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")

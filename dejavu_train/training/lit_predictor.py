@@ -129,6 +129,14 @@ class LitPredictor(lightning.LightningModule):
             contribution = None if batch.contribution is None else batch.contribution.float()
             return self.loss(logits.float(), Batch(batch.inputs, batch.active, contribution))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Nothing of ours draws while it trains; a callback or a loss of the user's may.
+        checkpoint["random"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.state.fn == "fit" and "random" in checkpoint:
+            torch.set_rng_state(checkpoint["random"].cpu())
+
     def training_step(self, raw: dict[str, Tensor], _index: int) -> Tensor:
         with torch.no_grad():
             batch = self.make_batch(raw, self._train_contribution)

@@ -7,6 +7,7 @@ torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on fr
 
 import argparse
 import dataclasses
+import io
 import logging
 import math
 import sys
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
+from dejavu_train import signals
 from dejavu_train.data.text import (
     PARAGRAPH_HASHES,
     START_TOKEN,
@@ -302,8 +304,10 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
             "step": step,
             "elapsed": elapsed,
         }
+        buffer = io.BytesIO()  # writing to a file, torch does not say what the operating system refused
+        torch.save(state, buffer)
         with replacing(state_path) as temporary:
-            torch.save(state, temporary)
+            temporary.write_bytes(buffer.getbuffer())
 
     loss_function = torch.compile(training_loss) if config.compile else training_loss
     model.train()
@@ -338,8 +342,9 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
                 logger.info("step %d, %.0f s, %.4f nats a token", step, elapsed, entropy.item())
             bar.set_postfix(nats=f"{entropy.item():.3f}", seconds=f"{elapsed:.0f}")
         bar.update()
-        if time.monotonic() - saved_at >= config.checkpoint_seconds:
+        if signals.pending() or time.monotonic() - saved_at >= config.checkpoint_seconds:
             save()
+            signals.stop_if_pending()
             saved_at = time.monotonic()
     bar.close()
     return {"steps": step, "seconds": round(elapsed, 1), "tokens": step * config.batch_rows * config.context}
@@ -368,7 +373,8 @@ def pretrain(config: PretrainConfig) -> Path:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     model = make_model(config, len(tokenizer)).to(device)
-    metadata = _train(model, RowSampler(stream, config.context, config.batch_rows, config.seed), config, device)
+    with signals.deferred():
+        metadata = _train(model, RowSampler(stream, config.context, config.batch_rows, config.seed), config, device)
 
     model.eval()
     # What is shipped is fp16, so what is measured is the fp16 weights (computed in fp32).
