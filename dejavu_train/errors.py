@@ -13,7 +13,7 @@ class UserError(ValueError):
 
 
 def exit_on_user_error(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
-    """Run ``main(argv)``; return 0, or 2 after printing the one line of a :class:`UserError`, 130 or 143 on a signal."""
+    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 130 or 143."""
     try:
         with heard():
             main(argv)

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,10 +83,53 @@ def read_json(path: str | Path, what: str) -> Any:
         raise UserError(f"{what} at {path} is not readable JSON ({error}); restore it or make it anew") from None
 
 
+def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
+    """Write ``value`` as JSON with the digest of it all, which :func:`read_sealed` compares."""
+    write_json(path, value | {"digest": json_digest(value)})
+
+
+def read_sealed(path: str | Path, what: str) -> dict[str, Any]:
+    """Read what :func:`write_sealed` wrote; files of earlier versions have no digest and are taken as they are.
+
+    Raises:
+        UserError: as :func:`read_json`; or a value was changed.
+    """
+    value = read_json(path, what)
+    if not isinstance(value, dict):
+        raise UserError(f"{what} at {path} does not hold keys and values; restore it or make it anew")
+    digest = value.pop("digest", None)
+    if digest is not None and digest != json_digest(value):
+        raise UserError(f"{what} at {path} was changed since it was written; restore it or make it anew")
+    return value
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of ``value`` as canonical JSON: insensitive to layout, sensitive to every value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of the file's bytes, in hexadecimal."""
+    """SHA-256 of the file's bytes, in hexadecimal; a file that did not change is read once in a process."""
+    found = os.stat(path)
+    return _sha256(str(path), found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.lru_cache(maxsize=100_000)
+def _sha256(path: str, *_state: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_zip(path: str | Path) -> None:
+    """Compare a checkpoint, which is a zip archive, with the checksums in it; torch does not.
+
+    Raises:
+        zipfile.BadZipFile: they differ, or it is none.
+    """
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+        if bad is not None:
+            raise zipfile.BadZipFile(f"{bad} was changed")
 
 
 def sha256_text(text: str) -> str:

@@ -26,7 +26,7 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.files import probe_folder, read_json, replacing, sha256_file, write_json
+from dejavu_train.files import probe_folder, read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 from dejavu_train.run_folder import claimed_folder
@@ -228,10 +228,10 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
         if target == "mlp" and layer in made:
             tensors = {name: tensor.contiguous() for name, tensor in made[layer].state_dict().items()}
             save_file(tensors, own / "predictor.safetensors")
-            metadata = read_json(own / "predictor.json", "a finished predictor")
+            metadata = read_sealed(own / "predictor.json", "a finished predictor")
             metadata |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": metrics[-1]}
-            write_json(own / "predictor.json", metadata)
-    write_json(folder / "stage.json", stage.to_json())
+            write_sealed(own / "predictor.json", metadata)
+    write_sealed(folder / "stage.json", stage.to_json())
     shutil.rmtree(output / "tuned", ignore_errors=True)
     folder.rename(output / "tuned")
 

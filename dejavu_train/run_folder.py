@@ -12,7 +12,7 @@ from typing import Any
 
 from dejavu_train.config import TARGETS, RunConfig
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, write_json
+from dejavu_train.files import read_json, read_sealed, write_json
 from dejavu_train.locks import Held, claim
 from dejavu_train.stages import Stage, calibrate_stage, collect_stage, train_stage
 
@@ -89,7 +89,7 @@ def _trained_density(config: RunConfig, target: str) -> float:
         return configured
     stage = train_stage(config, target)
     trained = sorted(Path(config.output).glob(f"predictors/layer_*/{target}/stage.json"))
-    for before in [read_json(path, "the description of a stage") for path in trained]:
+    for before in [read_sealed(path, "the description of a stage") for path in trained]:
         if stage.made(before) and isinstance(before.get("density"), float):
             return before["density"]
     return config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM end a command in one way: what is being written is finished or taken back, then exit 130 or 143.
 
-By default a signal raises :class:`Interrupted` where it arrives. What must end at a place of its own choosing, such as a
-training loop between two steps, defers it and asks ``pending``; a second signal is never deferred.
+By default a signal raises :class:`Interrupted` where it arrives. What must end at a place of its own choosing, such as
+a training loop between two steps, defers it and asks ``pending``; a second signal is never deferred.
 """
 
 import contextlib

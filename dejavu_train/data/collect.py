@@ -19,13 +19,17 @@ from tqdm import tqdm
 
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import (
+    MANIFEST,
     SETS,
+    STATISTICS,
     ActivationManifest,
     LayerWeights,
     ShardEntry,
     ShardWriter,
+    file_digests,
     layer_folder,
     pack_bits,
+    shard_path,
 )
 from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
 from dejavu_train.data.windows import CollectConfig, Window, plan_shards, plan_windows
@@ -64,13 +68,13 @@ def collect(
     with locked(activations / ".holders", f"another process is collecting into {activations}; waiting for it"):
         digest = weight_hash(model_name, full_hash, revision)
         load = load or (lambda: load_sets(text, model_name))
-        return _collect(model_name, digest, text.key, load, config, activations, seed, revision)
+        return _collect(model_name, digest, text, load, config, activations, seed, revision)
 
 
 def _collect(
     model_name: str,
     digest: str,
-    source: str,
+    text: TextSource,
     load: LoadSets,
     config: CollectConfig,
     activations: Path,
@@ -85,8 +89,8 @@ def _collect(
     request = config.request(seed)
     existing = ActivationManifest.load(activations) if (activations / "manifest.json").is_file() else None
     if existing is not None:
-        _check_same_request(existing, digest, request, source, activations)
-        if not existing.missing(activations) and (activations / "statistics.json").is_file():
+        _check_same_request(existing, digest, request, text, activations)
+        if not existing.missing(activations) and file_digests(activations):
             return existing
 
     sets, text_manifest = load()
@@ -101,7 +105,7 @@ def _collect(
     for number, set_name in enumerate(SETS):
         planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
         if set_name == "train":
-            require_one_sequence(sum(len(window.ids) for window in planned), config.window, source)
+            require_one_sequence(sum(len(window.ids) for window in planned), config.window, text.key)
         for windows_of_shard in plan_shards(planned, config.shard_tokens):
             tokens = sum(len(window.ids) for window in windows_of_shard)
             shards.append((ShardEntry(len(shards), set_name, tokens), windows_of_shard))
@@ -123,6 +127,10 @@ def _collect(
     for leftover in activations.glob("layer_*/.tmp-*"):  # of a killed run; the lock says nobody else is writing
         leftover.unlink()
     model = load_opt(model_name, config.dtype, resolve_device(config.device), config.device_map, revision)
+    known = file_digests(activations)
+    rewritten = [str(shard_path("", layer, entry.index)) for layer in range(shape.n_layers) for entry in missing]
+    known = {name: sha256 for name, sha256 in known.items() if name != MANIFEST and name not in rewritten}
+    (activations / STATISTICS).unlink(missing_ok=True)
     manifest.save(activations)
     if (
         len(missing) == len(shards)
@@ -136,13 +144,14 @@ def _collect(
             if entry in missing:
                 with ShardWriter(activations, manifest, entry) as writer:
                     _fill_shard(model, means, shard_windows, config, writer, progress)
-    write_statistics(activations, manifest)
+    write_statistics(activations, manifest, known)
     return manifest
 
 
 def _check_same_request(
-    existing: ActivationManifest, digest: str, request: dict[str, Any], source: str, activations: Path
+    existing: ActivationManifest, digest: str, request: dict[str, Any], text: TextSource, activations: Path
 ) -> None:
+    read, now, source = existing.text.get("file_sha256"), text.file_sha256(), text.key
     if existing.weight_hash != digest:
         raise UserError(
             f"the activation shards in {activations} are of another model, {existing.model} with other weights;"
@@ -154,6 +163,11 @@ def _check_same_request(
         raise UserError(
             f"the activation shards in {activations} were collected with {key} = {found.get(key)}, not {asked[key]};"
             " choose another output folder or delete this one"
+        )
+    if read is not None and now != read:
+        raise UserError(
+            f"the text {text.file} has changed since the activation shards in {activations} were collected (its SHA-256"
+            f" was {read[:12]} and is {now and now[:12]}); restore it, or choose another output folder"
         )
 
 

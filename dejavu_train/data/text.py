@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.errors import UserError
-from dejavu_train.files import replacing, sha256_text
+from dejavu_train.files import replacing, sha256_file, sha256_text
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,28 @@ class TextSource:
         """What the split hashes as the source: a file's name without its folder, else the source itself."""
         return Path(self.source).name if Path(self.source).is_file() else self.source
 
+    @property
+    def file(self) -> str | None:
+        """The file that is read, if the text is one: the source, or the prompts of the model's own text."""
+        return self.sample.prompts if self.source == SELF else self.source if _names_file(self.source) else None
+
+    def file_sha256(self) -> str | None:
+        """Of that file's bytes.
+
+        Raises:
+            UserError: it is not there.
+        """
+        if self.file is None:
+            return None
+        if not Path(self.file).is_file():
+            raise UserError(f"there is no text file {self.file}")
+        return sha256_file(self.file)
+
+
+def _names_file(source: str) -> bool:
+    suffixed = Path(source).suffix in (".txt", ".jsonl", ".xz", ".gz")
+    return Path(source).is_file() or suffixed or source.startswith((".", "/", "~"))
+
 
 @dataclasses.dataclass(frozen=True)
 class TextManifest:
@@ -122,6 +144,8 @@ class TextManifest:
     versions: dict[str, str]
     train_sha256: tuple[str, ...] = ()
     """Short hashes of the train documents, by which infer.py recognises text that was trained on."""
+    file_sha256: str | None = None
+    """Of the bytes of a local file, or of the file of prompts: other text is not taken for this one."""
     samples: dict[str, Any] | None = None
     """Of a model's own text: how it was sampled."""
 
@@ -240,7 +264,7 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
         documents = [Document(row["name"], row["text"]) for row in rows]
     elif Path(source.source).is_file():
         documents = _local_documents(Path(source.source), source.field)
-    elif Path(source.source).suffix in (".txt", ".jsonl", ".xz", ".gz") or source.source.startswith((".", "/", "~")):
+    elif _names_file(source.source):
         raise UserError(f"there is no text file {source.source}")
     else:
         documents = _hub_documents(source)
@@ -352,6 +376,7 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
         documents={name: len(sets[name]) for name in SETS},
         skipped_paragraphs=skipped,
         versions=versions,
+        file_sha256=source.file_sha256(),
         train_sha256=tuple(sha256_text(document.text)[:16] for document in sets["train"]),
     )
     return sets, manifest

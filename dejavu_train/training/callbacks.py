@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from tqdm import tqdm
 
 from dejavu_train import signals
-from dejavu_train.files import replacing
+from dejavu_train.files import check_zip, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with replacing(path) as temporary:
             temporary.write_bytes(buffer.getbuffer())
 
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        check_zip(path)
+        return super().load_checkpoint(path, *arguments, **options)
+
 
 class SaveLast(Checkpoint):
-    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed; and ends a fit that a signal
-    asked to end, saved.
+    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed; when a signal asks to end,
+    saves and ends the fit.
 
     It is saved behind a step at which neither a validation is due nor an epoch ends, the next one: from there Lightning
     goes on as if nothing had happened. A fit that was killed and goes on ends with the very same predictor.

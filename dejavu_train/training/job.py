@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed, write_text
 from dejavu_train.locks import Held, claim, ours
+from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.stages import Stage
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -66,14 +68,22 @@ def has_predictor(output: str | Path, job: Job) -> bool:
 
 
 def is_finished(output: str | Path, job: Job, stage: Stage) -> bool:
-    """Whether the job's folder holds the finished predictor of this stage."""
-    return has_predictor(output, job) and stage.made(stored_stage(job_folder(output, job)))
+    """Whether the job's folder holds the finished predictor of this stage, as it was written."""
+    folder = job_folder(output, job)
+    if not has_predictor(output, job) or not stage.made(stored_stage(folder)):
+        return False
+    try:
+        check_predictor(folder)
+    except UserError as error:
+        logger.info("layer %d %s is trained anew: %s", *job, error)
+        return False
+    return True
 
 
 def stored_stage(folder: Path) -> Any:
     """What ``stage.json`` of an artefact's folder says; None where there is none."""
     path = folder / "stage.json"
-    return read_json(path, "the description of a stage") if path.is_file() else None
+    return read_sealed(path, "the description of a stage") if path.is_file() else None
 
 
 def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
@@ -84,7 +94,7 @@ def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
     for path in folder.iterdir():
         if path.name != ".holders":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(folder / "stage.json", stage.to_json() | {"density": density})
+    write_sealed(folder / "stage.json", stage.to_json() | {"density": density})
 
 
 @contextlib.contextmanager
@@ -289,7 +299,7 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     except MisconfigurationException as error:
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
-    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         if resume is None or trainer.global_step > 0:
             raise
         raise UserError(f"cannot resume from {last} ({type(error).__name__}); delete it to start anew") from None
@@ -319,7 +329,7 @@ def export(folder: Path, config: RunConfig, job: Job, module: LitPredictor, metr
         "sha256": sha256_file(folder / "predictor.safetensors"),
         "metrics": {name.removeprefix("val/"): value for name, value in metrics.items()},
     }
-    write_json(folder / "predictor.json", metadata)
+    write_sealed(folder / "predictor.json", metadata)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
@@ -342,7 +352,7 @@ def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], li
     rows = []
     for job in jobs:
         if has_predictor(output, job):
-            metadata = read_json(job_folder(output, job) / "predictor.json", "a finished predictor")
+            metadata = read_sealed(job_folder(output, job) / "predictor.json", "a finished predictor")
             metrics = metadata["metrics"]
             rates = [metrics["loader_rows_per_s"], metrics["step_rows_per_s"]]
             rows.append([job[0], job[1], metadata["rank"], *(metrics[name] for name in names), *rates])

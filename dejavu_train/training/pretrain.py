@@ -10,8 +10,10 @@ import dataclasses
 import io
 import logging
 import math
+import pickle
 import sys
 import time
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from dejavu_train.data.text import (
     write_paragraph_hashes,
 )
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.files import replacing, write_json
+from dejavu_train.files import check_zip, replacing, write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 
 logger = logging.getLogger(__name__)
@@ -290,7 +292,11 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
     state_path = Path(config.output) / "pretraining.ckpt"
     step, elapsed = 0, 0.0
     if state_path.is_file():
-        state = torch.load(state_path, map_location=device, weights_only=True)
+        try:
+            check_zip(state_path)
+            state = torch.load(state_path, map_location=device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise UserError(f"{state_path} is damaged ({error}); delete it to start anew") from None
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

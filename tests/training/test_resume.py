@@ -55,7 +55,8 @@ def test_a_killed_fit_ends_with_the_same_predictor(folder, tiny_opt, text_file, 
     def trained(*kills):
         nonlocal calls, kill_at
         shutil.rmtree(own, ignore_errors=True)
-        for kill_at in kills:
+        for kill in kills:
+            kill_at = kill
             calls = itertools.count()
             with pytest.raises(Killed):
                 fit(config, (0, "mlp"), "layer 0 mlp")
