@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -266,6 +266,13 @@ def _fill_shard(
         thread.finish(failed)
 
 
+def _refuse_not_finite(name: str, layer: int, dtype: str) -> NoReturn:
+    raise UserError(
+        f"{name} of layer {layer} is not finite in {dtype}; check the model's weights, or collect with"
+        " --collect.dtype float32"
+    )
+
+
 @torch.inference_mode()
 def _forward(
     model: Any,
@@ -302,9 +309,14 @@ def _forward(
 
     def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
         kept = real.to(tensors["mlp_in"].device)
-        active = tensors["activation"][kept] > 0
+        activation = tensors["activation"][kept]
+        if not bool(torch.isfinite(activation.sum())):  # a NaN is not above 0 and would pass for a silent neuron
+            _refuse_not_finite("the MLP's activation", layer, config.dtype)
+        active = activation > 0
         out_proj = decoder_layers(model)[layer].self_attn.out_proj.weight
         heads = head_contribution(tensors["head_out"][kept], out_proj, grams[layer], means[layer])
+        if not bool(torch.isfinite(heads).all()):
+            _refuse_not_finite("the heads' contribution", layer, config.dtype)
         rows = {
             **metadata,
             "attn_in": hidden(tensors["attn_in"], kept, layer, "attn_in"),

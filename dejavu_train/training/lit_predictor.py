@@ -144,6 +144,14 @@ class LitPredictor(lightning.LightningModule):
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.inputs))
         return loss
 
+    def on_validation_start(self) -> None:
+        # Looked at here, not at every step: a GPU would have to be waited for.
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.predictor.parameters()):
+            raise UserError(
+                f"the predictor of the target {self.target} is not finite after {self.trainer.global_step} steps;"
+                f" lower {self.target}.learning_rate ({self.learning_rate:g}), or train in float32"
+            )
+
     def validation_step(self, raw: dict[str, Tensor], _index: int) -> None:
         batch = self.make_batch(raw, need_contribution=True)
         logits = self.predictor(batch.inputs).float()
