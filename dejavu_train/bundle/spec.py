@@ -113,6 +113,11 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> dict[str, tu
             continue
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
             raise UserError(f"{part}: {name} must be a number from {least:g} to {most:g}, got {value!r}")
+    lists = spec.curve.values() if isinstance(spec.curve, dict) else [None]
+    if not all(isinstance(values, list) for values in lists):
+        raise UserError(f"{part}: the calibration curve must hold a list for each column")
+    if not isinstance(spec.bias, bool) or not isinstance(spec.keep_dense, bool):
+        raise UserError(f"{part}: bias and keep_dense must be true or false")
     if not 0 <= spec.layer < shape.n_layers:
         raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
     if spec.kind not in KINDS:
