@@ -105,7 +105,7 @@ def test_a_model_with_more_layers_than_its_config_says(tmp_path):
 
 def test_text_that_changed_or_went_after_collecting(run, capsys, text_file, tmp_path):
     own = shutil.copy(text_file, tmp_path / "text.txt")
-    few = [f"--text.source={own}", "--mlp.steps=1", "--mlp.validations=1", "--layers=0", "--targets=mlp"]
+    few = [f"--text.source={own}", "--mlp.steps=2", "--mlp.validations=1", "--layers=0", "--targets=mlp"]
     assert exit_on_user_error(main, run(*few)) == 0
     with open(own, "a") as file:
         file.write("more")
