@@ -2,8 +2,8 @@
 
     python -m benchmarks.soak --interruptions 100 --seed 0 --out benchmarks/results/soak.jsonl
 
-A run is interrupted by SIGKILL, SIGTERM or SIGINT, one of them drawn, after a time drawn up to twice what is left of an
-undisturbed run's, and started again with the same command, until it ends; then the next run begins.
+A run is interrupted by SIGKILL, SIGTERM or SIGINT, one of them drawn, after a time drawn up to 40 % of an undisturbed
+run's, and started again with the same command, until it ends; then the next run begins.
 """
 
 import argparse
@@ -36,6 +36,7 @@ def soak(interruptions: int, seed: int, folder: Path) -> dict[str, Any]:
     """Interrupt so many times; returns counts by signal, phase and outcome."""
     draw = random.Random(seed)
     model, text = make_inputs(folder)
+    start(["--print_config"], folder / "log").join()  # the server has imported everything now
     began = time.monotonic()
     first = start(flags(model, text, folder / "undisturbed"), folder / "log")
     first.join()
