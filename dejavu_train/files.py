@@ -159,7 +159,7 @@ LEAST_SPACE, LEAST_FILES = 1_000_000, 16
 
 
 def probe_folder(folder: str | Path) -> None:
-    """Make an output folder and write a file into it, so that what cannot be written is known before any work.
+    """Write a file into an output folder, so that what cannot be written is known before any work; leave nothing.
 
     Raises:
         UserError: the path is a file, or its file system is full.
@@ -168,6 +168,7 @@ def probe_folder(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"the output {folder} is a file; choose a folder")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     require_disk(folder, LEAST_SPACE, "anything that is written")
     if hasattr(os, "statvfs"):
@@ -178,3 +179,6 @@ def probe_folder(folder: str | Path) -> None:
         file.write(b"0" * 4096)
         file.flush()
         os.fsync(file.fileno())
+    with contextlib.suppress(OSError):  # somebody else writes there already
+        for path in made:
+            path.rmdir()
