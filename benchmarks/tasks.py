@@ -21,7 +21,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.paper import PaperConfig, paper
-from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, parse, tasks, versions
+from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
 
 RESULTS = Path("benchmarks/results")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = list(sys.argv[1:] if argv is None else argv)
     word = flags.pop(0) if flags[:1] in (["paper"], ["engine"]) else "tasks"
     quiet()
-    config: Any = parse(PaperConfig if word == "paper" else TasksConfig, flags, __doc__ or "")
+    config: Any = read_config(PaperConfig if word == "paper" else TasksConfig, flags, __doc__ or "")
     shared = conditions(config)  # the commit at the start: a run may outlast it
     if word == "paper":
         rows = [row.flat() for row in paper(config)]

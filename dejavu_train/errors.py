@@ -1,7 +1,11 @@
 """User mistakes are one line on stderr and exit code 2; our own bugs keep their traceback."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
+
+from dejavu_train.signals import Interrupted, heard
 
 
 class UserError(ValueError):
@@ -9,17 +13,49 @@ class UserError(ValueError):
 
 
 def exit_on_user_error(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
-    """Run ``main(argv)``; return 0, or 2 after printing the one line of a :class:`UserError`."""
+    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 130 or 143."""
     try:
-        main(argv)
+        with heard():
+            main(argv)
     except UserError as error:
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last complete piece", file=sys.stderr)
-        return 130
+    except OSError as error:
+        print(f"error: {describe(error)}", file=sys.stderr)
+        return 2
+    except (Interrupted, KeyboardInterrupt) as error:
+        name = str(error) or "SIGINT"
+        print(f"interrupted by {name}; the same command goes on from the last complete piece", file=sys.stderr)
+        return error.exit_code if isinstance(error, Interrupted) else 130
     return 0
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space or inodes, or choose another folder; the same command goes on",
+    errno.EDQUOT: "free some of your quota, or choose another folder; the same command goes on",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or choose another folder",
+    errno.EACCES: "give yourself the permission, or choose another path",
+    errno.EPERM: "give yourself the permission, or choose another path",
+    errno.EROFS: "choose a path on a file system that can be written",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOENT: "make the folder it is in, or choose another path",
+    errno.ENOTDIR: "a part of the path is a file; choose another path",
+    errno.EISDIR: "a folder stands where a file belongs; move it away",
+    errno.EEXIST: "something else stands there; move it away",
+    errno.ELOOP: "its links go in a circle; choose another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "the disk or the network does not answer; try again, or choose another path",
+}
+
+
+def describe(error: OSError) -> str:
+    """One line of what the operating system refused: the path, the reason, the remedy."""
+    reason = error.strerror or str(error) or type(error).__name__
+    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    remedy = _REMEDIES.get(error.errno or 0, "check the path and try again")
+    return " ".join(f"{path}{reason}; {remedy}".split())
 
 
 class Unsupported(UserError):

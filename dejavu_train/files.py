@@ -1,13 +1,15 @@
 """Files are written aside and renamed, so that a kill at any moment leaves the old file or the new one, never half."""
 
 import contextlib
-import fcntl
+import errno
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
-import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
+        try:
+            yield temporary
+        except Exception as error:
+            reason = system_error(error)
+            if reason is None:
+                raise
+            raise OSError(reason, os.strerror(reason), str(path)) from error
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         # mkstemp makes files private to the user; an artefact gets the mode any other new file would get.
@@ -37,6 +45,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def system_error(error: BaseException) -> int | None:
+    """The number of the operating system's error (as in ``errno``) behind an error of writing; None if there is none.
+
+    HDF5 and safetensors say it in words only.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"errno ?= ?(\d+)|\[Errno (\d+)\]|\(os error (\d+)\)", str(error))
+    return next(int(number) for number in found.groups() if number) if found else None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -64,33 +83,58 @@ def read_json(path: str | Path, what: str) -> Any:
         raise UserError(f"{what} at {path} is not readable JSON ({error}); restore it or make it anew") from None
 
 
+def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
+    """Write ``value`` as JSON with the digest of it all, which :func:`read_sealed` compares."""
+    write_json(path, value | {"digest": json_digest(value)})
+
+
+def read_sealed(path: str | Path, what: str) -> dict[str, Any]:
+    """Read what :func:`write_sealed` wrote; files of earlier versions have no digest and are taken as they are.
+
+    Raises:
+        UserError: as :func:`read_json`; or a value was changed.
+    """
+    value = read_json(path, what)
+    if not isinstance(value, dict):
+        raise UserError(f"{what} at {path} does not hold keys and values; restore it or make it anew")
+    digest = value.pop("digest", None)
+    if digest is not None and digest != json_digest(value):
+        raise UserError(f"{what} at {path} was changed since it was written; restore it or make it anew")
+    return value
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of ``value`` as canonical JSON: insensitive to layout, sensitive to every value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of the file's bytes, in hexadecimal."""
+    """SHA-256 of the file's bytes, in hexadecimal; a file that did not change is read once in a process."""
+    found = os.stat(path)
+    return _sha256(str(path), found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.lru_cache(maxsize=100_000)
+def _sha256(path: str, *_state: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_zip(path: str | Path) -> None:
+    """Compare a checkpoint, which is a zip archive, with the checksums in it; torch does not.
+
+    Raises:
+        zipfile.BadZipFile: they differ, or it is none.
+    """
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+        if bad is not None:
+            raise zipfile.BadZipFile(f"{bad} was changed")
 
 
 def sha256_text(text: str) -> str:
     """SHA-256 of the UTF-8 bytes of ``text``, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-@contextlib.contextmanager
-def locked(path: str | Path, waiting_message: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` (made if absent), waiting for another holder.
-
-    The kernel drops the lock when a process dies, so a kill never leaves a stale one.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting_message:
-                print(waiting_message, file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
@@ -108,3 +152,33 @@ def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
             f"{what} needs {n_bytes / 1e9:.2f} GB in {folder}, which has {free / 1e9:.2f} GB free;"
             " choose another output folder or fewer tokens"
         )
+
+
+LONGEST_NAME = ".tmp-12345678-predictors.safetensors"  # of what is written into an output folder
+LEAST_SPACE, LEAST_FILES = 1_000_000, 16
+
+
+def probe_folder(folder: str | Path) -> None:
+    """Write a file into an output folder, so that what cannot be written is known before any work; leave nothing.
+
+    Raises:
+        UserError: the path is a file, or its file system is full.
+        OSError: what the system says: no permission, a name that is too long, read-only, ...
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"the output {folder} is a file; choose a folder")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    require_disk(folder, LEAST_SPACE, "anything that is written")
+    if hasattr(os, "statvfs"):
+        system = os.statvfs(folder)
+        if system.f_files and system.f_favail < LEAST_FILES:
+            raise OSError(errno.ENOSPC, "No more files fit on the file system", str(folder))
+    with tempfile.NamedTemporaryFile(prefix=".tmp-", suffix=LONGEST_NAME[13:], dir=folder) as file:
+        file.write(b"0" * 4096)
+        file.flush()
+        os.fsync(file.fileno())
+    with contextlib.suppress(OSError):  # somebody else writes there already
+        for path in made:
+            path.rmdir()

@@ -1,14 +1,17 @@
-"""One fit in a process of its own: ``python -m dejavu_train.job_process CONFIG.yaml LAYER TARGET TITLE``.
+"""One fit in a process of its own: ``python -m dejavu_train.job_process CONFIG.yaml LAYER TARGET TITLE HOLDS``.
 
 :func:`dejavu_train.training.job.run_job` starts it where a fit takes several devices; under DDP every rank runs it.
 """
 
+import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 
 from dejavu_train.cli import parse_config, set_up_logging
 from dejavu_train.errors import exit_on_user_error
+from dejavu_train.locks import claim
 from dejavu_train.training.job import fit
 
 
@@ -16,15 +19,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Read the job's resolved configuration and fit its predictor.
 
     Args:
-        argv: path of the configuration, layer, target and title; None takes the arguments of the process.
+        argv: path of the configuration, layer, target, title, and as JSON the folders that are held for this job with
+            their identities (should the caller be killed, this process still holds them); None takes the arguments of
+            the process.
 
     Raises:
         UserError: a configuration that cannot be read, shards or trainer arguments that are wrong.
     """
-    path, layer, target, title = sys.argv[1:] if argv is None else argv
+    path, layer, target, title, holds = sys.argv[1:] if argv is None else argv
     set_up_logging()
     config = parse_config(["--config", path])
-    fit(dataclasses.replace(config, layers=None), (int(layer), target), title)
+    with contextlib.ExitStack() as stack:
+        for folder, identity in json.loads(holds).items():
+            stack.enter_context(claim(folder, identity))
+        fit(dataclasses.replace(config, layers=None), (int(layer), target), title)
 
 
 if __name__ == "__main__":

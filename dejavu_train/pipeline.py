@@ -27,10 +27,11 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+from dejavu_train.files import probe_folder, read_json, read_sealed, replacing, sha256_file, write_sealed
+from dejavu_train.locks import locked
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
-from dejavu_train.run_folder import check_output, claimed_folder
+from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
 from dejavu_train.training.finetune import finetune
@@ -59,7 +60,7 @@ def run(config: RunConfig) -> None:
     config.check(shape)
     check_classes(config, shape)
     jobs = config.all_jobs(shape.n_layers)
-    check_output(Path(config.output))
+    probe_folder(config.output)
     config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))
     check_trainer(config, jobs[0])
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
@@ -106,7 +107,7 @@ def _run(
         names = ", ".join(f"layer {layer} {target}" for layer, target in open_jobs)
         print(f"predictors still open: {names}; the bundle is written when they are trained")
         return
-    with locked(output / ".bundle.lock", "another process is writing the bundle; waiting for it"):
+    with locked(output / ".holders" / "bundle", "another process is writing the bundle; waiting for it"):
         before = bundle_stage(folder)
         if not stage.made(before):
             if before is not None:
@@ -233,10 +234,10 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
         if target == "mlp" and layer in made:
             tensors = {name: tensor.contiguous() for name, tensor in made[layer].state_dict().items()}
             save_file(tensors, own / "predictor.safetensors")
-            metadata = read_json(own / "predictor.json", "a finished predictor")
+            metadata = read_sealed(own / "predictor.json", "a finished predictor")
             metadata |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": metrics[-1]}
-            write_json(own / "predictor.json", metadata)
-    write_json(folder / "stage.json", stage.to_json())
+            write_sealed(own / "predictor.json", metadata)
+    write_sealed(folder / "stage.json", stage.to_json())
     shutil.rmtree(output / "tuned", ignore_errors=True)
     folder.rename(output / "tuned")
 

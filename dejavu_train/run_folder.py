@@ -1,21 +1,19 @@
 """Reads and writes ``run.json``, the description of an output folder, and keeps two different runs out of one folder.
 
-run.json       the stages as they were last asked for, and the densities that predictors were trained for
-.run.lock      held while run.json is read and written
-.active.lock   held by every invocation for as long as it works; only invocations that agree hold it together
+run.json        the stages as they were last asked for, and the densities that predictors were trained for
+.holders/run    a file of every invocation for as long as it works; only invocations that agree hold it together
 """
 
 import contextlib
 import dataclasses
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, read_json, write_json
+from dejavu_train.files import read_json, read_sealed, write_json
+from dejavu_train.locks import Held, claim
 from dejavu_train.models.shape import TARGETS
 from dejavu_train.stages import Stage, calibrate_stage, collect_stage, train_stage
 
@@ -33,50 +31,50 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
             settings, or it is no folder.
     """
     output = Path(config.output)
-    check_output(output)
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".active.lock", "a") as active:
-        os.set_inheritable(active.fileno(), True)  # a child process that trains goes on if we are killed
-        with locked(output / ".run.lock"):
-            stored = _stored(output)
-            collect, whole = collect_stage(config), calibrate_stage(config)
-            made = (output / "activations" / "manifest.json").exists() or (output / "predictors").exists()
-            if stored and made and stored.get("schema") != SCHEMA:
-                raise UserError(
-                    f"the folder {output} holds a run of schema {stored.get('schema')}, this version goes on with"
-                    f" {SCHEMA}: choose another --output or delete the folder; infer.py still reads its bundle"
-                )
-            if stored and made and not collect.made(stored.get("collect")):
-                reason = collect.difference(stored.get("collect"))
-                raise UserError(
-                    f"the folder {output} holds another run ({reason}); choose another --output or delete the folder"
-                )
-            densities = {target: _trained_density(config, target) for target in TARGETS}
-            described = {
-                "schema": SCHEMA,
-                "collect": collect.to_json(),
-                "train": {
-                    target: train_stage(config, target).to_json() | {"density": densities[target]}
-                    for target in TARGETS
-                    if config.predictor(target).enabled
-                },
-                "calibrate": whole.to_json(),
-            }
-            if stored != described:
-                _refuse_if_active(active.fileno(), output, whole, stored)
-                write_json(output / "run.json", described)
-            fcntl.flock(active, fcntl.LOCK_SH)
-        yield dataclasses.replace(
-            config,
-            mlp=dataclasses.replace(config.mlp, density=densities["mlp"]),
-            heads=dataclasses.replace(config.heads, density=densities["heads"]),
+    whole = calibrate_stage(config)
+    try:
+        with claim(output / ".holders" / "run", whole.identity, whole.to_json()):
+            yield _described(config, output, whole)
+    except Held as held:
+        reason = whole.difference(held.holder.note)
+        raise UserError(
+            f"{held.holder} works in {output} with other settings ({reason}); wait for it or choose another --output"
+        ) from None
+
+
+def _described(config: RunConfig, output: Path, whole: Stage) -> RunConfig:
+    """Write ``run.json``, or refuse the folder; the configuration with its open densities filled in."""
+    stored = _stored(output)
+    collect = collect_stage(config)
+    made = (output / "activations" / "manifest.json").exists() or (output / "predictors").exists()
+    if stored and made and stored.get("schema") != SCHEMA:
+        raise UserError(
+            f"the folder {output} holds a run of schema {stored.get('schema')}, this version goes on with"
+            f" {SCHEMA}: choose another --output or delete the folder; infer.py still reads its bundle"
         )
-
-
-def check_output(output: Path) -> None:
-    """Raise :class:`UserError` for a path that is no folder."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"the output {output} is a file; choose a folder")
+    if stored and made and not collect.made(stored.get("collect")):
+        reason = collect.difference(stored.get("collect"))
+        raise UserError(
+            f"the folder {output} holds another run ({reason}); choose another --output or delete the folder"
+        )
+    densities = {target: _trained_density(config, target) for target in TARGETS}
+    described = {
+        "schema": SCHEMA,
+        "collect": collect.to_json(),
+        "train": {
+            target: train_stage(config, target).to_json() | {"density": densities[target]}
+            for target in TARGETS
+            if config.predictor(target).enabled
+        },
+        "calibrate": whole.to_json(),
+    }
+    if stored != described:
+        write_json(output / "run.json", described)
+    return dataclasses.replace(
+        config,
+        mlp=dataclasses.replace(config.mlp, density=densities["mlp"]),
+        heads=dataclasses.replace(config.heads, density=densities["heads"]),
+    )
 
 
 def _stored(output: Path) -> dict[str, Any]:
@@ -92,18 +90,7 @@ def _trained_density(config: RunConfig, target: str) -> float:
         return configured
     stage = train_stage(config, target)
     trained = sorted(Path(config.output).glob(f"predictors/layer_*/{target}/stage.json"))
-    for before in [read_json(path, "the description of a stage") for path in trained]:
+    for before in [read_sealed(path, "the description of a stage") for path in trained]:
         if stage.made(before) and isinstance(before.get("density"), float):
             return before["density"]
     return config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density
-
-
-def _refuse_if_active(active: int, output: Path, whole: Stage, stored: dict[str, Any]) -> None:
-    """Raise while other invocations hold the folder: they work by the settings that stand there."""
-    try:
-        fcntl.flock(active, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        reason = whole.difference(stored.get("calibrate"))
-        raise UserError(
-            f"another process works in {output} with other settings ({reason}); wait for it or choose another --output"
-        ) from None

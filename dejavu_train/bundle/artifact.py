@@ -6,8 +6,6 @@ calibration (density, threshold, ...) travel with the predictors, so one bundle 
 """
 
 import dataclasses
-import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
@@ -185,7 +183,7 @@ class Bundle:
             "metadata": self.metadata,
             "predictors": [dataclasses.asdict(self.specs[key]) for key in sorted(self.specs)],
         }
-        write_json(folder / METADATA, metadata | {"sha256": _digest(metadata)})
+        write_json(folder / METADATA, metadata | {"sha256": json_digest(metadata)})
 
     @classmethod
     def from_pretrained(
@@ -214,7 +212,7 @@ class Bundle:
             raise UserError(
                 f"{where} has schema {metadata['schema']}, this version reads 1 and {SCHEMA}; make the bundle anew"
             )
-        if metadata.pop("sha256", None) != _digest(metadata):
+        if metadata.pop("sha256", None) != json_digest(metadata):
             raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
         if not (folder / TENSORS).is_file():
             raise UserError(f"{where}: {TENSORS} is missing (no other format is read, least of all a pickled one)")
@@ -273,11 +271,6 @@ def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
     ]
     renamed = {re.sub(r"\.bar$", ".stage2_threshold", name): tensor for name, tensor in tensors.items()}
     return metadata | {"predictors": specs, "metadata": metadata["facts"]}, renamed
-
-
-def _digest(metadata: dict[str, Any]) -> str:
-    """SHA-256 of the metadata as canonical JSON: insensitive to layout, sensitive to every value."""
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
 def _download(name: str, revision: str | None) -> Path:

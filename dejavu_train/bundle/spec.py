@@ -97,6 +97,17 @@ class PredictorSpec:
         return dataclasses.replace(self, **read)
 
 
+_SHARE = ((int, float), 0.0, 1.0)
+_NUMBERS: tuple[tuple[str, Any, float, float], ...] = (
+    *((name, int, 0, 1e6) for name in ("layer", "site_layer")),
+    *((name, int, 1, 1e9) for name in ("rank", "d_in", "n_out", "top_k")),
+    *((name, *_SHARE) for name in ("density", "recall", "precision", "retained_mass", "active_density")),
+    ("stage2_retained_mass", *_SHARE),
+    ("threshold", (int, float), -math.inf, math.inf),
+)
+_OPEN = ("top_k", "precision", "active_density", "stage2_retained_mass", "threshold")
+
+
 def tensor_name(layer: int, target: str, part: str) -> str:
     """Name of a tensor in ``predictors.safetensors``; ``part`` as in ``Bundle``."""
     return f"layers.{layer}.{target}.{part}"
@@ -135,6 +146,17 @@ def _custom_tensors(spec: PredictorSpec) -> Layout:
 def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
     """The tensors that a spec needs: name -> (shape, dtype)."""
     part = f"{where}: {spec.target} of layer {spec.layer}"
+    for name, kinds, least, most in _NUMBERS:
+        value = getattr(spec, name)
+        if value is None and name in _OPEN:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            raise UserError(f"{part}: {name} must be a number from {least:g} to {most:g}, got {value!r}")
+    lists = spec.curve.values() if isinstance(spec.curve, dict) else [None]
+    if not all(isinstance(values, list) for values in lists):
+        raise UserError(f"{part}: the calibration curve must hold a list for each column")
+    if not isinstance(spec.bias, bool) or not isinstance(spec.keep_dense, bool):
+        raise UserError(f"{part}: bias and keep_dense must be true or false")
     if not 0 <= spec.layer < shape.n_layers:
         raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
     if spec.kind not in KINDS:
@@ -176,6 +198,12 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
             raise UserError(f"{part}: the calibration curve of a cascade has no column selected")
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
+        numbers = [value for values in spec.curve.values() for value in values]
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers):
+            raise UserError(f"{part}: the calibration curve holds a value that is not a finite number")
+        thresholds = spec.curve["threshold"]
+        if any(a < b for a, b in zip(thresholds, thresholds[1:], strict=False)) or not 0 < grid[0] <= grid[-1] <= 1:
+            raise UserError(f"{part}: the calibration curve needs falling thresholds and densities above 0, at most 1")
     needed = predictor_layout(spec)
     needed["frequency"] = ((spec.n_out,), torch.float32)
     if spec.kind == "cascade":

@@ -105,7 +105,10 @@ def calibrate(
                 second_stages[layer, target], parts = fit_second_stage(weights, blocks(), config.cascade)
                 stored |= parts
             second_stage = second_stages.get((layer, target))
-            measured = score_predictor(predictor, target, blocks(), config.batch_size > 1, second_stage)
+            try:
+                measured = score_predictor(predictor, target, blocks(), config.batch_size > 1, second_stage)
+            except UserError as error:
+                raise UserError(f"{target} of layer {layer}: {error}") from None
             if config.batch_size > 1:
                 thresholds = measured.curve["threshold"]
                 unions[layer, target] = union_densities(measured.logits, thresholds, config.batch_size)
@@ -184,6 +187,12 @@ def _sensitivities(
             predictors[key], spec.site, spec.site_layer, thresholds, mean, second_stages.get(key)
         )
     measured = loss_increases(dense, probes, windows)
+    for (layer, target), losses in measured.items():
+        if not np.isfinite(losses).all():
+            raise UserError(
+                f"{target} of layer {layer}: the loss of the sparse model is not finite; check the model's weights, or"
+                " calibrate with --collect.dtype float32"
+            )
     return {key: spread_loss(wanted[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
 
 

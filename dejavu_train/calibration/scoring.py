@@ -113,6 +113,8 @@ def score_predictor(
     contributions: list[Tensor] = []
     for part in blocks:
         logits = predictor(part.inputs)
+        if not bool(torch.isfinite(logits.sum())):
+            raise UserError("the predictor's logits are not finite; train it again, with a lower learning rate")
         rows += len(logits)
         frequency = frequency + (part.contribution if target == "heads" else part.active).double().sum(0)
         if target == "heads":

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,18 +19,23 @@ from torch import Tensor
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import (
+    MANIFEST,
     SETS,
+    STATISTICS,
     ActivationManifest,
     LayerWeights,
     ShardEntry,
     ShardWriter,
+    file_digests,
     layer_folder,
     pack_bits,
+    shard_path,
 )
 from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, require_disk
+from dejavu_train.files import require_disk
+from dejavu_train.locks import locked
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 from dejavu_train.progress import Progress
@@ -61,16 +66,16 @@ def collect(
         UserError: the model, the text, too little disk, or a folder that holds something else.
     """
     activations = Path(activations)
-    with locked(activations / ".lock", f"another process is collecting into {activations}; waiting for it"):
+    with locked(activations / ".holders", f"another process is collecting into {activations}; waiting for it"):
         digest = weight_hash(model_name, full_hash, revision)
         load = load or (lambda: load_sets(text, model_name))
-        return _collect(model_name, digest, text.key, load, config, activations, seed, revision)
+        return _collect(model_name, digest, text, load, config, activations, seed, revision)
 
 
 def _collect(
     model_name: str,
     digest: str,
-    source: str,
+    text: TextSource,
     load: LoadSets,
     config: CollectConfig,
     activations: Path,
@@ -85,8 +90,8 @@ def _collect(
     request = config.request(seed)
     existing = ActivationManifest.load(activations) if (activations / "manifest.json").is_file() else None
     if existing is not None:
-        _check_same_request(existing, digest, request, source, activations)
-        if not existing.missing(activations) and (activations / "statistics.json").is_file():
+        _check_same_request(existing, digest, request, text, activations)
+        if not existing.missing(activations) and file_digests(activations):
             return existing
 
     sets, text_manifest = load()
@@ -101,7 +106,7 @@ def _collect(
     for number, set_name in enumerate(SETS):
         planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
         if set_name == "train":
-            require_one_sequence(sum(len(window.ids) for window in planned), config.window, source)
+            require_one_sequence(sum(len(window.ids) for window in planned), config.window, text.key)
         for windows_of_shard in plan_shards(planned, config.shard_tokens):
             tokens = sum(len(window.ids) for window in windows_of_shard)
             shards.append((ShardEntry(len(shards), set_name, tokens), windows_of_shard))
@@ -123,6 +128,10 @@ def _collect(
     for leftover in activations.glob("layer_*/.tmp-*"):  # of a killed run; the lock says nobody else is writing
         leftover.unlink()
     model = load_opt(model_name, config.dtype, resolve_device(config.device), config.device_map, revision)
+    known = file_digests(activations)
+    rewritten = [str(shard_path("", layer, entry.index)) for layer in range(shape.n_layers) for entry in missing]
+    known = {name: sha256 for name, sha256 in known.items() if name != MANIFEST and name not in rewritten}
+    (activations / STATISTICS).unlink(missing_ok=True)
     manifest.save(activations)
     if (
         len(missing) == len(shards)
@@ -136,13 +145,14 @@ def _collect(
             if entry in missing:
                 with ShardWriter(activations, manifest, entry) as writer:
                     _fill_shard(model, means, shard_windows, config, writer, progress)
-    write_statistics(activations, manifest)
+    write_statistics(activations, manifest, known)
     return manifest
 
 
 def _check_same_request(
-    existing: ActivationManifest, digest: str, request: dict[str, Any], source: str, activations: Path
+    existing: ActivationManifest, digest: str, request: dict[str, Any], text: TextSource, activations: Path
 ) -> None:
+    read, now, source = existing.text.get("file_sha256"), text.file_sha256(), text.key
     if existing.weight_hash != digest:
         raise UserError(
             f"the activation shards in {activations} are of another model, {existing.model} with other weights;"
@@ -154,6 +164,11 @@ def _check_same_request(
         raise UserError(
             f"the activation shards in {activations} were collected with {key} = {found.get(key)}, not {asked[key]};"
             " choose another output folder or delete this one"
+        )
+    if read is not None and now != read:
+        raise UserError(
+            f"the text {text.file} has changed since the activation shards in {activations} were collected (its SHA-256"
+            f" was {read[:12]} and is {now and now[:12]}); restore it, or choose another output folder"
         )
 
 
@@ -252,6 +267,13 @@ def _fill_shard(
         thread.finish(failed)
 
 
+def _refuse_not_finite(name: str, layer: int, dtype: str) -> NoReturn:
+    raise UserError(
+        f"{name} of layer {layer} is not finite in {dtype}; check the model's weights, or collect with"
+        " --collect.dtype float32"
+    )
+
+
 @torch.inference_mode()
 def _forward(
     model: Any,
@@ -288,9 +310,14 @@ def _forward(
 
     def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
         kept = real.to(tensors["mlp_in"].device)
-        active = tensors["activation"][kept] > 0
+        activation = tensors["activation"][kept]
+        if not bool(torch.isfinite(activation.sum())):  # a NaN is not above 0 and would pass for a silent neuron
+            _refuse_not_finite("the MLP's activation", layer, config.dtype)
+        active = activation > 0
         out_proj = decoder_layers(model)[layer].self_attn.out_proj.weight
         heads = head_contribution(tensors["head_out"][kept], out_proj, grams[layer], means[layer])
+        if not bool(torch.isfinite(heads).all()):
+            _refuse_not_finite("the heads' contribution", layer, config.dtype)
         rows = {
             **metadata,
             "attn_in": hidden(tensors["attn_in"], kept, layer, "attn_in"),

@@ -55,6 +55,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         self.rank, self.world, self.workers = rank, world, max(1, workers)
         self.pool_blocks, self.seed = pool_blocks, seed
         self.epoch = 0
+        self.skip = 0  # batches of the first epoch that were trained on before a resume
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch, the same on every rank."""
@@ -82,10 +83,14 @@ class BlockShuffled(IterableDataset[RawBatch]):
 
     def __iter__(self) -> Iterator[RawBatch]:
         worker = get_worker_info()
-        consumer = self.rank * self.workers + (0 if worker is None else worker.id)
+        skip, self.skip = self.skip, 0
+        # Workers make the batches of a rank in turns; the first of them makes the first batch that is not left out.
+        turn = (0 if worker is None else worker.id + skip) % self.workers
+        consumer = self.rank * self.workers + turn
         row_ranges = self.row_ranges(consumer)
         generator = np.random.default_rng([self.seed, self.epoch, consumer])
         self.epoch += 1
+        own_skip = -(-(skip - turn) // self.workers)
         left: RawBatch = {}
         made, limit = 0, self._per_consumer()
         step = self.pool_blocks or 8
@@ -104,7 +109,8 @@ class BlockShuffled(IterableDataset[RawBatch]):
                 batch: RawBatch = {name: tensor[part] for name, tensor in pool.items()}
                 batch["seconds"] = spent / count + time.perf_counter() - began
                 made += 1
-                yield batch
+                if made > own_skip:
+                    yield batch
             left = {name: tensor[count * self.batch_size :] for name, tensor in pool.items()}
 
     def _read_pool(self, row_ranges: list[tuple[int, int]], left: RawBatch, generator: np.random.Generator) -> RawBatch:
@@ -150,7 +156,8 @@ class InMemoryLoader:
         order = order.to(first.device)
         self.epoch += 1
         size = self.streamed.batch_size
-        for number in range(len(self)):
+        skip, self.streamed.skip = self.streamed.skip, 0
+        for number in range(skip, len(self)):
             began = time.perf_counter() - self._read_seconds
             self._read_seconds = 0.0
             chosen = order[number * size : (number + 1) * size]
@@ -233,7 +240,10 @@ class ShardDataModule(lightning.LightningDataModule):
         pool_blocks = self.config.pool_blocks if shuffle else 0
         dataset = BlockShuffled(sources, batch_size, rank, world, workers, pool_blocks, self.seed)
         if trainer is not None:
-            dataset.epoch = trainer.current_epoch  # a resumed run goes on with the order it would have had
+            # A resumed run goes on with the order and at the place that it would have had.
+            dataset.epoch = trainer.current_epoch
+            if shuffle and trainer.fit_loop.restarting:
+                dataset.skip = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if resident:
             return InMemoryLoader(dataset, torch.device("cpu") if trainer is None else trainer.strategy.root_device)
         return DataLoader(

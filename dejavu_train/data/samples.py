@@ -27,7 +27,8 @@ import torch
 
 from dejavu_train.data.text import SELF, START_TOKEN, Document, SampleConfig, TextManifest, TextSource, load_documents
 from dejavu_train.errors import UserError
-from dejavu_train.files import locked, read_json, replacing, sha256_file, write_json
+from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed
+from dejavu_train.locks import locked
 from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class SampleManifest:
     versions: dict[str, str]
 
     def save(self, folder: Path) -> None:
-        write_json(folder / "samples.json", {"schema": SCHEMA, **dataclasses.asdict(self)})
+        write_sealed(folder / "samples.json", {"schema": SCHEMA, **dataclasses.asdict(self)})
 
     @classmethod
     def load(cls, folder: Path) -> "SampleManifest":
@@ -67,7 +68,7 @@ class SampleManifest:
         Raises:
             UserError: missing, damaged or of another schema.
         """
-        values = read_json(folder / "samples.json", "the manifest of the model's samples")
+        values = read_sealed(folder / "samples.json", "the manifest of the model's samples")
         try:
             if values.pop("schema") != SCHEMA:
                 raise UserError(f"{folder / 'samples.json'} is of another schema; delete the folder's samples.*")
@@ -146,7 +147,7 @@ def load_samples(
     else:
         key = hashlib.sha256(json.dumps([weight_hash, settings], sort_keys=True).encode()).hexdigest()[:16]
         folder = Path(source.cache) / f"self-{key}"
-        with locked(folder / ".lock", f"another process is sampling into {folder}; waiting for it"):
+        with locked(folder / ".holders", f"another process is sampling into {folder}; waiting for it"):
             if _find(folder, weight_hash, settings, wanted) is None:
                 prompts = _prompts(config, tokenizer)
                 _sample(folder, model, weight_hash, config, settings, wanted, prompts, open_writer)
@@ -163,6 +164,7 @@ def load_samples(
         documents={name: len(documents) for name, documents in sets.items()},
         skipped_paragraphs=0,
         versions=manifest.versions,
+        file_sha256=source.file_sha256(),
         samples=settings | {"tokens": int(rows.size), "writer": manifest.writer},
     )
 

@@ -1,7 +1,7 @@
 """Reads activation shards (written by shards.py) and checks them against their manifest."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,20 @@ from dejavu_train.data.bulk_read import Piece, fill, pieces, runs
 from dejavu_train.data.shards import (
     COLLECT_AGAIN,
     HIDDEN,
+    MANIFEST,
     SCHEMA,
+    STATISTICS,
     ActivationManifest,
     ShardEntry,
+    check_digest,
     chunk_rows,
     first_line,
+    layer_folder,
     shard_path,
     unpack_bits,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, write_json
+from dejavu_train.files import read_sealed, sha256_file, write_sealed
 
 
 class ShardReader:
@@ -57,6 +61,7 @@ class ShardReader:
         self._starts = np.cumsum([0] + [entry.tokens for entry in entries])
         for path, entry in zip(self._paths, entries, strict=True):
             check_shard(path, self.manifest, layer, entry)
+            check_digest(activations, path)
         self._files: dict[int, h5py.File] = {}
         self._owner = 0
 
@@ -204,15 +209,30 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
     return int(found["active"])
 
 
-def write_statistics(activations: str | Path, manifest: ActivationManifest) -> None:
-    """Check every shard and store each layer's share of active neurons."""
+def write_statistics(
+    activations: str | Path, manifest: ActivationManifest, known: Mapping[str, str] | None = None
+) -> None:
+    """Check every shard; store each layer's share of active neurons, and the digests of all files of the activations.
+
+    Args:
+        known: digests of files that were there before and must be the same.
+
+    Raises:
+        UserError: a shard that does not fit the manifest, or a file that was changed.
+    """
     shape = manifest.shape
     total = sum(entry.tokens for entry in manifest.shards) * shape.d_ffn
     densities = [
         sum(check_shard(shard_path(activations, layer, e.index), manifest, layer, e) for e in manifest.shards) / total
         for layer in range(shape.n_layers)
     ]
-    write_json(Path(activations) / "statistics.json", {"active_density": densities})
+    names = [MANIFEST, *(f"{layer_folder('', layer)}/weights.safetensors" for layer in range(shape.n_layers))]
+    names += [str(shard_path("", layer, e.index)) for layer in range(shape.n_layers) for e in manifest.shards]
+    files = {name: sha256_file(Path(activations) / name) for name in names}
+    for name, digest in (known or {}).items():
+        if files.get(name, digest) != digest:
+            raise UserError(f"{Path(activations) / name} was changed since it was written; {COLLECT_AGAIN}")
+    write_sealed(Path(activations) / STATISTICS, {"active_density": densities, "files": files})
 
 
 def active_densities(activations: str | Path) -> list[float]:
@@ -221,5 +241,5 @@ def active_densities(activations: str | Path) -> list[float]:
     Raises:
         UserError: collecting is not over.
     """
-    values = read_json(Path(activations) / "statistics.json", "the statistics of the activation shards")
+    values = read_sealed(Path(activations) / STATISTICS, "the statistics of the activation shards")
     return [float(value) for value in values["active_density"]]

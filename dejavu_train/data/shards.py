@@ -26,9 +26,10 @@ from torch import Tensor
 
 from dejavu_train.data.config import Storage
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, replacing, write_json
+from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_json
 from dejavu_train.models.opt import OPTShape
 
+MANIFEST, STATISTICS = "manifest.json", "statistics.json"
 SCHEMA = 2  # 1 had other names of the sets
 CHUNK_BYTES = 1 << 20
 SETS = ("train", "val", "calibration")  # the sets that are collected; test is only ever scored
@@ -58,7 +59,7 @@ class ActivationManifest:
     shards: tuple[ShardEntry, ...]
 
     def save(self, folder: str | Path) -> None:
-        write_json(Path(folder) / "manifest.json", {"schema": SCHEMA, **dataclasses.asdict(self)})
+        write_json(Path(folder) / MANIFEST, {"schema": SCHEMA, **dataclasses.asdict(self)})
 
     @classmethod
     def load(cls, folder: str | Path) -> "ActivationManifest":
@@ -67,7 +68,7 @@ class ActivationManifest:
         Raises:
             UserError: missing, damaged, or of another schema.
         """
-        path = Path(folder) / "manifest.json"
+        path = Path(folder) / MANIFEST
         values = read_json(path, "the manifest of the activation shards")
         try:
             schema = values.pop("schema")
@@ -78,9 +79,11 @@ class ActivationManifest:
                 )
             values["shape"] = OPTShape(**values["shape"])
             values["shards"] = tuple(ShardEntry(**entry) for entry in values["shards"])
-            return cls(**values)
+            manifest = cls(**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a manifest of activation shards ({error}); {COLLECT_AGAIN}") from None
+        check_digest(folder, path)
+        return manifest
 
     def of_set(self, name: str) -> list[ShardEntry]:
         return [entry for entry in self.shards if entry.set == name]
@@ -96,6 +99,29 @@ class ActivationManifest:
     def row_bytes(self) -> int:
         """Bytes of one token in one layer's shards."""
         return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 12
+
+
+def file_digests(activations: str | Path) -> dict[str, str]:
+    """By name SHA-256 of every file of complete activations; nothing while they are collected, or of earlier versions.
+
+    Raises:
+        UserError: the file that holds them is damaged.
+    """
+    path = Path(activations) / STATISTICS
+    values = read_sealed(path, "the statistics of the activation shards") if path.is_file() else {}
+    files = values.get("files")
+    return files if isinstance(files, dict) else {}
+
+
+def check_digest(activations: str | Path, path: Path) -> None:
+    """Compare a file of the activations with its stored digest.
+
+    Raises:
+        UserError: it was changed.
+    """
+    stored = file_digests(activations).get(str(path.relative_to(activations)))
+    if stored is not None and path.is_file() and sha256_file(path) != stored:
+        raise UserError(f"{path} was changed since it was written; {COLLECT_AGAIN}")
 
 
 def layer_folder(activations: str | Path, layer: int) -> Path:
@@ -229,6 +255,7 @@ class LayerWeights:
                 if (file.metadata() or {}).get("model") != weight_hash:
                     raise UserError(f"{path} is of another model than the shards beside it; {COLLECT_AGAIN}")
                 names = [field.name for field in dataclasses.fields(cls)]
+                check_digest(activations, path)
                 return cls(**{name: file.get_tensor(name).float() for name in names})
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} is missing or damaged ({first_line(error)}); {COLLECT_AGAIN}") from None

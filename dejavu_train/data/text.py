@@ -12,6 +12,7 @@ import json
 import logging
 import lzma
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ import numpy as np
 
 from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
-from dejavu_train.files import replacing, sha256_text
+from dejavu_train.files import replacing, sha256_file, sha256_text
 
 logger = logging.getLogger(__name__)
 
 SETS = ("train", "calibration", "val", "test")
 START_TOKEN = 2  # </s>, which starts a text in OPT
 MIN_DOCUMENT_CHARACTERS = 4000
+MAX_DOCUMENT_CHARACTERS = 40_000  # plain text is cut before that, and longer JSONL documents are cut as plain text is
 PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that carries them
 MIN_HASHED_CHARACTERS = 80
 INSTALLED_DOCS = "installed-docs"
@@ -111,6 +113,30 @@ class TextSource:
             return str(self.source.get("class_path"))
         return Path(self.source).name if Path(self.source).is_file() else self.source
 
+    @property
+    def file(self) -> str | None:
+        """The file that is read, if the text is one: the source, or the prompts of the model's own text."""
+        if self.source == SELF:
+            return self.sample.prompts
+        return self.source if isinstance(self.source, str) and _names_file(self.source) else None
+
+    def file_sha256(self) -> str | None:
+        """Of that file's bytes.
+
+        Raises:
+            UserError: it is not there.
+        """
+        if self.file is None:
+            return None
+        if not Path(self.file).is_file():
+            raise UserError(f"there is no text file {self.file}")
+        return sha256_file(self.file)
+
+
+def _names_file(source: str) -> bool:
+    suffixed = Path(source).suffix in (".txt", ".jsonl", ".xz", ".gz")
+    return Path(source).is_file() or suffixed or source.startswith((".", "/", "~"))
+
 
 @dataclasses.dataclass(frozen=True)
 class TextManifest:
@@ -124,6 +150,8 @@ class TextManifest:
     versions: dict[str, str]
     train_sha256: tuple[str, ...] = ()
     """Short hashes of the train documents, by which infer.py recognises text that was trained on."""
+    file_sha256: str | None = None
+    """Of the bytes of a local file, or of the file of prompts: other text is not taken for this one."""
     samples: dict[str, Any] | None = None
     """Of a model's own text: how it was sampled."""
 
@@ -135,23 +163,41 @@ def _read_local(path: Path) -> str:
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:
-            return file.read().decode("utf-8")
+            return file.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"the text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"the text file {path} is damaged ({error}); fetch it again") from None
 
 
+_BLANK = re.compile(r"\n[ \t\f\v\r]*\n")
+# Where text without blank lines is cut, best first: between lines, sentences, words.
+_NEXT_BEST = [re.compile(pattern) for pattern in (r"[\n\r\f]", r"(?<=[.!?])\s", r"\s")]
+
+
 def cut_plain_text(text: str) -> list[Document]:
-    """Cut plain text at blank lines into numbered documents of at least 4,000 characters (the last may be shorter)."""
+    """Cut plain text at blank lines into numbered documents of at least 4,000 characters (the last may be shorter).
+
+    Where no blank line comes within 40,000 characters it is cut at the next line's end, else behind a sentence, else
+    between two words, else there.
+    """
     documents: list[Document] = []
     start = 0
-    for blank in re.finditer(r"\n[ \t]*\n", text):
-        if blank.start() - start >= MIN_DOCUMENT_CHARACTERS:
-            documents.append(Document(str(len(documents)), text[start : blank.start()]))
-            start = blank.end()
-    if text[start:].strip():
-        documents.append(Document(str(len(documents)), text[start:]))
+
+    def take(stop: int, after: int) -> None:
+        nonlocal start
+        if text[start:stop].strip():
+            documents.append(Document(str(len(documents)), text[start:stop]))
+        start = after
+
+    ends = [blank.span() for blank in _BLANK.finditer(text)] + [(len(text), len(text))]
+    for stop, after in ends:
+        while stop - start > MAX_DOCUMENT_CHARACTERS:
+            least, most = start + MIN_DOCUMENT_CHARACTERS, start + MAX_DOCUMENT_CHARACTERS
+            found = next(filter(None, (cut.search(text, least, most) for cut in _NEXT_BEST)), None)
+            take(*(found.span() if found else (most, most)))
+        if stop - start >= MIN_DOCUMENT_CHARACTERS or stop == len(text):
+            take(stop, after)
     return documents
 
 
@@ -162,15 +208,28 @@ def _local_documents(path: Path, field: str) -> list[Document]:
     if ".jsonl" not in path.suffixes:
         return cut_plain_text(text)
     documents = []
-    for number, line in enumerate(text.splitlines()):
+    for number, line in enumerate(text.split("\n")):  # JSON strings may hold the other characters that end lines
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            documents.append(Document(str(row.get("id", row.get("name", number))), str(row[field])))
-        except (json.JSONDecodeError, KeyError, AttributeError):
+            value, name = row[field], str(row.get("id", row.get("name", number)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"line {number + 1} of {path} is not a JSON object with a field {field!r}") from None
+        if not isinstance(value, str):
+            kind = "null" if value is None else type(value).__name__
+            raise UserError(f"line {number + 1} of {path}: the field {field!r} must be text, got {kind}")
+        if _has_surrogates(value) or _has_surrogates(name):
+            raise UserError(f"line {number + 1} of {path} holds half a surrogate pair, which is no text; leave it out")
+        if len(value) > MAX_DOCUMENT_CHARACTERS:
+            documents += [Document(f"{name}.{part.name}", part.text) for part in cut_plain_text(value)]
+        else:
+            documents.append(Document(name, value))
     return documents
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
 
 
 def _hub_documents(source: TextSource, name: str) -> list[Document]:
@@ -236,7 +295,7 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
         documents = [Document(row["name"], row["text"]) for row in rows]
     elif Path(source.source).is_file():
         documents = _local_documents(Path(source.source), source.field)
-    elif Path(source.source).suffix in (".txt", ".jsonl", ".xz", ".gz") or source.source.startswith((".", "/", "~")):
+    elif _names_file(source.source):
         raise UserError(f"there is no text file {source.source}")
     else:
         documents = _hub_documents(source, source.source)
@@ -348,6 +407,7 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
         documents={name: len(sets[name]) for name in SETS},
         skipped_paragraphs=skipped,
         versions=versions,
+        file_sha256=source.file_sha256(),
         train_sha256=tuple(sha256_text(document.text)[:16] for document in sets["train"]),
     )
     return sets, manifest

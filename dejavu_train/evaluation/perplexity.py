@@ -24,6 +24,7 @@ from dejavu_train.bundle.cost_model import measured_mlp_share
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.bundle.spec import Key
 from dejavu_train.data.text import Document, windows
+from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, noncontextual_contributions, random_ranks, ranks, take
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.shape import TARGETS
@@ -324,6 +325,11 @@ def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
         logits = model.lm_head(states).float()
         pieces.append(F.cross_entropy(logits, wanted.to(logits.device), reduction="none"))
     losses = torch.cat(pieces).double().cpu().numpy()
+    if not np.isfinite(losses).all():
+        raise UserError(
+            f"the logits of the model in {str(model.dtype).removeprefix('torch.')} are not finite; check its weights,"
+            " or score with --dtype float32 or bfloat16"
+        )
     window = np.repeat(np.arange(len(batch.ids)), batch.real.sum(dim=1).cpu().numpy())
     return np.bincount(window, weights=losses, minlength=len(batch.ids))
 

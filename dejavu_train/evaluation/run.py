@@ -32,7 +32,7 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
-from dejavu_train.files import read_json
+from dejavu_train.files import probe_folder, read_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
@@ -69,13 +69,13 @@ def run(config: InferConfig) -> None:
     """Everything that infer.py does. Raises :class:`UserError` for what the user can mend."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
+    _check_output(config)
     bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
     if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
         raise UserError(
             f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
         )
     bundle.check_model(config.model, config.revision)
-    _check_output(config)
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
     _check_densities(config, bundle)
@@ -90,10 +90,8 @@ def run(config: InferConfig) -> None:
     if config.timing:
         _check_room(config, dense, texts[0].held)
     shown = config.densities[0] if config.densities else None
-    scored = _score(config, dense, bundle, texts) if config.tokens != 0 else []
-    # What was scored is kept, whatever timing and generating run into.
     about = {"config": dataclasses.asdict(config), "hashes": hashes(config.model, config.revision, config.bundle)}
-    report.write_results(report.results(config.model, config.bundle, scored, [], shown) | about, config.output)
+    scored = _score(config, dense, bundle, texts, about) if config.tokens != 0 else []
     not_measured: list[dict[str, str]] = []
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
     watched = None
@@ -132,8 +130,7 @@ def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, Predicto
 def _check_output(config: InferConfig) -> None:
     """Refuse a folder with the results of another model or bundle, and a path that is no folder."""
     folder = Path(config.output)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {config.output} is a file; give a folder")
+    probe_folder(folder)
     if (folder / "results.json").is_file():
         other = read_json(folder / "results.json", "results.json of an earlier run")
         before = (other.get("model"), other.get("bundle")) if isinstance(other, dict) else None
@@ -187,8 +184,9 @@ def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[Eva
 
 
 def _score(
-    config: InferConfig, dense: Any, bundle: Bundle, texts: Sequence[EvalText]
+    config: InferConfig, dense: Any, bundle: Bundle, texts: Sequence[EvalText], about: dict[str, Any]
 ) -> list[tuple[EvalText, list[EvalResult]]]:
+    """Score every text, writing results.json after each: what was scored is kept, whatever comes after."""
     asked = [quality_rows(config, first=text is texts[0]) for text in texts]
     total = sum(text.held.tokens * passes(rows) for text, rows in zip(texts, asked, strict=True))
     scored = []
@@ -197,6 +195,8 @@ def _score(
             bar.describe(f"scoring {text.name}")
             qualities = evaluate(dense, bundle, text.held, rows, config.batch_tokens, config.seed, bar.update)
             scored.append((text, qualities))
+            shown = config.densities[0] if config.densities else None
+            report.write_results(report.results(config.model, config.bundle, scored, [], shown) | about, config.output)
     return scored
 
 

@@ -93,9 +93,16 @@ def load_opt(
         if type(error).__name__ != "SafetensorError":
             raise
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
-    missing = [key for key in info["missing_keys"] if key != "lm_head.weight"]
+    tied = bool(getattr(model.config, "tie_word_embeddings", True))  # then the head is the embedding, and not stored
+    missing = [key for key in info["missing_keys"] if key != "lm_head.weight" or not tied]
     if missing or info["mismatched_keys"]:
         raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}")
+    surplus = sorted(key for key in info["unexpected_keys"] if ".layers." in key)
+    if surplus:
+        raise UserError(
+            f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
+            f" {model.config.num_hidden_layers}); give the config that belongs to them"
+        )
     model.eval()
     if device_map is None:
         model.to(torch.device(device))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json
+from dejavu_train.files import read_sealed, sha256_file
 from dejavu_train.models.opt import torch_dtype
 from dejavu_train.predictors.custom import PredictorClass, build_custom, chosen_classes, custom_tensors, load_custom
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -26,6 +26,22 @@ class Stored(NamedTuple):
     predictor: nn.Module
 
 
+def check_predictor(folder: str | Path) -> dict[str, Any]:
+    """The metadata of a finished predictor, after comparing it and the tensors with their digests.
+
+    Raises:
+        UserError: missing, damaged or changed.
+    """
+    folder = Path(folder)
+    metadata = read_sealed(folder / "predictor.json", "a finished predictor")
+    path = folder / "predictor.safetensors"
+    if not path.is_file():
+        raise UserError(f"the predictor in {folder} lacks {path.name}; delete the folder, and it is trained anew")
+    if metadata.get("sha256") not in (None, sha256_file(path)):
+        raise UserError(f"{path} was changed since it was written; delete the folder, and it is trained anew")
+    return metadata
+
+
 def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | None = None) -> Stored:
     """Read ``predictor.json`` and ``predictor.safetensors``.
 
@@ -36,7 +52,7 @@ def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | N
         UserError: missing, damaged, or tensors that do not fit the metadata.
     """
     folder = Path(folder)
-    metadata = read_json(folder / "predictor.json", "a finished predictor")
+    metadata = check_predictor(folder)
     try:
         tensors = load_file(folder / "predictor.safetensors")
         predictor = build_predictor(metadata, classes or {}, f"the predictor in {folder}")

@@ -261,6 +261,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if self.backend != "mask":
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
         positions = positions_of(shape, attention_mask, position_ids, past, self.device)
+        if labels is not None and isinstance(self.sparse_from, str) and not past:
+            raise UserError(
+                "sparse_from='prompt' takes all of a scored text for the prompt and leaves every position dense;"
+                " set sparse_from to a position, 0 for all"
+            )
         sparse = sparse_positions(self.sparse_from, positions, past)
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
         if self.backend == "mask":

@@ -1,6 +1,8 @@
 """What watches a training run: resumable checkpoints, progress, and rows per second of loader and step."""
 
+import io
 import logging
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -12,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dejavu_train import progress
-from dejavu_train.files import replacing
+from dejavu_train import progress, signals
+from dejavu_train.files import check_zip, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -22,43 +24,65 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints are written aside and renamed: a kill while saving leaves the one before."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        buffer = io.BytesIO()  # writing to a file, torch does not say what the operating system refused
+        torch.save(checkpoint, buffer)
         with replacing(path) as temporary:
-            torch.save(checkpoint, temporary)
+            temporary.write_bytes(buffer.getbuffer())
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        check_zip(path)
+        return super().load_checkpoint(path, *arguments, **options)
 
 
 class SaveLast(Checkpoint):
-    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed."""
+    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed; when a signal asks to end,
+    saves and ends the fit.
+
+    It is saved behind a step at which neither a validation is due nor an epoch ends, the next one: from there Lightning
+    goes on as if nothing had happened. A fit that was killed and goes on ends with the very same predictor.
+    """
 
     def __init__(self, path: Path, seconds: float) -> None:
         super().__init__()
         self.path, self.seconds = path, seconds
         self._saved_at = 0.0
+        self._due = False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._saved_at = time.monotonic()
-
-    def _save(self, trainer: lightning.Trainer) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            trainer.save_checkpoint(self.path)
-            self._saved_at = time.monotonic()
+        self._due = False
+        signals.hear()  # Lightning has taken SIGTERM, after which it would end as if all were done
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        due = time.monotonic() - self._saved_at > self.seconds
-        if trainer.world_size > 1 and trainer.global_step % 20 == 0:  # all ranks must take part in a save
-            due = bool(trainer.strategy.reduce_boolean_decision(due, all=False))
-        elif trainer.world_size > 1:
-            due = False
-        if due:
-            self._save(trainer)
+        due = self._due or time.monotonic() - self._saved_at > self.seconds
+        stop = signals.pending()
+        if trainer.world_size > 1:  # all ranks must take part in a save
+            together = trainer.global_step % 20 == 0
+            due = together and bool(trainer.strategy.reduce_boolean_decision(due, all=False))
+            stop = together and bool(trainer.strategy.reduce_boolean_decision(stop, all=False))
+        if (due or stop) and _resumes_here(trainer):
+            trainer.save_checkpoint(self.path)
+            self._saved_at, self._due = time.monotonic(), False
+        if stop:
+            signals.stop_if_pending()
+            raise signals.Interrupted(signal.SIGTERM)  # another rank was asked
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._save(trainer)
+        self._due = self._due or (trainer.state.fn == "fit" and not trainer.sanity_checking)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if time.monotonic() - self._saved_at > 1 or trainer.world_size > 1:
-            self._save(trainer)
+        self._due = self._due or time.monotonic() - self._saved_at > 1
+
+
+def _resumes_here(trainer: lightning.Trainer) -> bool:
+    """Whether a checkpoint behind this step is resumed exactly: a validation that is due now would be left out."""
+    epoch = trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
+    last = epoch.batch_progress.current.ready >= trainer.num_training_batches
+    accumulating = epoch.batch_progress.current.ready % trainer.accumulate_grad_batches != 0
+    return not (last or accumulating or fetcher is None or epoch._should_check_val_fx(fetcher))
 
 
 class Rates(Callback):

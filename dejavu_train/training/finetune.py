@@ -13,6 +13,7 @@ Letters: B windows, T positions, n units, e width of a unit, d model width, V vo
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -220,6 +221,8 @@ def finetune(
             ((divergence + price * spent / ledger.dense) / passes).backward()
             nats += float(divergence.detach()) / passes
             share += ledger.share(float(spent.detach())) / passes
+        if not math.isfinite(nats):
+            raise UserError(f"tuning: the loss is not finite at step {step}; lower tune.learning_rate or tune.width")
         optimiser.step()
         schedule.step()
         price = next_price(price, share, ledger.budget)

@@ -13,15 +13,18 @@ because a script under DDP is executed again by every rank, and nothing but the 
 
 import contextlib
 import dataclasses
-import fcntl
+import json
 import logging
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +36,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dejavu_train import signals
 from dejavu_train.config import RunConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed, write_text
+from dejavu_train.locks import Held, claim, ours
+from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.stages import Stage
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line
@@ -48,6 +54,7 @@ from dejavu_train.training.trainer import as_list, build_loggers, build_trainer,
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
+CHILD_SECONDS = 60.0  # a child has so long to save and end
 COVARIANCE_ROWS = 16_384
 Job = tuple[int, str]
 
@@ -63,14 +70,22 @@ def has_predictor(output: str | Path, job: Job) -> bool:
 
 
 def is_finished(output: str | Path, job: Job, stage: Stage) -> bool:
-    """Whether the job's folder holds the finished predictor of this stage."""
-    return has_predictor(output, job) and stage.made(stored_stage(job_folder(output, job)))
+    """Whether the job's folder holds the finished predictor of this stage, as it was written."""
+    folder = job_folder(output, job)
+    if not has_predictor(output, job) or not stage.made(stored_stage(folder)):
+        return False
+    try:
+        check_predictor(folder)
+    except UserError as error:
+        logger.info("layer %d %s is trained anew: %s", *job, error)
+        return False
+    return True
 
 
 def stored_stage(folder: Path) -> Any:
     """What ``stage.json`` of an artefact's folder says; None where there is none."""
     path = folder / "stage.json"
-    return read_json(path, "the description of a stage") if path.is_file() else None
+    return read_sealed(path, "the description of a stage") if path.is_file() else None
 
 
 def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
@@ -79,22 +94,20 @@ def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
     if stage.made(before):
         return
     for path in folder.iterdir():
-        if path.name != ".lock":
+        if path.name != ".holders":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(folder / "stage.json", stage.to_json() | {"density": density})
+    write_sealed(folder / "stage.json", stage.to_json() | {"density": density})
 
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Hold the job's lock for the duration, or yield False where another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as file:
+    """Hold the job's folder for the duration, or yield False where another process holds it."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(claim(folder / ".holders", uuid.uuid4().hex))
+        except Held:
             yield False
             return
-        os.set_inheritable(file.fileno(), True)  # a child process keeps the lock if we are killed
         yield True
 
 
@@ -125,14 +138,38 @@ def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
                 str(job[0]),
                 job[1],
                 title,
+                json.dumps(ours()),
             ]
             root = str(Path(__file__).resolve().parents[2])  # wherever train.py was called from
             paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
             environment = os.environ | {"PYTHONPATH": paths}
-            code = subprocess.run(command, close_fds=False, check=False, env=environment).returncode
-            if code:
-                raise SystemExit(code)
+            _run_child(command, environment)
     return True
+
+
+def _run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a process and its own children to their end; they end with us, unless we are killed.
+
+    Raises:
+        SystemExit: with its code, where that is not 0.
+        Interrupted: it was ended by a signal.
+    """
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        code = child.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait(CHILD_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    number = -code if code < 0 else code - 128
+    if number in signals.HEARD:
+        raise signals.Interrupted(number)
+    if code:
+        raise SystemExit(code)
 
 
 def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
@@ -228,9 +265,8 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
         if section.steps == 0:  # the first values are the predictor
             trainer.validate(module, datamodule=data, verbose=False)
         else:
-            _fit_from(trainer, module, data, last)
-            if trainer.interrupted:
-                raise KeyboardInterrupt
+            with signals.deferred():
+                _fit_from(trainer, module, data, last)
             path = best.best_model_path
             if not path or not Path(path).is_file():
                 raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")
@@ -264,7 +300,7 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     except MisconfigurationException as error:
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
-    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         if resume is None or trainer.global_step > 0:
             raise
         raise UserError(f"cannot resume from {last} ({type(error).__name__}); delete it to start anew") from None
@@ -300,7 +336,7 @@ def export(
         "sha256": sha256_file(folder / "predictor.safetensors"),
         "metrics": {name.removeprefix("val/"): value for name, value in metrics.items()},
     }
-    write_json(folder / "predictor.json", metadata)
+    write_sealed(folder / "predictor.json", metadata)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
@@ -323,7 +359,7 @@ def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], li
     rows = []
     for job in jobs:
         if has_predictor(output, job):
-            metadata = read_json(job_folder(output, job) / "predictor.json", "a finished predictor")
+            metadata = read_sealed(job_folder(output, job) / "predictor.json", "a finished predictor")
             metrics = metadata["metrics"]
             rates = [metrics["loader_rows_per_s"], metrics["step_rows_per_s"]]
             rows.append([job[0], job[1], metadata["rank"], *(metrics[name] for name in names), *rates])

@@ -125,12 +125,28 @@ class LitPredictor(lightning.LightningModule):
             contribution = None if batch.contribution is None else batch.contribution.float()
             return self.loss(logits.float(), Batch(batch.inputs, batch.active, contribution))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Nothing of ours draws while it trains; a callback or a loss of the user's may.
+        checkpoint["random"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.state.fn == "fit" and "random" in checkpoint:
+            torch.set_rng_state(checkpoint["random"].cpu())
+
     def training_step(self, raw: dict[str, Tensor], _index: int) -> Tensor:
         with torch.no_grad():
             batch = self.make_batch(raw, self._train_contribution)
         loss = self._loss_of(self.predictor(batch.inputs), batch)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.inputs))
         return loss
+
+    def on_validation_start(self) -> None:
+        # Looked at here, not at every step: a GPU would have to be waited for.
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.predictor.parameters()):
+            raise UserError(
+                f"the predictor of the target {self.target} is not finite after {self.trainer.global_step} steps;"
+                f" lower {self.target}.learning_rate ({self.learning_rate:g}), or train in float32"
+            )
 
     def validation_step(self, raw: dict[str, Tensor], _index: int) -> None:
         batch = self.make_batch(raw, need_contribution=True)

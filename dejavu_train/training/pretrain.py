@@ -6,10 +6,13 @@ torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on fr
 """
 
 import dataclasses
+import io
 import logging
 import math
+import pickle
 import sys
 import time
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
+from dejavu_train import signals
 from dejavu_train.data.text import (
     PARAGRAPH_HASHES,
     START_TOKEN,
@@ -31,7 +35,7 @@ from dejavu_train.data.text import (
     write_paragraph_hashes,
 )
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.files import replacing, write_json
+from dejavu_train.files import check_zip, replacing, write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress, progress
@@ -312,7 +316,11 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
     state_path = Path(config.output) / "pretraining.ckpt"
     step, elapsed = 0, 0.0
     if state_path.is_file():
-        state = torch.load(state_path, map_location=device, weights_only=True)
+        try:
+            check_zip(state_path)
+            state = torch.load(state_path, map_location=device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise UserError(f"{state_path} is damaged ({error}); delete it to start anew") from None
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -326,8 +334,10 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
             "step": step,
             "elapsed": elapsed,
         }
+        buffer = io.BytesIO()  # writing to a file, torch does not say what the operating system refused
+        torch.save(state, buffer)
         with replacing(state_path) as temporary:
-            torch.save(state, temporary)
+            temporary.write_bytes(buffer.getbuffer())
 
     loss_function = torch.compile(training_loss) if config.compile else training_loss
     model.train()
@@ -360,8 +370,9 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
             elapsed = offset + time.monotonic() - began
             shown.describe("pretraining", f"{entropy.item():.4f} nats a token, {elapsed:.0f} s")
         shown.update()
-        if time.monotonic() - saved_at >= config.checkpoint_seconds:
+        if signals.pending() or time.monotonic() - saved_at >= config.checkpoint_seconds:
             save()
+            signals.stop_if_pending()
             saved_at = time.monotonic()
     shown.close()
     return {"steps": step, "seconds": round(elapsed, 1), "tokens": step * config.batch_rows * config.context}
@@ -390,7 +401,8 @@ def pretrain(config: PretrainConfig) -> Path:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     model = make_model(config, len(tokenizer)).to(device)
-    metadata = _train(model, RowSampler(stream, config.context, config.batch_rows, config.seed), config, device)
+    with signals.deferred():
+        metadata = _train(model, RowSampler(stream, config.context, config.batch_rows, config.seed), config, device)
 
     model.eval()
     # What is shipped is fp16, so what is measured is the fp16 weights (computed in fp32).

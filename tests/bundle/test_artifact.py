@@ -10,9 +10,9 @@ import torch
 from bundles import make_bundle
 from safetensors.torch import load_file, save_file
 
-from dejavu_train.bundle.artifact import METADATA, TENSORS, Bundle, _digest
+from dejavu_train.bundle.artifact import METADATA, TENSORS, Bundle
 from dejavu_train.errors import UserError
-from dejavu_train.files import sha256_file
+from dejavu_train.files import json_digest, sha256_file
 from dejavu_train.predictors.quantization import quantise_rows, stored_rows
 
 
@@ -38,7 +38,7 @@ def rewrite(folder, change_metadata=None, change_tensors=None):
         metadata["tensors_sha256"] = sha256_file(folder / TENSORS)
     if change_metadata:
         change_metadata(metadata)
-    (folder / METADATA).write_text(json.dumps(metadata | {"sha256": _digest(metadata)}))
+    (folder / METADATA).write_text(json.dumps(metadata | {"sha256": json_digest(metadata)}))
 
 
 def one_line(error) -> str:
@@ -230,7 +230,7 @@ def test_pickle_is_never_read(folder):
     metadata = json.loads((folder / METADATA).read_text())
     metadata.pop("sha256")
     metadata["tensors_sha256"] = sha256_file(folder / TENSORS)  # even when somebody vouches for it
-    (folder / METADATA).write_text(json.dumps(metadata | {"sha256": _digest(metadata)}))
+    (folder / METADATA).write_text(json.dumps(metadata | {"sha256": json_digest(metadata)}))
     with pytest.raises(UserError, match="not readable safetensors") as error:
         Bundle.from_pretrained(folder)
     one_line(error)

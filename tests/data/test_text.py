@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 
 import numpy as np
 import pytest
@@ -102,6 +103,44 @@ def test_jsonl_and_compressed_files(tmp_path):
         assert documents == [Document("first", "one"), Document("1", "two")]
 
 
+def test_json_lines_end_at_newlines_only(tmp_path):
+    texts = ["one\u2028two\u2029three\u0085four\x0cfive", "six"]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in texts).encode())
+    assert [document.text for document in load_documents(TextSource(source=str(path)))[0]] == texts
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_and_a_byte_order_mark_change_no_document(tmp_path, text_file, end):
+    plain = text_file.read_text(encoding="utf-8")
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + plain.replace("\n", end).encode())
+    assert load_documents(TextSource(source=str(path)))[0] == cut_plain_text(plain)
+
+
+@pytest.mark.parametrize(
+    "separator", [" ", "\n", ". ", "", "\n\x0c\n"], ids=["words", "lines", "sentences", "none", "form feeds"]
+)
+def test_text_without_blank_lines_is_cut(separator):
+    text = separator.join(["word" * 5] * 20_000)
+    documents = cut_plain_text(text)
+    assert all(4000 <= len(document.text) <= 40_000 for document in documents[:-1]) and len(documents) > 9
+    assert re.sub(r"\s", "", "".join(d.text for d in documents)) == re.sub(r"\s", "", text)
+
+
+def test_long_documents_of_jsonl_are_cut_as_plain_text_is(tmp_path, text_file):
+    text = text_file.read_text(encoding="utf-8")
+    path = tmp_path / "books.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"id": name, "text": text}) for name in "ab") + '\n{"id": "c", "text": "short"}'
+    )
+    documents, _ = load_documents(TextSource(source=str(path)))
+    parts = [part.text for part in cut_plain_text(text)]
+    assert [document.text for document in documents] == [*parts, *parts, "short"]
+    assert documents[0].name == "a.0" and len({document.name for document in documents}) == len(documents)
+    split_documents(documents, "books.jsonl")
+
+
 def test_documents_budget_is_drawn_with_the_seed(text_file):
     drawn = [load_documents(TextSource(source=str(text_file), documents=9, seed=s))[0] for s in (1, 1, 2)]
     assert len(drawn[0]) == 9 and drawn[0] == drawn[1] != drawn[2]
@@ -113,6 +152,12 @@ def test_documents_budget_is_drawn_with_the_seed(text_file):
     ("latin.txt", "caf\xe9 ".encode("latin-1") * 9, "not UTF-8"),
     ("bad.jsonl", b"{}\n", "field 'text'"),
     ("cut.jsonl", b'{"text": "a"}\n{"te', "line 2"),
+    ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', "line 2 of .*must be text, got null"),
+    ("number.jsonl", b'\n{"text": 3}', "line 2 of .*must be text, got int"),
+    ("deep.jsonl", b"[" * 100_000, "line 1"),
+    ("list.jsonl", b'["text"]', "line 1"),
+    ("half.jsonl", b'{"text": "\\ud800"}', "line 1 .*surrogate"),
+    ("sixteen.txt", "text".encode("utf-16"), "not UTF-8"),
     ("cut.txt.xz", lzma.compress(b"abc" * 99)[:-20], "damaged"),
 ])  # fmt: skip
 def test_bad_files_are_one_clear_line(tmp_path, name, content, message):

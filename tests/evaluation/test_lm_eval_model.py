@@ -20,7 +20,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval import paper as paper_module
 from dejavu_train.evaluation.lm_eval import run as run_module
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import TasksConfig, parse
+from dejavu_train.evaluation.lm_eval.run import TasksConfig, read_config
 from dejavu_train.evaluation.lm_eval.tasks import TASKS
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.masked import masking
@@ -251,5 +251,5 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
 
 def test_the_configurations_are_read():
     for name, kind in (("opt-mini", TasksConfig), ("paper", paper_module.PaperConfig)):
-        read = parse(kind, [f"--config={REPOSITORY / 'configs/eval' / name}.yaml"], "")
+        read = read_config(kind, [f"--config={REPOSITORY / 'configs/eval' / name}.yaml"], "")
         assert read == kind(), "the files spell the defaults out"

@@ -9,7 +9,7 @@ from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.files import locked, read_json, replacing, require_disk, sha256_file, write_json
+from dejavu_train.files import read_json, replacing, require_disk, sha256_file, write_json
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 
 
@@ -119,12 +119,10 @@ def test_half_written_files_never_take_the_name(tmp_path):
         read_json(tmp_path / "b.json", "the thing")
 
 
-def test_disk_and_lock(tmp_path):
+def test_disk(tmp_path):
     with pytest.raises(UserError, match="needs 1000000000.00 GB"):
         require_disk(tmp_path / "not" / "yet", 10**18, "collecting")
     require_disk(tmp_path, 1, "collecting")
-    with locked(tmp_path / "lock"):
-        pass
 
 
 def test_user_errors_are_one_line_and_code_2(capsys):

@@ -56,7 +56,7 @@ def test_a_job_leaves_a_finished_predictor(config, tmp_path):
 
 
 def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
-    """Stopped after 30 of 80 steps, the next attempt starts from the checkpoint at step 20."""
+    """Stopped after 30 of 80 steps, the next attempt starts behind the validation at step 20."""
     run = config()
     seen = []
 
@@ -78,9 +78,9 @@ def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
         fit(run, (0, "mlp"), "layer 0 mlp")
     assert seen[-1] == 30 and not has_predictor(run.output, (0, "mlp"))
     checkpoint = torch.load(job_folder(run.output, (0, "mlp")) / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 20
+    assert checkpoint["global_step"] == 21  # the step behind the validation
     fit(run, (0, "mlp"), "layer 0 mlp")
-    assert seen[31] == 20 and seen[-1] == 79 and has_predictor(run.output, (0, "mlp"))
+    assert seen[31] == 21 and seen[-1] == 79 and has_predictor(run.output, (0, "mlp"))
 
 
 def test_a_damaged_checkpoint_is_named(config):

@@ -106,6 +106,15 @@ def negative_log_likelihood(logits, token):
 
 
 @compiled()
+def not_finite(logits):
+    """Whether a logit (V,) is NaN or infinite."""
+    total = np.float32(0)
+    for i in range(logits.shape[0]):
+        total += logits[i] - logits[i]
+    return total != np.float32(0)
+
+
+@compiled()
 def head_needed(state, score):
     """Whether any row needs logits: not where the next token is known and not scored."""
     for b in range(state.row_state.shape[0]):
@@ -123,6 +132,8 @@ def advance(state, work, mode, score):
         at = state.position[b] + 1
         known = at < state.known[b]
         logits = work.logits[b]
+        if (score or not known) and state.fault[b] == 0 and not_finite(logits):
+            state.fault[b] = at
         if known:
             token = np.int64(state.tokens[b, at])
             if score:

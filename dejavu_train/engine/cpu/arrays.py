@@ -103,6 +103,7 @@ class State(Group):
     temperature: np.ndarray
     top_p: np.ndarray
     seed: np.ndarray
+    fault: np.ndarray
     keys: np.ndarray
     values: np.ndarray
     attn_in: np.ndarray
@@ -115,7 +116,7 @@ class State(Group):
         """Forget all rows; caches keep their content, which no watermark and no position reaches."""
         for array, value in ((self.position, 0), (self.known, 0), (self.limit, 0), (self.sparse_from, 0)):
             array[:] = value
-        self.row_state[:], self.stops[:], self.watermark[:] = DONE, -1, 0
+        self.row_state[:], self.stops[:], self.watermark[:], self.fault[:] = DONE, -1, 0, 0
 
 
 class Scratch(Group):
@@ -179,6 +180,7 @@ def new_state(shape: OPTShape, batch: int, context: int, n_kept: int) -> State:
         temperature=floats(batch) + 1,
         top_p=floats(batch) + 1,
         seed=ints(batch),
+        fault=ints(batch),
         keys=floats(n_layers, batch, h, e, context),
         values=floats(n_layers, batch, h, context, e),
         attn_in=floats(n_kept, batch, context, h * e),

@@ -206,7 +206,7 @@ class CpuEngine:
             prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
             callback: called as (row, token) for each new token as soon as it exists.
         Raises:
-            UserError: see the messages; nothing is decoded then.
+            UserError: see the messages; nothing is decoded then. Or logits that are not finite, while decoding.
         """
         sampler = sampling or Sampling()
         asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
@@ -221,8 +221,17 @@ class CpuEngine:
             if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
                 break
             left -= self._steps(left if callback is None else 1, sampler.mode, False)
+        self._check_logits(n)
         ends = [int(position) + 1 for position in self.state.position[:n]]
         return [self.state.tokens[b, lengths[b] : ends[b]].tolist() for b in range(n)]
+
+    def _check_logits(self, n: int) -> None:
+        """Raise if a logit of the first n rows was not finite since `begin`."""
+        for b, position in enumerate(self.state.fault[:n].tolist()):
+            if position:
+                raise UserError(
+                    f"the logits of row {b} for the token at position {position} are not finite; check the weights"
+                )
 
     def _tell(self, callback: Callback, shown: list[int]) -> None:
         for b, first in enumerate(shown):
@@ -253,6 +262,7 @@ class CpuEngine:
             left = max(n) - 1
             while left > 0:
                 left -= self._steps(left, "greedy", True)
+            self._check_logits(len(n))
             result += [torch.from_numpy(self.state.nll[b, 1:length].copy()) for b, length in enumerate(n)]
         return result
 

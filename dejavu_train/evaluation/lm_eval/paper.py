@@ -24,7 +24,7 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, parse, versions
+from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, read_config, versions
 from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, compare, quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
 from dejavu_train.evaluation.restructure import STRUCTURES, check_structure, restructured
@@ -65,16 +65,26 @@ class PaperConfig:
     model: str = "checkpoints/opt-mini"
     bundle: str = "checkpoints/demo/bundle"
     output: str = "checkpoints/demo/paper"
-    tables: list[str] = dataclasses.field(default_factory=lambda: list(TABLES))
-    tasks: list[str] = dataclasses.field(default_factory=lambda: list(TASKS))
-    texts: list[str] = dataclasses.field(default_factory=lambda: ["wikitext"])
+    tables: tuple[str, ...] = tuple(TABLES)
+    tasks: tuple[str, ...] = tuple(TASKS)
+    texts: tuple[str, ...] = ("wikitext",)
     folder: str | None = None
     include_path: str = "configs/tasks"
-    shots: list[int] = dataclasses.field(default_factory=lambda: [0, 5])
+    shots: tuple[int, ...] = (
+        0,
+        5,
+    )
     limit: int | None = None
-    sparsities: list[float] = dataclasses.field(default_factory=lambda: [0.25, 0.5, 0.62, 0.75, 0.85, 0.9])
-    selections: list[str] = dataclasses.field(default_factory=lambda: list(SELECTED_BY))
-    structures: list[str] = dataclasses.field(default_factory=lambda: list(STRUCTURES[1:]))
+    sparsities: tuple[float, ...] = (
+        0.25,
+        0.5,
+        0.62,
+        0.75,
+        0.85,
+        0.9,
+    )
+    selections: tuple[str, ...] = tuple(SELECTED_BY)
+    structures: tuple[str, ...] = tuple(STRUCTURES[1:])
     batch_size: int | str = "auto"
     device: str = "auto"
     dtype: str = "float32"
@@ -197,7 +207,7 @@ def table(rows: Sequence[PaperRow]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write paper.json and fig7.png."""
-    config: PaperConfig = parse(PaperConfig, argv, "The paper's tables that are about tasks.")
+    config: PaperConfig = read_config(PaperConfig, argv, "The paper's tables that are about tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
     quiet()

@@ -10,9 +10,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
-import jsonargparse
 import torch
 import transformers
 
@@ -33,8 +32,10 @@ from dejavu_train.evaluation.lm_eval.tasks import (
 )
 from dejavu_train.files import write_json, write_text
 from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.parser import parse
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,11 @@ class TasksConfig:
     model: str = "checkpoints/opt-mini"
     bundle: str = "checkpoints/demo/bundle"
     output: str = "checkpoints/demo/tasks"
-    tasks: list[str] = dataclasses.field(default_factory=lambda: list(TASKS))
-    texts: list[str] = dataclasses.field(default_factory=lambda: ["wikitext"])
+    tasks: tuple[str, ...] = tuple(TASKS)
+    texts: tuple[str, ...] = ("wikitext",)
     folder: str | None = None
     include_path: str = "configs/tasks"
-    shots: list[int] = dataclasses.field(default_factory=lambda: [0, 5])
+    shots: tuple[int, ...] = (0, 5)
     limit: int | None = None
     backend: str = "mask"
     mlp_density: float | None = None
@@ -106,25 +107,9 @@ def check_asked(config: Any) -> None:
         raise UserError(f"--batch_size must be auto or a number, got {config.batch_size}")
 
 
-class Parser(jsonargparse.ArgumentParser):
-    """Raises a mistake as UserError instead of printing the usage."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        raise UserError(message) from None
-
-
-def parse(kind: Any, argv: Sequence[str] | None, description: str) -> Any:
-    """Defaults of the dataclass ``kind``, then the YAML of ``--config``, then flags.
-
-    Raises:
-        UserError: an unknown key, a value of the wrong type, a file that cannot be read.
-    """
-    parser = Parser(description=description)
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below as keys")
-    parser.add_class_arguments(kind, None)
-    parsed = parser.parse_args(None if argv is None else list(argv))
-    parsed.pop("config", None)
-    config = kind(**vars(parsed))
+def read_config(kind: type[T], argv: Sequence[str] | None, description: str) -> T:
+    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    config: Any = parse(kind, argv, "python -m dejavu_train.evaluation.lm_eval", description)
     config.check()
     return config
 
@@ -195,7 +180,7 @@ def versions() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write."""
-    config: TasksConfig = parse(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
+    config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     quiet()
     transformers.utils.logging.disable_progress_bar()

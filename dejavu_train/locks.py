@@ -1,0 +1,172 @@
+"""Who works on a folder: each holder has a file of its own beside the others', and looks at theirs before it goes on.
+
+No lock of the file system is used, so this holds on network file systems as well. A claim is two steps: write one's own
+file, then read the others'. Of two that claim at once at least one sees the other and gives way, so two that exclude
+each other never both go on. Files have unique names, so removing that of a holder that is gone takes nobody else's.
+
+A holder is gone if its process is (on this machine), or if its file was not touched for two minutes (on another one;
+a thread touches it every fifteen seconds).
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.files import write_text
+
+HEARTBEAT_SECONDS = 15.0
+GONE_SECONDS = 120.0
+_ours: dict[str, str] = {}  # folders that this process holds together with others, and the identity
+TRIES = 6  # of two that claimed at once and both gave way, one comes first in the next round
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A process that holds a folder."""
+
+    pid: int
+    host: str
+    machine: str
+    started: str
+    identity: str | None
+    note: Any = None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Held(Exception):
+    """Another process holds the folder and excludes us."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__(str(holder))
+        self.holder = holder
+
+
+def _machine() -> str:
+    """What tells whether a pid means anything here: the boot of the machine, and the container."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _started(pid: int) -> str | None:
+    """When the process began, as the system counts; empty where it does not say, None if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return ""
+
+
+def _alive(path: Path, holder: Holder, now: float) -> bool:
+    if holder.machine == _machine():
+        return _started(holder.pid) == holder.started
+    return now - path.stat().st_mtime < GONE_SECONDS
+
+
+def holders(folder: str | Path, own: Path | None = None) -> list[Holder]:
+    """The processes that hold ``folder`` now, but for that with the file ``own``; files of those gone are removed."""
+    found = []
+    # What the clock of the file system says: that of another machine may differ.
+    now = time.time() if own is None else own.stat().st_mtime
+    for path in sorted(Path(folder).glob("*.json")) if Path(folder).is_dir() else []:
+        if path == own:
+            continue
+        try:
+            holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+            if _alive(path, holder, now):
+                found.append(holder)
+                continue
+        except FileNotFoundError:
+            continue  # it let go meanwhile
+        except (ValueError, TypeError):
+            pass  # not written by us: files appear whole
+        path.unlink(missing_ok=True)
+    return found
+
+
+@contextlib.contextmanager
+def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> Iterator[None]:
+    """Hold ``folder``, a folder of holders' files, together with those of the same ``identity``.
+
+    Args:
+        identity: None excludes everybody.
+        note: JSON that others read of us.
+
+    Raises:
+        Held: somebody of another identity holds it.
+    """
+    folder = Path(folder)
+    holder = Holder(os.getpid(), socket.gethostname(), _machine(), _started(os.getpid()) or "", identity, note)
+    path = folder / f"{holder.host}-{holder.pid}-{uuid.uuid4().hex[:8]}.json"
+    for left in reversed(range(TRIES)):
+        write_text(path, json.dumps(dataclasses.asdict(holder)))
+        try:
+            others = [other for other in holders(folder, path) if identity is None or other.identity != identity]
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        if not others:
+            break
+        path.unlink(missing_ok=True)
+        if not left:
+            raise Held(others[0])
+        time.sleep(random.uniform(0.01, 0.1))
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    threading.Thread(target=touch, name="holder", daemon=True).start()
+    if identity is not None:
+        _ours[str(folder)] = identity
+    try:
+        yield
+    finally:
+        done.set()
+        _ours.pop(str(folder), None)
+        path.unlink(missing_ok=True)
+
+
+def ours() -> dict[str, str]:
+    """Folders that this process holds, and by which identity: a child that goes on without us claims them too."""
+    return dict(_ours)
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path, waiting_message: str | None = None) -> Iterator[None]:
+    """Hold ``folder`` alone, waiting for another holder; the message is printed with who that is."""
+    with contextlib.ExitStack() as stack:
+        told = False
+        while True:
+            try:
+                stack.enter_context(claim(folder))
+                break
+            except Held as held:
+                if waiting_message and not told:
+                    print(f"{waiting_message} ({held.holder})", file=sys.stderr)
+                told = True
+                time.sleep(random.uniform(0.2, 0.6))
+        yield

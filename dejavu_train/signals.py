@@ -1,0 +1,82 @@
+"""SIGINT and SIGTERM end a command in one way: what is being written is finished or taken back, then exit 130 or 143.
+
+By default a signal raises :class:`Interrupted` where it arrives. What must end at a place of its own choosing, such as
+a training loop between two steps, defers it and asks ``pending``; a second signal is never deferred.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+HEARD = (signal.SIGINT, signal.SIGTERM)
+_deferring = 0
+_pending: int | None = None
+
+
+class Interrupted(BaseException):
+    """A signal asked us to end; not an error, so ``except Exception`` lets it pass."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+def _arrived(number: int, _frame: FrameType | None) -> None:
+    global _pending
+    if not _deferring or _pending is not None:
+        raise Interrupted(number)
+    _pending = number
+
+
+def hear() -> dict[int, object]:
+    """Take the signals, also back from a library that took them; returns who had them."""
+    before: dict[int, object] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in HEARD:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                before[number] = signal.signal(number, _arrived)
+    return before
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Within the context signals raise :class:`Interrupted`."""
+    before = hear()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Within the context the first signal waits: until ``stop_if_pending`` is called, or until the context ends."""
+    global _deferring, _pending
+    _deferring += 1
+    try:
+        yield
+    finally:
+        _deferring -= 1
+        waiting = _pending
+        if not _deferring:
+            _pending = None
+    if waiting is not None and not _deferring:
+        raise Interrupted(waiting)
+
+
+def pending() -> bool:
+    """Whether a signal waits."""
+    return _pending is not None
+
+
+def stop_if_pending() -> None:
+    """Raise :class:`Interrupted` if a signal waits."""
+    if _pending is not None:
+        raise Interrupted(_pending)

@@ -1,0 +1,117 @@
+"""A number that is not finite is an error that names layer and target, in every phase; it never becomes a result."""
+
+import dataclasses
+import math
+import shutil
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_opt
+from small_runs import activations, flags
+
+from dejavu_train.bundle.spec import check_spec
+from dejavu_train.cli import parse_config
+from dejavu_train.data.collect import collect
+from dejavu_train.data.text import Document, TextSource
+from dejavu_train.data.windows import CollectConfig
+from dejavu_train.engine.cpu.engine import CpuEngine
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
+from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+from dejavu_train.training.job import fit
+
+
+def broken(tiny_opt, name, value=math.nan):
+    """The model with one weight of layer 1, or of the final norm, that is not a number."""
+    model = load_opt(str(tiny_opt))
+    with torch.no_grad():
+        model.get_parameter(f"model.decoder.{name}").view(-1)[3] = value
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("layers.1.fc1.bias", "MLP's activation of layer 1"),
+        ("layers.1.self_attn.v_proj.bias", "layer 1"),
+        ("layers.0.fc2.bias", "of layer 1 is not finite"),
+    ],
+)
+def test_collecting(tiny_opt, text_file, tmp_path, name, words):
+    folder = save_tiny_opt(tmp_path / "opt")
+    broken(folder, name).save_pretrained(folder)
+    settings = CollectConfig(window=64, train_tokens=200, val_tokens=100, calibration_tokens=100, device="cpu")
+    with pytest.raises(UserError, match=words):
+        collect(str(folder), TextSource(source=str(text_file)), settings, tmp_path / "activations")
+
+
+def test_training(tiny_opt, text_file, tmp_path):
+    shutil.copytree(activations(tiny_opt, text_file), tmp_path / "activations")
+    more = ("--mlp.learning_rate=1e30", "--mlp.steps=8", "--mlp.validations=1")
+    config = parse_config(flags(tiny_opt, text_file, tmp_path, *more))
+    with pytest.raises(UserError, match="predictor of the target mlp is not finite after 8 steps; lower mlp.learning"):
+        fit(config, (0, "mlp"), "layer 0 mlp")
+
+
+def test_scoring_one_text(tiny_opt):
+    model, bundle = broken(tiny_opt, "final_layer_norm.bias"), make_bundle(tiny_opt)
+    held = hold_out([Document("a", "the model reads a token")], load_tokenizer(str(tiny_opt)), 16, None)
+    with pytest.raises(UserError, match="logits of the model in float32 are not finite"):
+        evaluate(model, bundle, held, [EvalSetting("dense")])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_decoding_on_a_cpu(tiny_opt, value):
+    engine = CpuEngine(broken(tiny_opt, "final_layer_norm.bias", value), context=24)
+    with pytest.raises(UserError, match="logits of row 0 for the token at position 3 are not finite"):
+        engine.generate([[2, 5, 6]], 4)
+    with pytest.raises(UserError, match="position 1 are not finite"):
+        engine.score([[2, 5, 6]])
+    sound = CpuEngine(load_opt(str(tiny_opt)), context=24)
+    assert (
+        len(sound.generate([[2, 5, 6]], 4, stop_tokens=())[0]) == 4 and torch.isfinite(sound.score([[2, 5]])[0]).all()
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"threshold": math.nan}, "threshold"),
+        ({"density": 7.0}, "density must be a number from 0 to 1, got 7.0"),
+        ({"recall": math.nan}, "recall"),
+        ({"top_k": 3.5, "threshold": None}, "top_k"),
+        ({"rank": True}, "rank"),
+        ({"rank": "8"}, "rank"),
+    ],
+)
+def test_a_bundles_spec(tiny_opt, changes, words):
+    bundle = make_bundle(tiny_opt)
+    spec = dataclasses.replace(bundle.specs[1, "mlp"], **changes)
+    with pytest.raises(UserError, match=f"here: mlp of layer 1.*{words}"):
+        check_spec(spec, bundle.shape, "here")
+
+
+@pytest.mark.parametrize(
+    "column, change",
+    [("recall", lambda v: [math.nan, *v[1:]]), ("threshold", sorted), ("density", lambda v: [-1, *v[1:]])],
+)
+def test_a_bundles_curve(tiny_opt, column, change):
+    bundle = make_bundle(tiny_opt)
+    spec = bundle.specs[0, "heads"]
+    spec = dataclasses.replace(spec, curve=spec.curve | {column: change(spec.curve[column])})
+    with pytest.raises(UserError, match="heads of layer 0: the calibration curve"):
+        check_spec(spec, bundle.shape, "here")
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_a_whole_text_is_not_scored_as_a_prompt(tiny_opt, backend):
+    dense = load_opt(str(tiny_opt))
+    model = SparseOPTForCausalLM.from_model(dense, make_bundle(tiny_opt), backend, sparse_from="prompt")
+    ids = torch.tensor([[2, 5, 6, 7]])
+    model(ids)
+    with pytest.raises(UserError, match="leaves every position dense; set sparse_from"):
+        model(ids, labels=ids)
+    model.sparse_from = 0
+    assert torch.isfinite(model(ids, labels=ids).loss)
