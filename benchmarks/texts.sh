@@ -20,7 +20,9 @@ export -f one
 mini() {
   cat <<EOF
 --training self --seed 1 --label self-1.2M-3000-steps --text.sample.tokens=1200000 --mlp.steps=3000 --heads.steps=3000
---training self --label self-tuned --tune.steps=300 --tune.density=0.1
+--training self --label self-tuned --tune.steps=300 --tune.density=0.18
+--training self --seed 1 --label self-tuned --tune.steps=300 --tune.density=0.18
+--training self --seed 2 --label self-tuned --tune.steps=300 --tune.density=0.18
 --training self --yardsticks
 --training docs $file
 --training self --seed 1

@@ -110,7 +110,7 @@ class PredictorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
-    """How the trained neuron predictors are tuned in the model, before the final calibration."""
+    """How the trained neuron predictors are tuned in the model, all heads computed, before the final calibration."""
 
     steps: int = 0
     """Optimiser steps; 0: not at all. 300 halve the loss at a budget, on a GPU."""

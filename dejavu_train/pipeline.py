@@ -198,7 +198,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
     if config.tune.steps:
         tuning = tune_stage(config)
         if not tuning.made(stored_stage(output / "tuned")):
-            settings = config.calibrate
+            settings = dataclasses.replace(config.calibrate, head_density=1.0)  # one error at a time: see TuneConfig
             if config.tune.density is not None:
                 settings = dataclasses.replace(
                     settings, mlp_density=config.tune.density, budget=None, retained_mass=None
