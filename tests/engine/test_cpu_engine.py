@@ -202,7 +202,8 @@ def test_refusals_name_the_remedy(tiny_opt):
 
 
 INTERRUPTED = """
-import sys
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.models.opt import OPTShape
 engine = CpuEngine(CpuWeights.random(OPTShape(256, 1024, 4, 4, 512, 2048)), threads=2)
