@@ -219,7 +219,10 @@ def test_ctrl_c_leaves_at_once(tmp_path):
     time.sleep(0.3)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    try:
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert b"KeyboardInterrupt" in told and process.returncode != 0
     assert time.monotonic() - started < 5
 
