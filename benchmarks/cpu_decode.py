@@ -28,7 +28,7 @@ from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import read_bandwidth
 from dejavu_train.engine.cpu.engine import usable_cores
-from dejavu_train.engine.cpu.plan import TargetPredictor
+from dejavu_train.engine.cpu.selectors import TargetPredictor
 from dejavu_train.models.opt import OPTShape, load_opt
 
 SHAPES = {
@@ -160,9 +160,9 @@ def note_densities(rival: Rival) -> None:
     """What the last step selected: neurons of the last layer, heads of all."""
     engine = rival.engine
     assert engine is not None
-    if (engine.plan.at[-1, 1] >= 0).any():
+    if (engine.selectors.at[-1, 1] >= 0).any():
         rival.mlp.append(float(engine.scratch.counts[:, 0].sum()) / engine.shape.d_ffn)
-    sparse = engine.plan.kept >= 0
+    sparse = engine.selectors.kept >= 0
     if sparse.any():
         rival.heads.append(float((engine.state.watermark[sparse] == engine.state.position[:, None]).mean()))
 

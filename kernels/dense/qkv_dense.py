@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.common.checks import check_projection, n_sms, use_pdl
 from kernels.common.launch import wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.batched import dense_qkv
+from kernels.dense.dense_batch import qkv_batch
 from kernels.dense.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings
 
 
@@ -99,7 +99,7 @@ def qkv_dense(
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
     batch, n_heads, head_dim, d = check_projection(x, weight, bias, q, k_cache, v_cache, position)
     if batch > 1:
-        dense_qkv(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
+        qkv_batch(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
     pdl = use_pdl(pdl, q.device)
     settings = settings or row_settings(d)

@@ -35,8 +35,8 @@ from kernels.common.launch import (
     wait_for_predecessor,
 )
 from kernels.mlp.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
-from kernels.mlp.packed_rows import PackedRows
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def cascade_reference(
 
 
 @triton.jit
-def _listed_kernel(
+def _cascade_kernel(
     x,
     upper,
     rest,
@@ -206,7 +206,7 @@ def cascade(
     x: Tensor,
     weights: CascadeWeights,
     selection: Selection,
-    out: PackedRows,
+    out: PackedSelection,
     row_state: Tensor | None = None,
     pdl: bool = False,
     warps: int | None = None,
@@ -234,7 +234,7 @@ def cascade(
     warps = min(warps or cascade_settings(d)[1], max(1, first // 32))
     pdl = use_pdl(pdl, x.device)
     planes = (weights.upper, weights.rest, weights.step, weights.scale, weights.bias, weights.stage2_threshold)
-    _listed_kernel[(min(n, programs or cascade_settings(d)[0]),)](
+    _cascade_kernel[(min(n, programs or cascade_settings(d)[0]),)](
         x, *planes, row_state, out.ids, out.count, selection.row_bits, out.values, W=words, W0=first, W1=second,
         CAP=2 if INTERPRET else 16, LINES=next_power_of_two(-(-3 * words // 32)), ASM=not INTERPRET, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,

@@ -7,7 +7,7 @@
 r, unit, u, step and threshold as in cascade.py. u and r are whole numbers of at most 7 and 127, exact in fp16, and a
 tensor core's sums of their products are exact in fp32 up to widths of 18,000, so every backend finds the same set. One
 kernel rounds x; in the other a program owns a block of the selection, multiplies the upper planes of its candidates
-with all rows at once, and rewrites the block's list. What passed is then computed by `listed_batch` from whole rows of
+with all rows at once, and rewrites the block's list. What passed is then computed by `fc1_batch` from whole rows of
 fc1."""
 
 from dataclasses import dataclass

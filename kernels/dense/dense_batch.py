@@ -1,6 +1,6 @@
 """Dense layers of several batch rows: cuBLAS does the products, two small kernels what lies between them.
 
-    q, k_cache, v_cache <- n W^T + b                      n = LayerNorm(x), head-major rows (`dense_qkv`)
+    q, k_cache, v_cache <- n W^T + b                      n = LayerNorm(x), head-major rows (`qkv_batch`)
     out = residual + bias + y W^T  or  y W                (`dense_add`)
     hidden = act(n W^T + b)                               (`dense_hidden`)
 
@@ -68,7 +68,7 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     return n
 
 
-def dense_qkv(
+def qkv_batch(
     x: Tensor,
     ln: LayerNormWeights,
     weight: Tensor,

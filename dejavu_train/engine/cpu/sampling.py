@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE, TOP_P
-from dejavu_train.engine.cpu.rows import SUMS, exp_negative
-from dejavu_train.engine.cpu.team import bits_from_float, compiled
+from dejavu_train.engine.cpu.threads import bits_from_float, compiled
+from dejavu_train.engine.cpu.vector_ops import SUMS, exp_negative
 
 
 @compiled()
