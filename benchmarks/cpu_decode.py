@@ -142,7 +142,7 @@ def random_transformers(shape: OPTShape) -> Any:
     return OPTForCausalLM(config).eval()
 
 
-def take_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
+def run_in_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
     """``rounds`` times every rival takes ``steps`` steps, the first of each turn not counted: caches are another's."""
     for _ in range(rounds):
         for rival in rivals:
@@ -209,8 +209,8 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[
             continue
         model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
         for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):
-            made = CpuEngine(model, used, stored=stored, group=group, **options)
-            engines.append((f"{name}-{stored}", made))
+            engine = CpuEngine(model, used, stored=stored, group=group, **options)
+            engines.append((f"{name}-{stored}", engine))
     return engines[0][1].shape, engines, args.live_share if args.shape else ""
 
 
@@ -258,7 +258,7 @@ def main() -> int:
         rivals.append(our_rival(name, engine, rows, tokens + 1))
         for _ in range(WARM_UP):
             engine.step()
-    take_turns(rivals, args.rounds, args.steps)
+    run_in_turns(rivals, args.rounds, args.steps)
     bandwidth = max(bandwidth, read_bandwidth())
     conditions = {
         "date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu_name(), "threads": usable_cores(),

@@ -84,7 +84,7 @@ def choose_execution(
     measured: bool = True,
     kv_policy: str = "backfill",
 ) -> dict[tuple[int, str], ExecutionMode]:
-    """The form of every (layer, target) that has a predictor. measured: False = sparse wherever there is one."""
+    """How every (layer, target) with a predictor runs. measured: False = sparse wherever there is one."""
     modes = {}
     for (layer, target), predictor in predictors.items():
         union = expected_union(predictor.density, batch, predictor.frequency)

@@ -58,7 +58,7 @@ class DecodeStep:
         self,
         weights: DecodeWeights,
         predictors: Mapping[Key, TargetPredictor],
-        forms: Mapping[Key, ExecutionMode],
+        modes: Mapping[Key, ExecutionMode],
         batch: int,
         context: int,
         kv_policy: str,
@@ -86,7 +86,7 @@ class DecodeStep:
         fused = {layer for layer in range(shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
-        masked = {key for key, form in forms.items() if not form.sparse}
+        masked = {key for key, each in modes.items() if not each.sparse}
         self.caches = [
             self._cache(layer, (layer, "heads") in predictors and (layer, "heads") not in masked)
             for layer in range(shape.n_layers)

@@ -202,10 +202,10 @@ def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -
             if key in parameters or class_name == "WandbLogger":
                 given.setdefault(key, value)
         Path(config.output).mkdir(parents=True, exist_ok=True)
-        made = kind(**given, **(entry.get("dict_kwargs") or {}))
+        built = kind(**given, **(entry.get("dict_kwargs") or {}))
         # Lightning hands wandb a setting that wandb warns about, once per job.
-        getattr(made, "_wandb_init", {}).pop("anonymous", None)
-        loggers.append(made)
+        getattr(built, "_wandb_init", {}).pop("anonymous", None)
+        loggers.append(built)
     return loggers
 
 

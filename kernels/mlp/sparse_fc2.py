@@ -156,12 +156,12 @@ def _entries(ids, values, first, n, STRIDE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def gathered_tiles(w, rows, wanted, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS listed rows in pieces (BLOCK,), row by row; a row for which `wanted` is zero is not read."""
+def gathered_tiles(w, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS gathered rows in pieces (BLOCK,), row by row; a row for which `live` is zero is not read."""
     tiles = ()
     for r in tl.static_range(ROWS):
         at = w + rows[r].to(tl.int64) * D
-        limit = tl.where(wanted[r] != 0, D, 0)
+        limit = tl.where(live[r] != 0, D, 0)
         for j in tl.static_range((D + BLOCK - 1) // BLOCK):
             c = j * BLOCK + columns
             tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)

@@ -217,7 +217,7 @@ class CpuEngine:
         n, shown = len(prompts), list(lengths)
         while True:
             if callback is not None:
-                self._tell(callback, shown)
+                self._notify(callback, shown)
             if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
                 break
             left -= self._steps(left if callback is None else 1, sampler.mode, False)
@@ -233,7 +233,7 @@ class CpuEngine:
                     f"the logits of row {b} for the token at position {position} are not finite; check the weights"
                 )
 
-    def _tell(self, callback: Callback, shown: list[int]) -> None:
+    def _notify(self, callback: Callback, shown: list[int]) -> None:
         for b, first in enumerate(shown):
             end = int(self.state.position[b]) + 1
             for token in self.state.tokens[b, first:end].tolist():

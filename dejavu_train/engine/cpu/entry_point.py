@@ -47,12 +47,12 @@ enter = _entry_point(_stamp())
 def prepare(arguments: tuple[Any, ...]) -> None:
     """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long."""
 
-    def tell() -> None:
+    def show_notice() -> None:
         print("compiling the CPU engine: about 10 s, once; later starts read it from the cache", file=sys.stderr)
 
     from numba import typeof
 
-    notice = threading.Timer(NOTICE_SECONDS, tell)
+    notice = threading.Timer(NOTICE_SECONDS, show_notice)
     notice.daemon = True
     notice.start()
     try:

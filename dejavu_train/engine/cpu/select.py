@@ -119,11 +119,11 @@ def choose_largest(logits, k, bit, chosen):
 
 
 @compiled()
-def rows_in_state(state, wanted):
+def rows_in_state(state, row_state):
     """Bits of the batch rows in this state."""
     bits = 0
     for b in range(state.row_state.shape[0]):
-        if state.row_state[b] == wanted:
+        if state.row_state[b] == row_state:
             bits |= 1 << b
     return bits
 

@@ -90,11 +90,11 @@ class _Flat:
         return start
 
     def arrays(self) -> dict[str, np.ndarray]:
-        made = {}
+        result = {}
         for name, parts in self.parts.items():
             dtype = DTYPES.get(name, np.float32)
-            made[name] = np.concatenate(parts).astype(dtype) if parts else np.zeros(1, dtype)
-        return made
+            result[name] = np.concatenate(parts).astype(dtype) if parts else np.zeros(1, dtype)
+        return result
 
 
 def _stored(weight: Tensor, kind: int) -> np.ndarray:
