@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import use_pdl, wait_for_predecessor
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import column_block, load_vector, wait_for_predecessor
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import normalised_pieces
 from kernels.mlp.select import Selection

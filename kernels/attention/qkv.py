@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_projection, check_shape, use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.checks import check_projection, check_shape
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.common.checks import use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
 
 BLOCK = 1024

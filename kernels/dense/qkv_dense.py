@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_projection, n_sms, use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.checks import check_projection
+from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import qkv_batch
 from kernels.dense.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings

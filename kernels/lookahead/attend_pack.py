@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
-from kernels.common.checks import check_shape, use_pdl
+from kernels.common.checks import check_shape
+from kernels.common.launch import use_pdl
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack_launch, pack_ranges
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
-from kernels.common.checks import check_shape, use_pdl
-from kernels.common.launch import dot_type, wait_for_predecessor
+from kernels.common.checks import check_shape
+from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_selection
 

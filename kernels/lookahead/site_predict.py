@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.head_select import head_select_reference
-from kernels.common.checks import check_device, check_shape, use_pdl
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import use_pdl
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.mlp.predict import norm_launch, norm_sums, normalised_rows, row_values
 from kernels.mlp.select import PredictorWeights, Selection, unscaled

@@ -17,16 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    INTERPRET,
-    check_input,
-    check_tensor,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import INTERPRET, check_input, check_tensor, require
+from kernels.common.launch import next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.mlp.cascade import CascadeWeights, second_stage
 from kernels.mlp.cascade_parts import ROUND
 from kernels.mlp.select import Selection

@@ -17,16 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, QUANTIZED_TYPES, check_input, check_tensor, require
 from kernels.common.launch import (
-    FLOAT_TYPES,
-    INTERPRET,
-    QUANTIZED_TYPES,
-    check_input,
-    check_tensor,
     load_vector,
     next_power_of_two,
     programmatic,
-    require,
     start_dependents_and_wait,
     wait_for_predecessor,
 )

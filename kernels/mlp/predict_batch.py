@@ -10,18 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    INTERPRET,
-    QUANTIZED_TYPES,
-    check_input,
-    check_tensor,
-    dot_type,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, QUANTIZED_TYPES, check_input, check_tensor, require
+from kernels.common.launch import dot_type, padded_batch, programmatic, wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["batch", "n_rows"])

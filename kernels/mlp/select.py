@@ -14,18 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    QUANTIZED_TYPES,
-    check_input,
-    check_tensor,
-    dot_type,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, QUANTIZED_TYPES, check_input, check_tensor, require
+from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
 from kernels.mlp.predict import norm_sums, predict_down, to_float
 from kernels.mlp.predict_batch import predict_down_batch

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import INTERPRET, column_block, load_vector, wait_for_predecessor
+from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import PackedSelection, gathered_tiles
 
 

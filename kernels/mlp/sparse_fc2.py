@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import INTERPRET, start_dependents_and_wait, wait_for_predecessor
+from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`

@@ -17,18 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    INTERPRET,
-    check_input,
-    check_tensor,
-    list_slots_wide,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
+from kernels.common.launch import list_slots_wide, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 

@@ -127,7 +127,7 @@ def test_nan_never_passes_and_mistakes_are_named(device):
     both, scratch = Selection.from_mask(candidates.repeat(2, 1), 16), InputLevels.empty(2, 32, device)
     cascade_test(torch.full_like(rows, float("nan")), weights, both, state, scratch)
     assert not both.to_mask(2).any() and not both.counts.any()
-    with pytest.raises(ValueError, match=r"weights.upper must have shape \(40, 3\)"):
+    with pytest.raises(ValueError, match=r"weights.upper: expected shape \(40, 3\)"):
         cascade(x[:, :24].contiguous(), weights, selection, packed)
     with pytest.raises(ValueError, match="for one batch row"):
         cascade(rows, weights, selection, packed)

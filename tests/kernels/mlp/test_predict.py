@@ -59,7 +59,7 @@ def test_refusals(device):
         predict_down(x.repeat(2, 1), ln, weight, norm_sums(weight, ln), out)
     with pytest.raises(ValueError, match="needs a scale"):
         predict_down(x, ln, weight.to(torch.int8), norm_sums(weight, ln), out)
-    with pytest.raises(ValueError, match="sums must have shape"):
+    with pytest.raises(ValueError, match="sums: expected shape"):
         predict_down(x, ln, weight, norm_sums(weight[:3], ln), out)
 
 

@@ -66,7 +66,7 @@ def test_refusals(device):
     x, fc1, bias, _, _, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
     with pytest.raises(ValueError, match="sparse_mlp"):
         fc1_batch(x[:1].contiguous(), fc1, bias, Selection.from_mask(mask[:1]), rows)
-    with pytest.raises(ValueError, match="x must be float16"):
+    with pytest.raises(ValueError, match="x: expected float16"):
         fc1_batch(x, fc1.half(), bias, Selection.from_mask(mask), rows)
     with pytest.raises(ValueError, match="does not fit a weight of 40"):
         fc1_batch(x, fc1, bias, Selection.empty(39, device), rows)
