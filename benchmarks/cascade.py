@@ -70,7 +70,7 @@ class Problem:
         """Microseconds p20, p50, p80, of packing the list of one row too."""
         packed = PackedSelection.empty(self.n, "cuda")
         levels = InputLevels.empty(self.batch, self.d, "cuda")
-        listed = BatchActivations.empty(self.n, self.batch, self.d, torch.float16, "cuda")
+        activations = BatchActivations.empty(self.n, self.batch, self.d, torch.float16, "cuda")
         state = torch.ones(self.batch, dtype=torch.int32, device="cuda")
 
         def one_row(i: int) -> None:
@@ -83,7 +83,7 @@ class Problem:
         def several_rows(i: int) -> None:
             if provider == "cascade":
                 cascade_test(self.x, self.planes[i], self.selections[i], state, levels, pdl=pdl)
-            fc1_batch(self.x, self.fc1[i], self.bias, self.selections[i], listed, pdl=pdl)
+            fc1_batch(self.x, self.fc1[i], self.bias, self.selections[i], activations, pdl=pdl)
 
         step = one_row if self.batch == 1 else several_rows
         # A selection becomes what passed; without putting it back a second replay would test fewer rows.

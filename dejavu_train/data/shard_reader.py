@@ -1,7 +1,7 @@
 """Reads activation shards (written by shards.py) and checks them against their manifest."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +130,6 @@ class ShardReader:
         except OSError as error:
             raise UserError(f"a shard of layer {self.layer} is damaged ({error}); {COLLECT_AGAIN}") from None
         return self._checked(result, name, self._paths[0].parent)
-
-    def iterate(self, *names: str) -> Iterator[tuple[Tensor, ...]]:
-        """Go through the set in order, block by block, reading the named datasets."""
-        for start, stop in self.blocks():
-            yield tuple(self.read(name, start, stop) for name in names)
 
     def windows(self) -> list[list[int]]:
         """The sequences of token ids behind the rows, without padding."""

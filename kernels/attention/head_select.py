@@ -147,7 +147,7 @@ def head_select(
 
 
 def head_selection(n_heads: int, device: torch.device | str) -> Selection:
-    """An empty selection of heads in the form this kernel writes: one id a block."""
+    """An empty selection of heads as this kernel writes it: one id a block."""
     selection = Selection.empty(n_heads, device, block=1)
     selection.ids.copy_(torch.arange(n_heads, dtype=torch.int32))
     return selection

@@ -19,7 +19,7 @@ from kernels.dense.dense_gemv import RowSettings, normalised_vector, row_pieces,
 
 
 def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=False) -> None:
-    """Plain torch; also the batched form on the GPU, where a matrix product is cuBLAS's. No host synchronisation."""
+    """Plain torch; also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
     batch, n_heads, head_dim = q.shape
     n = layer_norm_reference(x, ln, weight.dtype)
     rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + bias.float().flatten()

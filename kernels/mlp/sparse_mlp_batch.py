@@ -61,7 +61,7 @@ def _fc1_batch_kernel(
     counts_ptr,
     row_bits_ptr,
     values_ptr,
-    listed_ptr,
+    out_ids_ptr,
     count_ptr,
     n_blocks,
     batch,
@@ -112,14 +112,14 @@ def _fc1_batch_kernel(
         y = tl.where((((bits[:, None] >> b[None, :]) & 1) != 0) & there, y, 0.0)
         y = y.to(values_ptr.dtype.element_ty)
         live = tl.sum((y != 0).to(tl.int32), 1) > 0
-        tl.store(listed_ptr + items, tl.where(live, rows, -1), mask=valid)
+        tl.store(out_ids_ptr + items, tl.where(live, rows, -1), mask=valid)
         tl.store(values_ptr + items[:, None] * BATCH + b[None, :], y, mask=valid[:, None])
 
 
 @triton.jit(do_not_specialize=["batch"])
 def _fc2_batch_kernel(
     values_ptr,
-    listed_ptr,
+    ids_ptr,
     count_ptr,
     w_ptr,
     bias_ptr,
@@ -148,7 +148,7 @@ def _fc2_batch_kernel(
     acc = tl.zeros((STRIPE, BATCH), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
         items = start + r
-        rows = tl.load(listed_ptr + items, mask=items < last, other=-1)
+        rows = tl.load(ids_ptr + items, mask=items < last, other=-1)
         h = tl.load(values_ptr + items[:, None] * BATCH + b[None, :], mask=(items < last)[:, None], other=0.0)
         at = w_ptr + tl.maximum(rows, 0).to(tl.int64)[:, None] * D + columns[None, :]
         if D % STRIPE == 0:

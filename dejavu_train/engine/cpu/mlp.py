@@ -45,7 +45,7 @@ def dense_mlp(model, selectors, state, work, layer, bits, thread, n_threads):
 
 @compiled()
 def sparse_mlp(model, selectors, state, work, layer, thread, n_threads):
-    """The neurons that all threads listed together, in equal shares whoever found them."""
+    """The neurons that all threads selected together, in equal shares whichever thread found them."""
     n = model.fc1_bias.shape[1]
     work.partial[1, thread], read = 0, 0
     total = 0

@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-GROUPINGS = ("documents", "random", "embedding", "selections", "independent")
 STEPS = 8
 REPEATS = 8  # random orders that are averaged
 
