@@ -165,8 +165,8 @@ class Problem:
         """The largest difference from the reference over the set's own selection, relative to its largest value."""
         self.out.fill_(float("nan"))
         self.step_whole(i)
-        want = fc2_batch_reference(self._activations(i), self.fc2_t[i], self.b2, self.x[i])
-        error = float((self.out - want).abs().max() / want.abs().max())
+        expected = fc2_batch_reference(self._activations(i), self.fc2_t[i], self.b2, self.x[i])
+        error = float((self.out - expected).abs().max() / expected.abs().max())
         if not error < 5e-3:
             raise AssertionError(f"sparse MLP differs from its reference by {error:.2e} at {self.n} x {self.d}")
         return error

@@ -91,7 +91,7 @@ class _ConfigParser(Parser):
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The values of all files and of the flags of mappings, and the other flags as jsonargparse wants them."""
+        """The values of all files and of the flags of mappings, and the other flags as jsonargparse expects them."""
         free = [name for name, kind in self.types.items() if _is_mapping(kind)]
         values: dict[str, Any] = _nested(
             {name: default for name in free if isinstance(default := self.get_default(name), dict) and default}

@@ -1,4 +1,4 @@
-"""How long work takes, told to whom it may concern: a bar on a terminal, a line every half minute elsewhere."""
+"""Progress and remaining time: a bar on a terminal, a line every half minute elsewhere."""
 
 import logging
 import sys
@@ -58,7 +58,7 @@ class Progress:
             self._bar.update(units)
 
     def describe(self, what: str, values: str = "") -> None:
-        """Say what is done now, and the latest figures beside it."""
+        """Say what is done now, and the latest values beside it."""
         self.what, self._values = what, values
         if self._bar is not None:
             self._bar.set_description(what, refresh=False)

@@ -273,7 +273,7 @@ def _sample(
 
 
 def _is_whole(folder: Path, part: int, rows: int, length: int) -> bool:
-    """Whether a part of an interrupted run is there and holds as many rows as this run wants of it."""
+    """Whether a part of an interrupted run is there and holds as many rows as this run needs of it."""
     path = folder / f"part_{part:04d}.xz"
     return path.is_file() and len(decode_rows(path.read_bytes(), length)) == rows
 

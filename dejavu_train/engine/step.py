@@ -220,7 +220,7 @@ class DecodeStep:
         return graph
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
-        """One token for every row that is not done; every N-th step is dense where a guard wants that."""
+        """One token for every row that is not done; every N-th step is dense where a guard asks for that."""
         call = mode, score, self.guard is not None and self.guard.due()
         if not self._graphed:
             self.eager(*call)

@@ -1,4 +1,4 @@
-"""Reads an OPT model and a bundle, writes the tensors as the decode engine wants them: one layout for dense and sparse.
+"""Reads an OPT model and a bundle, writes the tensors as the decode engine reads them: one layout for dense and sparse.
 
 fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
 stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
@@ -278,7 +278,7 @@ def load_predictors(
     Args:
         dtype: of the model; predictors are kept in it.
         codes: keep specs of int8 or int4 as codes with row scales (int4 a byte a code): what one row at a time
-            wants. Several rows are a library's matrix product, which takes one dtype.
+            reads. Several rows are a library's matrix product, which takes one dtype.
     Raises:
         UserError: thresholds that were never calibrated.
     """

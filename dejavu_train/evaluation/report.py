@@ -31,7 +31,7 @@ def results(
         model, bundle: folders or hub ids.
         scored: every text with its rows, in the order of the tables.
         timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
-        layers_at: asked density of the MLPs to which the figures per layer belong.
+        layers_at: asked density of the MLPs to which the metrics per layer belong.
     """
     return {
         "schema": SCHEMA,

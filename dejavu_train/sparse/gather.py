@@ -252,7 +252,7 @@ class GatherDecoder:
         layer.watermark[skipped] = layer.length
 
     def _write_kv(self, attention: Any, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
-        """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that want and lack them."""
+        """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that need and lack them."""
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
         assert layer.watermark is not None and layer.valid is not None
         source = layer.attn_in[:, low : layer.length]  # (B, L, d)

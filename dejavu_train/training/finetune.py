@@ -46,7 +46,7 @@ class Gate(torch.autograd.Function):
 
     ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) is what one kept unit costs.
     ``curvature`` (..., n), or 0, is the loss's second derivative along a unit's switch: near the dense model the
-    gradient of what is kept vanishes although dropping it would cost half the curvature, so a logit is told
+    gradient of what is kept vanishes although dropping it would cost half the curvature, so the gradient of a logit is
     f(1) - f(0) = f'(s) + (1/2 - s) f'', not f'(s).
     """
 

@@ -1,7 +1,7 @@
 """Builds the Lightning Trainer of one job: what the configuration says, and what every job needs.
 
 The section ``trainer`` of the configuration is a plain mapping until :func:`resolved_arguments` has Lightning's own
-signature read it, so that a mistake elsewhere is told before Lightning, which takes seconds, is imported.
+signature read it, so that a mistake elsewhere is reported before Lightning, which takes seconds, is imported.
 """
 
 import contextlib

@@ -45,7 +45,7 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def two_tiles(d: int) -> tuple[int, int]:
-    """Splits d, no power of two as `tl.arange` wants it, into the largest one and the one that covers the rest (or 0).
+    """Splits d into the largest power of two (`tl.arange` takes no other size) and the one that covers the rest (or 0).
 
     >>> two_tiles(9216), two_tiles(7168), two_tiles(4096)
     ((8192, 1024), (4096, 4096), (4096, 0))

@@ -2,9 +2,9 @@
 
 Built on the harness's ``HFLM``: tokens, windows of long texts, generation, cutting at stop strings and the cache of
 answers are its own. Scoring is ours, because ``sparse_from="prompt"`` needs to know where a continuation begins, and
-because only a continuation's logits are wanted.
+because only a continuation's logits are requested.
 
-Letters: B rows, T positions, K positions whose logits are wanted, V vocabulary.
+Letters: B rows, T positions, K positions whose logits are requested, V vocabulary.
 """
 
 import logging

@@ -165,7 +165,7 @@ def paper(config: PaperConfig) -> list[PaperRow]:
         v: (bundle if v.table == "structures" else alone.at(v.mlp_density, v.head_density))
         for v in asked
         if v.selection != "dense"
-    }  # before anything slow: what the bundle lacks is told here
+    }  # before anything slow: what the bundle lacks is an error here
     questions = all_questions(config)
     dense = load_opt(config.model, config.dtype, resolve_device(config.device))
     lm = DejavuLM(dense, sparse_from=0, tokenizer=load_tokenizer(config.model), batch_size=config.batch_size)

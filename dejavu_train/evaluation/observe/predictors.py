@@ -1,4 +1,4 @@
-"""How well the bundle's predictors tell what the dense model does (section 5.2 of the paper), layer by layer.
+"""How well the bundle's predictors predict the dense model (section 5.2 of the paper), layer by layer.
 
 A predictor reads the dense model's hidden states, and its selection is held against the dense model's units; in the
 sparse model the inputs differ a little. The second stage of a cascade is left out: these are the predictors' own.

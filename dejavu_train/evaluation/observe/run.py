@@ -100,7 +100,7 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
 
 
 def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> Rows:
-    """Everything that one dense pass over ``held`` tells, layer by layer; memory does not grow with the text.
+    """All observations of one dense pass over ``held``, layer by layer; memory does not grow with the text.
 
     (Except for the sets of at most ``config.requests`` windows, bit-packed, and a number a window.)
     """
