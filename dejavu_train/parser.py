@@ -91,7 +91,7 @@ class _ConfigParser(Parser):
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The values of all files and of the flags of mappings, and the other flags as jsonargparse wants them."""
+        """The values of all files and of the flags of mappings, and the other flags as jsonargparse expects them."""
         free = [name for name, kind in self.types.items() if _is_mapping(kind)]
         values: dict[str, Any] = _nested(
             {name: default for name in free if isinstance(default := self.get_default(name), dict) and default}
@@ -161,8 +161,8 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     if not any(flag.startswith("--print_config") for flag in flags):
         values = {name: value for name, value in values.items() if name not in free}
     written = yaml.safe_dump(values, default_flow_style=True, width=math.inf)
-    made = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
-    fields = {field.name: made[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    instances = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
+    fields = {field.name: instances[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     config = kind(**fields | free)
     _check_finite(dataclasses.asdict(config), "")  # type: ignore[call-overload]
     return config
@@ -170,14 +170,14 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """``above`` laid over ``below``: mappings are merged, unless the upper one names a class; other values replace."""
-    made = dict(below)
+    result = dict(below)
     for key, value in above.items():
-        before = made.get(key)
+        before = result.get(key)
         if isinstance(value, dict) and isinstance(before, dict) and "class_path" not in value:
-            made[key] = merged(before, value)
+            result[key] = merged(before, value)
         else:
-            made[key] = value
-    return made
+            result[key] = value
+    return result
 
 
 def _fields(kind: type[Any], prefix: str = "") -> tuple[set[str], dict[str, Any]]:

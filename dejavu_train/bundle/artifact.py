@@ -71,9 +71,9 @@ class Bundle:
     def predictor(self, layer: int, target: str) -> nn.Module:
         """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32."""
         where, prefix = f"the {target} predictor of layer {layer}", tensor_name(layer, target, "")
-        made = build_predictor(vars(self.specs[layer, target]), self.classes, where)
+        predictor = build_predictor(vars(self.specs[layer, target]), self.classes, where)
         stored = {n.removeprefix(prefix): tensor for n, tensor in self.tensors.items() if n.startswith(prefix)}
-        return as_stored(made, stored, where).requires_grad_(False).eval()
+        return as_stored(predictor, stored, where).requires_grad_(False).eval()
 
     def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
         """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""

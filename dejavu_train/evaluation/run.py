@@ -225,8 +225,8 @@ def _generate(
     """The text, and what the guard measured, where one is asked for."""
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
-        made = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
-        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True)), None
+        generated = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
+        return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None
     model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}

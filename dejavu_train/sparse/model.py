@@ -81,7 +81,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         self._gathering = False  # within a call that gather runs in place of the engine
         self._guard: Guard | None = None
         self._guarded: GuardState | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
 
     @classmethod
@@ -116,15 +116,15 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         if isinstance(sparse_from, str) and sparse_from != "prompt":
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
-        made = _adopt(cls, model)
-        made.backend, made.sparse_from, made.kv_policy = backend, sparse_from, kv_policy
-        made._auto, made._ops, made._guard = (
+        sparse = _adopt(cls, model)
+        sparse.backend, sparse.sparse_from, sparse.kv_policy = backend, sparse_from, kv_policy
+        sparse._auto, sparse._ops, sparse._guard = (
             backend == "auto",
             ops,
             guard if guard is not None and guard.every else None,
         )
-        made.set_bundle(bundle)
-        return made.eval()
+        sparse.set_bundle(bundle)
+        return sparse.eval()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -194,7 +194,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except Unsupported as refusal:
                 if not self._auto:
                     raise
-                self._tell(refusal)
+                self._log_once(refusal)
                 self.backend = "gather"
         if self.backend == "mask":
             self._selector, self._means = Predicted(bundle, self.device, self), bundle.head_means(self.device)
@@ -216,11 +216,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             self._decoder = GatherDecoder(self, self.bundle, self.kv_policy, self._guarded)
         return self._decoder
 
-    def _tell(self, refusal: UserError) -> None:
+    def _log_once(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
         text = str(refusal).removesuffix("; use backend='gather'")
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             logger.warning("%s: the backend gather runs instead", text)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -288,7 +288,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except Unsupported as refusal:
                 if not self._auto:
                     raise
-                self._tell(refusal)
+                self._log_once(refusal)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         return self._forward_sparse(*tokens, positions, sparse, **common)
 
@@ -356,7 +356,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except Unsupported as refusal:
                 if not self._auto:
                     raise
-                self._tell(refusal)
+                self._log_once(refusal)
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
@@ -387,12 +387,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
     """A model of class ``cls`` with the modules of ``model``: nothing is copied, nothing initialised."""
     with torch.device("meta"):
-        made = cls(model.config)
-    made.model, made.lm_head = model.model, model.lm_head
-    made.generation_config = model.generation_config
+        adopted = cls(model.config)
+    adopted.model, adopted.lm_head = model.model, model.lm_head
+    adopted.generation_config = model.generation_config
     if hasattr(model, "hf_device_map"):
-        made.hf_device_map = model.hf_device_map
-    return made
+        adopted.hf_device_map = model.hf_device_map
+    return adopted
 
 
 def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:

@@ -138,17 +138,17 @@ class PaperRow:
 
 def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
     """All that is asked, in the order of the tables."""
-    made = [Variant("table4", "predicted", "sequential", *pair) for pair in TABLE4 if "table4" in config.tables]
+    result = [Variant("table4", "predicted", "sequential", *pair) for pair in TABLE4 if "table4" in config.tables]
     if "fig7" in config.tables:
         for sparsity in config.sparsities:
             pair = densities_for(sparsity, bundle.shape)
-            made += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
+            result += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
     if "structures" in config.tables:
         own = (bundle.mean_density("mlp"), bundle.mean_density("heads"))
         for structure in config.structures:
-            made.append(Variant("structures", "dense", structure))
-            made.append(Variant("structures", "predicted", structure, *own))
-    return made
+            result.append(Variant("structures", "dense", structure))
+            result.append(Variant("structures", "predicted", structure, *own))
+    return result
 
 
 def paper(config: PaperConfig) -> list[PaperRow]:
@@ -165,7 +165,7 @@ def paper(config: PaperConfig) -> list[PaperRow]:
         v: (bundle if v.table == "structures" else alone.at(v.mlp_density, v.head_density))
         for v in asked
         if v.selection != "dense"
-    }  # before anything slow: what the bundle lacks is told here
+    }  # before anything slow: what the bundle lacks is an error here
     questions = all_questions(config)
     dense = load_opt(config.model, config.dtype, resolve_device(config.device))
     lm = DejavuLM(dense, sparse_from=0, tokenizer=load_tokenizer(config.model), batch_size=config.batch_size)

@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     quiet()
     transformers.utils.logging.disable_progress_bar()
-    load_tokenizer(config.model)  # a wrong model is told before anything else
+    load_tokenizer(config.model)  # a wrong model is refused before any work
     rows = tasks(config)
     print(table(rows))
     found = {
