@@ -10,7 +10,7 @@ import torch
 from bundles import make_bundle
 from safetensors.torch import load_file, save_file
 
-from dejavu_train.bundle.artifact import METADATA, TENSORS, Bundle
+from dejavu_train.bundle.artifact import CARD, METADATA, TENSORS, Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, sha256_file
 from dejavu_train.predictors.quantization import quantise_rows, stored_rows
@@ -52,7 +52,7 @@ def test_roundtrip(bundle, folder):
     assert again.specs == bundle.specs
     assert again.metadata == {"text": "made up"}
     assert again.targets == ["mlp", "heads"]
-    assert sorted(path.name for path in folder.iterdir()) == [METADATA, TENSORS]
+    assert sorted(path.name for path in folder.iterdir()) == [CARD, METADATA, TENSORS]
     for name, tensor in bundle.tensors.items():
         torch.testing.assert_close(again.tensors[name], tensor, rtol=0, atol=0)
     again.save_pretrained(folder)  # over an existing one
