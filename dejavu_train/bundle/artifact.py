@@ -113,7 +113,15 @@ class Bundle:
         return sum(found) / len(found) if found else 1.0
 
     def with_densities(self, densities: Mapping[Key, float], top_k: bool = False) -> "Bundle":
-        """The same predictors with thresholds for the given densities; specs not named stay as they are."""
+        """The same predictors with thresholds for the given densities; specs not named stay as they are.
+
+        Args:
+            densities: in (0, 1], by (layer, target).
+            top_k: select the k largest logits of a token, density n_out of them, in place of those above a threshold.
+
+        Raises:
+            UserError: a key or a density that cannot be.
+        """
         specs = dict(self.specs)
         for key, density in densities.items():
             if key not in specs:
@@ -123,6 +131,11 @@ class Bundle:
 
     def at(self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool = False) -> "Bundle":
         """The same predictors at other mean densities, shared out over the layers as their curves ask; 1.0 is dense.
+
+        Args:
+            mlp_density: mean over the layers, in (0, 1]; None: as it is.
+            head_density: the same for the heads.
+            top_k: as in :meth:`with_densities`.
 
         Raises:
             UserError: a density outside (0, 1], or a target this bundle has no predictors for.
@@ -200,6 +213,8 @@ class Bundle:
         """Read a bundle from a folder or a hub id.
 
         Args:
+            name: the folder, or ``OWNER/NAME`` on the hub.
+            revision: commit or tag on the hub.
             predictor_class: of custom predictors: the class, or classes by the names that the bundle gives them. The
                 bundle names its classes and none is ever imported for it.
 
