@@ -10,7 +10,6 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.shape import read_shape
 from dejavu_train.parser import parse
 
-
 TRAINING_PACKAGES = ("lightning", "torchmetrics", "h5py")
 
 

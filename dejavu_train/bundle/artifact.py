@@ -183,7 +183,8 @@ class Bundle:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``bundle.json``, ``predictors.safetensors`` and the model card ``README.md`` into ``folder``.
 
-        The card may be changed or removed afterwards: no digest covers it. The metadata is written last: a kill in between leaves a folder without ``bundle.json``, which is no bundle.
+        The card may be changed or removed afterwards: no digest covers it. The metadata is written last: a kill in
+        between leaves a folder without ``bundle.json``, which is no bundle.
         """
         folder = Path(folder)
         _check_parts(self, "this bundle")
@@ -270,9 +271,7 @@ class Bundle:
             bundle.predictor(*key)  # a class that its tensors do not fit is named now, not in the middle of a run
         return bundle
 
-    def push_to_hub(
-        self, repo_id: str, private: bool = True, token: str | None = None, dry_run: bool = False
-    ) -> str:
+    def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None, dry_run: bool = False) -> str:
         """Upload what :meth:`save_pretrained` writes to a model repository of the Hugging Face hub, made if need be.
 
         Args:
@@ -294,7 +293,9 @@ class Bundle:
         try:
             validate_repo_id(repo_id)
         except HFValidationError as error:
-            raise UserError(f"{repo_id!r} is no repository of the hub ({_first_line(error)}); give OWNER/NAME") from None
+            raise UserError(
+                f"{repo_id!r} is no repository of the hub ({_first_line(error)}); give OWNER/NAME"
+            ) from None
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             if dry_run:
@@ -303,7 +304,8 @@ class Bundle:
             try:
                 api = HfApi(token=token)
                 api.create_repo(repo_id, private=private, exist_ok=True)
-                return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
+                commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle")
+                return str(commit)
             except (HTTPError, OSError) as error:
                 raise UserError(
                     f"cannot push the bundle to {repo_id}: {_first_line(error)}; check the network, the token"

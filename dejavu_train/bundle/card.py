@@ -23,19 +23,23 @@ tags:
 """
 _INTRODUCTION = """# Predictors for contextual sparsity
 
-A small network, the predictor, reads the input of an OPT block and says which MLP neurons and attention heads matter for this token; only their weights are
-read. `predictors.safetensors` holds one predictor for every layer and target, `bundle.json` their thresholds and calibration curves. The model itself is not here.
+A small network, the predictor, reads the input of an OPT block and says which MLP neurons and attention heads matter
+for this token; only their weights are read. `predictors.safetensors` holds one predictor for every layer and target,
+`bundle.json` their thresholds and calibration curves. The model itself is not here.
 """
 _FIGURES = """## Calibration
 
-Measured on documents set aside for calibration, of the same source as those that trained the predictors: **in domain**. Other text may be selected less well;
-`infer.py --text` measures it. Density is the share of units that the predictor selects; in a cascade these are candidates, of which a second stage keeps "selected",
-a share of all units. Recall is the share of the active neurons that are selected; for heads, the overlap with equally many heads of the largest contribution.
-Retained mass is the share of all units' contribution that the selected ones carry. A cascade's recall and retained mass are those of both stages.
+Measured on documents set aside for calibration, of the same source as those that trained the predictors: **in
+domain**. Other text may be selected less well; `infer.py --text` measures it. Density is the share of units that the
+predictor selects; in a cascade these are candidates, of which a second stage keeps "selected", a share of all units.
+Recall is the share of the active neurons that are selected; for heads, the overlap with equally many heads of the
+largest contribution. Retained mass is the share of all units' contribution that the selected ones carry. A cascade's
+recall and retained mass are those of both stages.
 """
 _LOADING = """## Loading
 
-MODEL is the model above, on disk or on the hub, and BUNDLE this folder or its id on the hub. Other weights than those of the hash are refused.
+MODEL is the model above, on disk or on the hub, and BUNDLE this folder or its id on the hub. Other weights than those
+of the hash are refused.
 
 ```python
 from dejavu_train import Bundle, SparseOPTForCausalLM
@@ -96,7 +100,9 @@ def _text(text: Any) -> str:
     if not isinstance(text, dict):
         return "not recorded" if text is None else code(str(text))
     source = text.get("source")
-    said = "text that the model sampled itself" if source == "self" else code(source if isinstance(source, str) else json.dumps(source))  # fmt: skip
+    said = "text that the model sampled itself"
+    if source != "self":
+        said = code(source if isinstance(source, str) else json.dumps(source))
     documents = text.get("documents")
     if isinstance(documents, dict):
         said += " (documents: " + ", ".join(f"{code(str(name))} {code(str(n))}" for name, n in documents.items()) + ")"

@@ -308,7 +308,8 @@ class Api:
         self.calls.append((repo_id, options["private"]))
 
     def upload_folder(self, repo_id, folder_path, **options):
-        self.calls.append((sorted(path.name for path in Path(folder_path).iterdir()), Bundle.from_pretrained(folder_path)))
+        names = sorted(path.name for path in Path(folder_path).iterdir())
+        self.calls.append((names, Bundle.from_pretrained(folder_path)))
         return "https://example.org/commit"
 
 

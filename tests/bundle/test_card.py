@@ -96,7 +96,9 @@ def test_names_of_the_user_break_neither_markdown_nor_front_matter(bundle, tmp_p
     assert line.startswith(f"- model: {fence} a`b") and line.endswith(fence) and line.count(fence) == 2
 
 
-@pytest.mark.parametrize("metadata", [{}, {"text": "made up"}, {"text": {"source": {"class_path": "a.B"}}}, {"stage": 3}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"text": "made up"}, {"text": {"source": {"class_path": "a.B"}}}, {"stage": 3}]
+)
 def test_bundles_that_say_less_have_a_card(bundle, tmp_path, metadata):
     text = written(dataclasses.replace(bundle, metadata=metadata), tmp_path / "bundle")
     assert "- trained on: " in text and len(table(text)) == 4
