@@ -1,15 +1,16 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
 # make test    lint, format check, types, import contracts, tests
 # make tables  the tables of README.md, docs/ and benchmarks/NOTES.md from committed rows
+# make docs    pages of the API from docstrings, in build/docs
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
 
 PYTHON ?= python3
 INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
-CODE = dejavu_train kernels benchmarks tests train.py infer.py
+CODE = dejavu_train kernels benchmarks tests docs/api.py examples train.py infer.py
 
-.PHONY: demo train infer test lint tables clean
+.PHONY: demo train infer test lint tables docs clean
 
 demo: train infer
 
@@ -31,6 +32,9 @@ lint: .venv/dev
 tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
 
+docs: .venv/docs
+	.venv/bin/python docs/api.py
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
@@ -44,5 +48,10 @@ tables: | .venv/bin/python
 	$(PIP) --editable ".[train,large,eval,dev]"
 	@touch $@ .venv/train
 
+.venv/docs: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing what makes the API pages into .venv"
+	$(PIP) --editable ".[train,docs]"
+	@touch $@ .venv/train
+
 clean:
-	rm -rf checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage
+	rm -rf build checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage

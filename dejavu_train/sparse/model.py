@@ -67,6 +67,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     """
 
     def __init__(self, config: OPTConfig) -> None:
+        """For transformers' own use; a model made this way has no bundle."""
         super().__init__(config)
         self.backend = "mask"
         self.sparse_from: SparseFrom = 0
@@ -147,6 +148,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             pretrained_model_name_or_path: folder or hub id of an OPT.
             predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
+            sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
+            kv_policy: of heads that a token skips: ``backfill``, ``always`` or ``stale``, see ``gather``.
+            dtype: ``float32``, ``float16`` or ``bfloat16``.
+            device: where the model lies; ignored when ``device_map`` is given.
+            revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
             guard: as in :meth:`from_model`.
