@@ -43,14 +43,16 @@ from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.data.windows import plan_windows
-from dejavu_train.evaluation.perplexity import EvalCorpus, _Batch, _batches, _Meter, hold_out, increase
-from dejavu_train.files import locked
+from dejavu_train.evaluation.perplexity import EvalBatch, EvalCorpus, _Meter, eval_batches, hold_out, increase
+from dejavu_train.files import read_sealed, sha256_file, write_sealed
+from dejavu_train.locks import locked
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape, resolve_device
 from dejavu_train.pipeline import open_writer, sampled
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 from dejavu_train.predictors.metrics import SelectionSums, total
 from dejavu_train.sparse.masked import masking
+from dejavu_train.training.build import make_predictor
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import deployed_density, export, init_module, job_folder
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -232,8 +234,8 @@ def experts_deployed(dtype: str) -> Iterator[None]:
             predictor.rounded_to = None
             stored(predictor.cpu(), calibration.stored_tensors(predictor, dtype))
 
-    def read_marked(folder: Path) -> Any:
-        found = read(folder)
+    def read_marked(folder: Path, classes: Any = None) -> Any:
+        found = read(folder, classes)
         if found.metadata["target"] == "mlp" and found.metadata["layer"] in EXPERTS:
             found.predictor.__dict__["experts"] = EXPERTS[found.metadata["layer"]]  # not one of its submodules
         return found
@@ -270,7 +272,7 @@ def config_of(options: argparse.Namespace, text: str, seed: int, flags: Sequence
 
 def _vocabulary_file(options: argparse.Namespace) -> Path:
     path = Path(options.work) / "vocabulary.jsonl"
-    with locked(path.with_suffix(".lock"), "another process is writing the vocabulary"):
+    with locked(path.with_suffix(".holders"), "another process is writing the vocabulary"):
         if not path.is_file():
             tokenizer = load_tokenizer(options.model)
             texts = [tokenizer.decode([number]) for number in range(4, len(tokenizer))]
@@ -301,7 +303,7 @@ def fit_layer(variant: Variant, config: RunConfig, job: tuple[int, str], folders
     device = resolve_device("cpu" if config.trainer["accelerator"] == "cpu" else "auto")
     torch.manual_seed(config.seed * 1000 + 2 * layer + (target == "mlp"))
     manifest = ActivationManifest.load(folders[0])
-    shape = manifest.shape
+    sizes = (manifest.shape.d_model, manifest.shape.units(target))
     site, _ = section.site(target, layer)
     names = {"inputs": site, **({"active": "mlp_active"} if target == "mlp" else {"contribution": "head_norm"})}
     readers = [ShardReader(folder, layer, "train") for folder in folders]
@@ -313,9 +315,8 @@ def fit_layer(variant: Variant, config: RunConfig, job: tuple[int, str], folders
 
     def make() -> LitPredictor:
         module = LitPredictor(
-            target, shape.d_model, section.rank_of(layer), shape.units(target), section.nonlinearity, section.bias,
-            deployed_density(config, job, folders[0]), section.loss, fit.learning_rate, section.weight_decay,
-            section.warmup, config.calibrate.dtype_of(target),
+            target, make_predictor(config, job, *sizes), sizes[1], deployed_density(config, job, folders[0]),
+            section.loss, fit.learning_rate, section.weight_decay, section.warmup,
         )  # fmt: skip
         init_module(module, config, job, folders[0], manifest.weight_hash)
         return module.to(device)
@@ -367,7 +368,7 @@ def fit_layer(variant: Variant, config: RunConfig, job: tuple[int, str], folders
                 parameter.copy_(value)
     folder = job_folder(to, job)
     folder.mkdir(parents=True, exist_ok=True)
-    export(folder, config, job, module, {})
+    export(folder, config, job, module.predictor, sizes, {})
     return count
 
 
@@ -425,7 +426,10 @@ def tuned(
     print([f"{m['step']:.0f}: {m['nats']:.4f} at {100 * m['share']:.1f} %" for m in metrics], flush=True)
     for layer, predictor in tuned.items():
         tensors = {name: tensor.contiguous() for name, tensor in predictor.state_dict().items()}
-        save_file(tensors, job_folder(folder, (layer, "mlp")) / "predictor.safetensors")
+        own = job_folder(folder, (layer, "mlp"))
+        save_file(tensors, own / "predictor.safetensors")
+        metadata = read_sealed(own / "predictor.json", "a finished predictor")
+        write_sealed(own / "predictor.json", metadata | {"sha256": sha256_file(own / "predictor.safetensors")})
 
 
 def read_corpora(options: argparse.Namespace) -> dict[str, EvalCorpus]:
@@ -456,7 +460,7 @@ def score(
         for name, (mlp, heads) in points.items()
     }  # fmt: skip
     dense_nats = np.zeros(documents)
-    for batch in _batches(held, batch_tokens, model.device):
+    for batch in eval_batches(held, batch_tokens, model.device):
         dense = _hidden(model, batch)
         for number, (name, result) in enumerate(results.items()):
             predicted.bundle = result["bundle"]
@@ -482,12 +486,12 @@ def score(
     return results
 
 
-def _hidden(model: Any, batch: _Batch) -> Tensor:
+def _hidden(model: Any, batch: EvalBatch) -> Tensor:
     hidden: Tensor = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
     return hidden[batch.real]
 
 
-def _compare(model: Any, dense: Tensor, sparse: Tensor, batch: _Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _compare(model: Any, dense: Tensor, sparse: Tensor, batch: EvalBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """By window KL(dense || sparse), nats of the sparse and of the dense model, summed over its real tokens."""
     parts: list[list[Tensor]] = [[], [], []]
     targets = batch.targets[batch.real]
@@ -526,9 +530,9 @@ def skipped_means(
     held = EvalCorpus([list(w) for w in chosen], list(range(len(chosen))), [len(w) - 1 for w in chosen], 0)
     predicted = Predicted(bundle, model.device, model)
 
-    for batch in _batches(held, batch_tokens, model.device):
+    for batch in eval_batches(held, batch_tokens, model.device):
 
-        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, batch: _Batch = batch) -> None:
+        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, batch: EvalBatch = batch) -> None:
             if target == "mlp" and keep is not None:
                 totals[layer] += (values.clamp_min(0) * ~keep)[batch.real].sum(0).double()
 
@@ -561,9 +565,8 @@ def run_variant(options: argparse.Namespace, name: str, corpora: dict[str, EvalC
         if options.tokens:
             settings = dataclasses.replace(settings, sensitivity_tokens=256)
         return calibration.calibrate(
-            folder / "predictors", folders[0], settings, windows, lambda: model, str(device), targets=targets,
-            progress=lambda _: None,
-        )  # fmt: skip
+            folder / "predictors", folders[0], settings, windows, lambda: model, str(device), targets=targets
+        )
 
     with experts_deployed(config.calibrate.dtype_of("mlp")):
         if variant.tune:

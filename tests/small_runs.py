@@ -53,6 +53,7 @@ def flags(tiny_opt: Path, text_file: Path, output: Path, *more: str) -> list[str
 
 
 def _run_main(argv: list[str], log: str) -> None:
+    import signal
     import sys
 
     import torch
@@ -61,6 +62,7 @@ def _run_main(argv: list[str], log: str) -> None:
     from dejavu_train.errors import exit_on_user_error
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background were told to ignore it
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

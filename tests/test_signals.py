@@ -18,6 +18,14 @@ from dejavu_train.training.job import _run_child, job_folder
 LINE = "the same command goes on from the last complete piece"
 
 
+@pytest.fixture(autouse=True)
+def _sigint_is_not_ignored():
+    """As it is where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_one_line_and_a_code(number, code, capsys):
     before = signal.getsignal(number)

@@ -99,8 +99,8 @@ class PredictorSpec:
 
 _SHARE = ((int, float), 0.0, 1.0)
 _NUMBERS: tuple[tuple[str, Any, float, float], ...] = (
-    *((name, int, 0, 1e6) for name in ("layer", "site_layer")),
-    *((name, int, 1, 1e9) for name in ("rank", "d_in", "n_out", "top_k")),
+    *((name, int, 0, 1e6) for name in ("layer", "site_layer", "rank")),
+    *((name, int, 1, 1e9) for name in ("d_in", "n_out", "top_k")),
     *((name, *_SHARE) for name in ("density", "recall", "precision", "retained_mass", "active_density")),
     ("stage2_retained_mass", *_SHARE),
     ("threshold", (int, float), -math.inf, math.inf),
@@ -165,6 +165,8 @@ def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
         raise UserError(
             f"{part} is of kind {spec.kind} with class_path {spec.class_path}; only a custom one has a class"
         )
+    if (spec.kind == "custom") != (spec.rank == 0):
+        raise UserError(f"{part} is of kind {spec.kind} with rank {spec.rank}; a custom one has rank 0, no other has")
     if spec.kind == "custom" and spec.dtype in SCALED:
         raise UserError(f"{part} is stored in {spec.dtype}, which is for low-rank predictors")
     if (spec.kind == "cascade") != (spec.stage2_retained_mass is not None) or (

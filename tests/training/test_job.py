@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dejavu_train.training.job import (
     run_job,
     summary_rows,
 )
+from dejavu_train.training.trainer import resolved_arguments
 
 
 @pytest.fixture
@@ -28,7 +30,8 @@ def config(tiny_opt, text_file, tmp_path):
     (tmp_path / "run" / "activations").symlink_to(activations(tiny_opt, text_file))
 
     def parse(*more):
-        return parse_config(flags(tiny_opt, text_file, tmp_path / "run", *more))
+        read = parse_config(flags(tiny_opt, text_file, tmp_path / "run", *more))
+        return dataclasses.replace(read, trainer=resolved_arguments(read.trainer))
 
     return parse
 
