@@ -66,13 +66,17 @@ def dense_heads(bundle: Bundle, layers: Sequence[int]) -> Bundle:
 
 def variants(bundle: Bundle) -> dict[str, tuple[Bundle, bool]]:
     """By name, the bundle and whether passages are dense up to the last word."""
-    n = bundle.shape.n_layers
     both, heads, mlps = bundle.at(0.2, 0.85), bundle.at(1.0, 0.85), bundle.at(0.2, 1.0)
     made = {"both": (both, False), "heads": (heads, False), "mlps": (mlps, False)}
-    for layer in range(n):
-        made[f"heads of layer {layer} alone"] = (dense_heads(heads, [i for i in range(n) if i != layer]), False)
-    for layer in range(n):
+    sparse = [layer for (layer, target), spec in both.specs.items() if target == "heads" and not spec.dense]
+    for layer in sparse:
+        made[f"heads of layer {layer} alone"] = (dense_heads(heads, [i for i in sparse if i != layer]), False)
+    for layer in sparse:
         made[f"both, dense heads in layer {layer}"] = (dense_heads(both, [layer]), False)
+    last = sparse[-1], "heads"
+    kept = dataclasses.replace(bundle.specs[last], keep_dense=True)
+    elsewhere = dataclasses.replace(bundle, specs=bundle.specs | {last: kept}).at(0.2, 0.85)
+    made[f"both, dense heads in layer {last[0]}, the others fewer"] = (elsewhere, False)
     for density in (0.9, 0.95):
         made[f"both, {density:.0%} of the heads"] = (bundle.at(0.2, density), False)
     made["both, passage dense (sparse_from prompt)"] = (both, True)
@@ -86,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--passages", type=int, default=100)
+    parser.add_argument("--only", default="", help="variants whose name holds this")
     parser.add_argument("--output", default="benchmarks/results/lambada.csv")
     args = parser.parse_args(argv)
     model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
@@ -95,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     copied = np.array([passage.copied for passage in passages])
     date, at = datetime.date.today().isoformat(), commit()
     for name, (used, from_prompt) in variants(bundle).items():
+        if args.only not in name:
+            continue
         nats = last_word_nats(SparseOPTForCausalLM.from_model(model, used, "mask"), passages, from_prompt)
         for kind, mine in (("all", copied | ~copied), ("copied", copied), ("new", ~copied)):
             change, error = increase(nats[mine], dense[mine], [1] * int(mine.sum()))
