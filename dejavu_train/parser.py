@@ -3,8 +3,9 @@
     --config base.yaml --config mine.yaml    later files win, flags win over all files, wherever they stand
     base: base.yaml                          in a YAML file: that file, beside it, is read first
     --mlp.rank 32                            every field is a flag, fields of a section with a dot
-    --densities 0.1,0.2                      a list, with commas; a list of names of files: --text a.txt b.txt
+    --densities 0.1,0.2                      a list, with commas or repeated; a list of texts: --text a.txt b.txt
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
+    --observe                                a mapping that may be null: an empty one
 
 Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
 """
@@ -104,9 +105,9 @@ class _ConfigParser(Parser):
             if name == "config":
                 for path in given or [""]:
                     values = merged(values, self.file(Path(path)))
-            elif section and given:
+            elif section and (given or name == section and type(None) in typing.get_args(self.types[section])):
                 keys = [part for part in name.removeprefix(section).split(".") if part]
-                self._lay(mappings, section, keys, given[-1])
+                self._lay(mappings, section, keys, given[-1] if given else "{}")
             elif name in self.types:
                 flags.setdefault(name, [])
                 flags[name] = flags[name] + given if _is_list(self.types[name]) else given[-1:]
@@ -136,8 +137,10 @@ class _ConfigParser(Parser):
         if _is_list(kind):
             if len(given) == 1 and given[0].startswith("["):
                 return f"--{name}={given[0]}"
-            if _item(kind) is str:  # names of files may hold commas
-                return f"--{name}={json.dumps(list(given))}"
+            if _item(kind) is str:
+                is_texts = typing.get_origin(kind) is not tuple  # one or several; names of files may hold commas
+                items = given if is_texts else [part for one in given for part in one.split(",") if part]
+                return f"--{name}={json.dumps(list(items))}"
             return f"--{name}=[{','.join(part for part in given if part)}]"
         if not given:
             if kind is not bool:

@@ -65,24 +65,14 @@ class PaperConfig:
     model: str = "checkpoints/opt-mini"
     bundle: str = "checkpoints/demo/bundle"
     output: str = "checkpoints/demo/paper"
-    tables: tuple[str, ...] = tuple(TABLES)
+    tables: tuple[str, ...] = TABLES
     tasks: tuple[str, ...] = tuple(TASKS)
     texts: tuple[str, ...] = ("wikitext",)
     folder: str | None = None
     include_path: str = "configs/tasks"
-    shots: tuple[int, ...] = (
-        0,
-        5,
-    )
+    shots: tuple[int, ...] = (0, 5)
     limit: int | None = None
-    sparsities: tuple[float, ...] = (
-        0.25,
-        0.5,
-        0.62,
-        0.75,
-        0.85,
-        0.9,
-    )
+    sparsities: tuple[float, ...] = (0.25, 0.5, 0.62, 0.75, 0.85, 0.9)
     selections: tuple[str, ...] = tuple(SELECTED_BY)
     structures: tuple[str, ...] = tuple(STRUCTURES[1:])
     batch_size: int | str = "auto"
@@ -210,8 +200,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config: PaperConfig = read_config(PaperConfig, argv, "The paper's tables that are about tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
-    quiet()
     transformers.utils.logging.disable_progress_bar()
+    write_paper(config)
+
+
+def write_paper(config: PaperConfig) -> None:
+    """Ask, print the table, write paper.json and fig7.png. Raises as :func:`paper`."""
+    quiet()
     rows = paper(config)
     print(table(rows))
     flat = [row.flat() for row in rows]
