@@ -1,15 +1,19 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
+# make report  after make demo: observations and generation as well, in report.html; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, tests
 # make tables  the tables of README.md, docs/ and benchmarks/NOTES.md from committed rows
+# make docs    pages of the API from docstrings, in build/docs
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
 
 PYTHON ?= python3
 INDEX ?=
+TASKS ?=
+DEMO = checkpoints/demo
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
-CODE = dejavu_train kernels benchmarks tests train.py infer.py
+CODE = dejavu_train kernels benchmarks tests docs/api.py examples train.py infer.py
 
-.PHONY: demo train infer test lint tables clean
+.PHONY: demo train infer report test lint tables docs clean
 
 demo: train infer
 
@@ -18,6 +22,15 @@ train: .venv/train
 
 infer: .venv/train
 	.venv/bin/python infer.py --config configs/infer/opt-mini.yaml
+
+report: $(if $(TASKS),.venv/dev,.venv/train)
+	.venv/bin/python -m dejavu_train.evaluation.observe --config configs/observe/opt-mini.yaml --bundle $(DEMO)/bundle \
+		--output $(DEMO) --tokens 4000 --slow_tokens 1000 --parts residual,units,attention,union,selections,predictors
+	.venv/bin/python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
+		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16
+	$(if $(TASKS),.venv/bin/python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml \
+		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder $(TASKS) --limit 50 --shots 0)
+	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
 test: .venv/dev lint
 	.venv/bin/python -m pytest --cov=dejavu_train --cov-report=term --cov-fail-under=85
@@ -30,6 +43,9 @@ lint: .venv/dev
 
 tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
+
+docs: .venv/docs
+	.venv/bin/python docs/api.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -44,5 +60,10 @@ tables: | .venv/bin/python
 	$(PIP) --editable ".[train,large,eval,dev]"
 	@touch $@ .venv/train
 
+.venv/docs: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing what makes the API pages into .venv"
+	$(PIP) --editable ".[train,docs]"
+	@touch $@ .venv/train
+
 clean:
-	rm -rf checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage
+	rm -rf build checkpoints/demo checkpoints/text .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage

@@ -17,10 +17,10 @@ from torch import Tensor
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
 from kernels.mlp.cascade import CascadeWeights, cascade
 from kernels.mlp.cascade_batch import InputLevels, cascade_test
-from kernels.mlp.listed_batch import BatchRows, listed_batch
-from kernels.mlp.listed_gemv import listed_gemv
-from kernels.mlp.packed_rows import PackedRows, listed_block, pack
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc1 import sparse_fc1
+from kernels.mlp.sparse_fc2 import PackedSelection, pack, packed_block
+from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch
 
 SHAPES = {768: 3072, 2048: 8192, 4096: 16384, 7168: 28672, 9216: 36864, 12288: 49152}
 CASES = ((0.05, 0.6), (0.1, 0.4), (0.2, 0.2), (0.3, 0.15))
@@ -31,7 +31,7 @@ class Problem:
 
     def __init__(self, d: int, batch: int, density: float, passing: float, seed: int = 0) -> None:
         self.d, self.n, self.batch = d, SHAPES[d], batch
-        self.block = listed_block(d) if batch == 1 else 64
+        self.block = packed_block(d) if batch == 1 else 64
         generator = torch.Generator("cuda").manual_seed(seed)
         self.masks: list[Tensor] = []
         union = 1 - (1 - density) ** batch
@@ -68,9 +68,9 @@ class Problem:
         self, provider: str, programs: int | None = None, warps: int | None = None, pdl: bool = True
     ) -> tuple[float, float, float]:
         """Microseconds p20, p50, p80, of packing the list of one row too."""
-        packed = PackedRows.empty(self.n, "cuda")
+        packed = PackedSelection.empty(self.n, "cuda")
         levels = InputLevels.empty(self.batch, self.d, "cuda")
-        listed = BatchRows.empty(self.n, self.batch, self.d, torch.float16, "cuda")
+        activations = BatchActivations.empty(self.n, self.batch, self.d, torch.float16, "cuda")
         state = torch.ones(self.batch, dtype=torch.int32, device="cuda")
 
         def one_row(i: int) -> None:
@@ -78,12 +78,12 @@ class Problem:
             if provider == "cascade":
                 cascade(self.x, self.planes[i], self.selections[i], packed, None, pdl, warps, programs)
             else:
-                listed_gemv(self.x, self.fc1[i], self.bias, packed, pdl=pdl)
+                sparse_fc1(self.x, self.fc1[i], self.bias, packed, pdl=pdl)
 
         def several_rows(i: int) -> None:
             if provider == "cascade":
                 cascade_test(self.x, self.planes[i], self.selections[i], state, levels, pdl=pdl)
-            listed_batch(self.x, self.fc1[i], self.bias, self.selections[i], listed, pdl=pdl)
+            fc1_batch(self.x, self.fc1[i], self.bias, self.selections[i], activations, pdl=pdl)
 
         step = one_row if self.batch == 1 else several_rows
         # A selection becomes what passed; without putting it back a second replay would test fewer rows.

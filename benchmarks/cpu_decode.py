@@ -28,7 +28,7 @@ from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import read_bandwidth
 from dejavu_train.engine.cpu.engine import usable_cores
-from dejavu_train.engine.cpu.plan import TargetPredictor
+from dejavu_train.engine.cpu.selectors import TargetPredictor
 from dejavu_train.models.opt import OPTShape, load_opt
 
 SHAPES = {
@@ -142,7 +142,7 @@ def random_transformers(shape: OPTShape) -> Any:
     return OPTForCausalLM(config).eval()
 
 
-def take_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
+def run_in_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
     """``rounds`` times every rival takes ``steps`` steps, the first of each turn not counted: caches are another's."""
     for _ in range(rounds):
         for rival in rivals:
@@ -160,9 +160,9 @@ def note_densities(rival: Rival) -> None:
     """What the last step selected: neurons of the last layer, heads of all."""
     engine = rival.engine
     assert engine is not None
-    if (engine.plan.at[-1, 1] >= 0).any():
+    if (engine.selectors.at[-1, 1] >= 0).any():
         rival.mlp.append(float(engine.scratch.counts[:, 0].sum()) / engine.shape.d_ffn)
-    sparse = engine.plan.kept >= 0
+    sparse = engine.selectors.kept >= 0
     if sparse.any():
         rival.heads.append(float((engine.state.watermark[sparse] == engine.state.position[:, None]).mean()))
 
@@ -185,7 +185,7 @@ def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str,
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -209,8 +209,8 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[
             continue
         model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
         for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):
-            made = CpuEngine(model, used, stored=stored, group=group, **options)
-            engines.append((f"{name}-{stored}", made))
+            engine = CpuEngine(model, used, stored=stored, group=group, **options)
+            engines.append((f"{name}-{stored}", engine))
     return engines[0][1].shape, engines, args.live_share if args.shape else ""
 
 
@@ -258,7 +258,7 @@ def main() -> int:
         rivals.append(our_rival(name, engine, rows, tokens + 1))
         for _ in range(WARM_UP):
             engine.step()
-    take_turns(rivals, args.rounds, args.steps)
+    run_in_turns(rivals, args.rounds, args.steps)
     bandwidth = max(bandwidth, read_bandwidth())
     conditions = {
         "date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu_name(), "threads": usable_cores(),

@@ -15,10 +15,10 @@ from dejavu_train.engine.decode import DecodeEngine
 
 LABELS = {
     "cascade_test": "second_stage",
-    "listed_batch": "fc1",
+    "fc1_batch": "fc1",
     "dense_hidden": "fc1",
-    "packed_rows": "fc2",
-    "packed_batch": "fc2",
+    "sparse_fc2": "fc2",
+    "fc2_batch": "fc2",
     "dense_wide": "fc2",
     "dense_add": "fc2",
     "project_heads": "out_projection",

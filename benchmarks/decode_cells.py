@@ -84,7 +84,7 @@ def required_cells(model: str) -> list[Cell]:
     if model in ("6.7b", "66b"):
         for batch, union in UNION[model].items():
             sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
-            if model == "6.7b":  # small enough that the masked form may win: both, to judge the choice
+            if model == "6.7b":  # small enough that the masked MLP may win: both, to judge the choice
                 sparse.append(dataclasses.replace(sparse[-1], crossover=False))
             dense.append(Cell("dense", batch))
     if model == "66b":  # the paper's operating point for its 175B model

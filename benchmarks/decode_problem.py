@@ -56,7 +56,7 @@ def random_predictors(
     """Predictors of both targets, none for a density of 1; thresholds are set later, see `set_thresholds`.
 
     Args:
-        mlp_density, head_density: what one row selects, by which the engine chooses a layer's form.
+        mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
         lookahead: half-blocks between the MLP's site and fc1.
         dtype: of the MLP predictors: float16, or int8 with a scale a row.
     """

@@ -86,7 +86,7 @@ class Exact(Given):
     def __init__(self, watched: Watching) -> None:
         super().__init__(watched.chosen)
         self.watched, self.sites = watched, frozenset(watched.sites)
-        self.predictors = {key: copy.deepcopy(made).double() for key, made in watched.predictors.items()}
+        self.predictors = {key: copy.deepcopy(predictor).double() for key, predictor in watched.predictors.items()}
         self.off: dict[tuple[int, str], Tensor] = {}
 
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
@@ -254,10 +254,10 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
 def compare_tokens(model: Any, bundle: Bundle, prompts: list[list[int]], n: int, device: str) -> dict[str, Any]:
     """n greedy tokens of the engine for each prompt against what gather on `device` chooses after each of them."""
     engine = DecodeEngine(model, bundle, crossover=False)
-    made = [engine.generate([prompt], n, stop_tokens=())[0] for prompt in prompts]
+    generated = [engine.generate([prompt], n, stop_tokens=())[0] for prompt in prompts]
     model = copy.deepcopy(model).to(device)
     lost, differ = [], []  # by token: what the engine's lacks to gather's best logit, whether it is another one
-    for prompt, mine in zip(prompts, made, strict=True):
+    for prompt, mine in zip(prompts, generated, strict=True):
         gather = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=len(prompt))
         cache = gather.new_cache()
         for given, token in zip([prompt, *([token] for token in mine)], mine, strict=False):
@@ -268,7 +268,7 @@ def compare_tokens(model: Any, bundle: Bundle, prompts: list[list[int]], n: int,
     return {
         "prompts": len(prompts),
         "tokens": len(wrong),
-        "different_tokens": len({token for mine in made for token in mine}),
+        "different_tokens": len({token for mine in generated for token in mine}),
         "that_differ": int(wrong.sum()),
         "of_them_by_more_than_a_tie": int((torch.stack(lost)[wrong] >= TIE).sum()),
         "tie": TIE,
@@ -288,8 +288,8 @@ def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int, lo
             for graph, pdl in ((True, True), (False, True), (True, False))
         ]  # fmt: skip
         for prompts in ([row[:30] for row in rows[:4]], [row[:9] for row in rows[3::-1]], [rows[0][:5], rows[1][:70]]):
-            made = [engine.generate(prompts[:batch], n, stop_tokens=()) for engine in engines]
-            equal &= made[0] == made[1] == made[2]
+            tokens = [engine.generate(prompts[:batch], n, stop_tokens=()) for engine in engines]
+            equal &= tokens[0] == tokens[1] == tokens[2]
             equal &= all(torch.equal(engines[0].core.logits, engine.core.logits) for engine in engines[1:])
         ordered = engines[0].generate([row[:30] for row in rows[:batch]], 64, stop_tokens=())
         turned = engines[0].generate([row[:30] for row in rows[:batch][::-1]], 64, stop_tokens=())

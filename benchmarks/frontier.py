@@ -179,14 +179,14 @@ def rivals(options: argparse.Namespace, flags: Sequence[str]) -> None:
     chosen = []
     for rival in every_rival(model, MlpWeights.of(model), moments, often):
         began = time.perf_counter()
-        made = Calibration(model, rival, calibration, dense)
+        calibrated = Calibration(model, rival, calibration, dense)
         for share in SHARES:
             try:
-                thresholds = made.thresholds(share)
+                thresholds = calibrated.thresholds(share)
             except UserError as error:
                 print(f"{rival.name} is not scored at {share:.0%}: {error}", flush=True)
                 continue
-            chosen.append((rival, share, thresholds, made.divergence(thresholds)))
+            chosen.append((rival, share, thresholds, calibrated.divergence(thresholds)))
         print(f"{rival.name}: calibrated in {time.perf_counter() - began:.0f} s", flush=True)
     rows = Rows(options, device)
     for name, corpus in corpora(options, tokenizer):
@@ -232,8 +232,8 @@ def trained(options: argparse.Namespace, flags: Sequence[str]) -> None:
     densities = {at_bytes(model, bundle, own, share, options.batch_tokens): share for share in SHARES}
     calibration = list(eval_batches(own, options.batch_tokens, device))
     oracle = OracleHeads(model, bundle.head_means(device))
-    made = Calibration(model, oracle, calibration, [log_probabilities(model, calibration[0])])
-    shared_out = {density: made.thresholds(density) for density in HEAD_DENSITIES}
+    calibrated = Calibration(model, oracle, calibration, [log_probabilities(model, calibration[0])])
+    shared_out = {density: calibrated.thresholds(density) for density in HEAD_DENSITIES}
     settings = [EvalSetting("dense"), *(EvalSetting("predicted", density) for density in densities)]
     for mlp in MLP_DENSITIES:
         settings += [EvalSetting("predicted", mlp)] if mlp < 1 else []

@@ -46,10 +46,10 @@ def random_bundle(shape: OPTShape, rank: int, mlp_density: float, head_density: 
         for target, site, density in (("mlp", "mlp_in", mlp_density), ("heads", "attn_in", head_density)):
             n, r = shape.units(target), rank if target == "mlp" else HEAD_RANK
             for name, size in (("down", (r, shape.d_model)), ("up", (n, r)), ("bias", (n,))):
-                made = torch.zeros(size, dtype=torch.float16, device=device)
+                tensor = torch.zeros(size, dtype=torch.float16, device=device)
                 if name != "bias":
-                    made.normal_(0, STD, generator=generator)
-                tensors[tensor_name(layer, target, name)] = made.cpu()
+                    tensor.normal_(0, STD, generator=generator)
+                tensors[tensor_name(layer, target, name)] = tensor.cpu()
             tensors[tensor_name(layer, target, "frequency")] = torch.ones(n)
             entries[layer, target] = PredictorSpec(
                 layer, target, site, layer, r, shape.d_model, n, threshold=0.0, density=density

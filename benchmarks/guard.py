@@ -118,16 +118,16 @@ def run(options: argparse.Namespace) -> None:
         dense, plain = score(dense_engine, corpus), score(DecodeEngine(model, bundle, **built), corpus)
         reference: float | None = None
         for guard in guards(options):
-            made = score(DecodeEngine(model, bundle, **built, guard=guard), corpus)
-            assert made.whole is not None and made.late is not None
-            sparse, full = mlp_reads(bundle, made.whole)
+            guarded = score(DecodeEngine(model, bundle, **built, guard=guard), corpus)
+            assert guarded.whole is not None and guarded.late is not None
+            sparse, full = mlp_reads(bundle, guarded.whole)
             other = other_reads(bundle, corpus)
             mean = sparse + (full - sparse) / guard.every
             if reference is None:
                 reference = other + sparse
                 off = Guard(every=0, control=False)
-                write(options, text, bundle, corpus, off, plain, dense, made, sparse, reference, reference)
-            write(options, text, bundle, corpus, guard, made, dense, made, mean, other + mean, reference)
+                write(options, text, bundle, corpus, off, plain, dense, guarded, sparse, reference, reference)
+            write(options, text, bundle, corpus, guard, guarded, dense, guarded, mean, other + mean, reference)
 
 
 def write(
@@ -186,8 +186,8 @@ def write(
     name = (
         "off" if not guard.every else f"every {guard.every}" + (f", {row['promise']}" if guard.control else ", still")
     )
-    told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * row['more_bytes']:+.1f} % bytes"
-    print(f"{text} {name} {guard.memory}: {told}, mass {row['retained_mass']:.4f}, late {row['late_mass']:.4f}"
+    summary = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * row['more_bytes']:+.1f} % bytes"
+    print(f"{text} {name} {guard.memory}: {summary}, mass {row['retained_mass']:.4f}, late {row['late_mass']:.4f}"
           f" of {promised:.4f}, candidates {found['candidates']:.3f}", flush=True)  # fmt: skip
 
 

@@ -75,8 +75,8 @@ def outcome(argv: Sequence[str], output: Path, reference: tuple[bytes, bytes]) -
         return "traceback " + traceback.format_exc(limit=-1)
     if code:
         return "refused" if errors.getvalue().count("error: ") == 1 else f"code {code}"
-    made = [(output / "again" / name).read_bytes() for name in ("bundle.json", "predictors.safetensors")]
-    return "same" if tuple(made) == reference else "different"
+    contents = [(output / "again" / name).read_bytes() for name in ("bundle.json", "predictors.safetensors")]
+    return "same" if tuple(contents) == reference else "different"
 
 
 def mutate(count: int, seed: int, folder: Path, seconds: float) -> dict[str, Any]:

@@ -119,10 +119,10 @@ class WhitenedSVD(Rival):
         self.predictors, self.specs = [], []
         for layer, (own, moment) in enumerate(zip(weights, moments, strict=True)):
             f, d = own.fc1.shape
-            made = LowRankPredictor(d, rank, f).to(own.fc1.device)
-            svd_init(made, own.fc1 * own.norms[:, None], own.bias * own.norms, moment)
-            made.rounded_to = dtype
-            self.predictors.append(made.requires_grad_(False))
+            predictor = LowRankPredictor(d, rank, f).to(own.fc1.device)
+            svd_init(predictor, own.fc1 * own.norms[:, None], own.bias * own.norms, moment)
+            predictor.rounded_to = dtype
+            self.predictors.append(predictor.requires_grad_(False))
             self.specs.append(PredictorSpec(layer, "mlp", "mlp_in", layer, rank, d, f, dtype=dtype))
 
     def scores(self, layer: int, part: str, seen: Seen) -> Tensor:

@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.batched import dense_add, dense_hidden
+from kernels.dense.dense_batch import dense_add, dense_hidden
 from kernels.dense.dense_gemv import dense_rows
 from kernels.dense.dense_wide import dense_wide
-from kernels.mlp.listed_batch import (
-    BatchRows,
-    listed_batch,
-    listed_batch_reference,
-    packed_batch,
-    packed_batch_reference,
-)
-from kernels.mlp.listed_gemv import listed_gemv
-from kernels.mlp.listed_mlp import listed_mlp
-from kernels.mlp.packed_rows import PackedRows, listed_block, pack, packed_rows, partial_sums
 from kernels.mlp.select import PredictorWeights, Selection, predict_reference, predict_select
+from kernels.mlp.sparse_fc1 import sparse_fc1
+from kernels.mlp.sparse_fc2 import PackedSelection, pack, packed_block, partial_sums, sparse_fc2
+from kernels.mlp.sparse_mlp import sparse_mlp
+from kernels.mlp.sparse_mlp_batch import (
+    BatchActivations,
+    fc1_batch,
+    fc1_batch_reference,
+    fc2_batch,
+    fc2_batch_reference,
+)
 
 LIVE_BIAS = {0.6: 0.2533, 1.0: 12.0}  # P(N(0, 1) + bias > 0)
 
@@ -56,12 +56,12 @@ class Problem:
         self.dense_h = torch.empty(batch, n, device="cuda")
         self.row_state = torch.ones(batch, dtype=torch.int32, device="cuda")
         self.partials = partial_sums(d, "cuda")
-        block = listed_block(d) if batch == 1 else 64
+        block = packed_block(d) if batch == 1 else 64
         self.selections = [Selection.empty(n, "cuda", block) for _ in range(sets)]
         if batch == 1:
-            self.packed = [PackedRows.empty(n, "cuda") for _ in range(sets)]
+            self.packed = [PackedSelection.empty(n, "cuda") for _ in range(sets)]
         else:
-            self.rows = [BatchRows.empty(n, batch, d, torch.float16, "cuda") for _ in range(sets)]
+            self.rows = [BatchActivations.empty(n, batch, d, torch.float16, "cuda") for _ in range(sets)]
 
     def set_density(self, density: float) -> None:
         """Thresholds for exactly round(density * n) neurons, and all lists filled. In a batch it is the density of the
@@ -94,16 +94,16 @@ class Problem:
     def first(self, i: int, pdl: bool) -> None:
         x, weight, bias = self.normalised[i], self.fc1[i], self.b1
         if self.batch == 1:
-            listed_gemv(x, weight, bias, self.packed[i], early=True, pdl=pdl)
+            sparse_fc1(x, weight, bias, self.packed[i], early=True, pdl=pdl)
         else:
-            listed_batch(x, weight, bias, self.selections[i], self.rows[i], pdl=pdl)
+            fc1_batch(x, weight, bias, self.selections[i], self.rows[i], pdl=pdl)
 
     def second(self, i: int, pdl: bool) -> None:
         weight, bias, x = self.fc2_t[i], self.b2, self.x[i]
         if self.batch == 1:
-            packed_rows(self.packed[i], weight, bias, x, self.out, partials=self.partials, pdl=pdl)
+            sparse_fc2(self.packed[i], weight, bias, x, self.out, partials=self.partials, pdl=pdl)
         else:
-            packed_batch(self.rows[i], weight, bias, x, self.out, pdl=pdl)
+            fc2_batch(self.rows[i], weight, bias, x, self.out, pdl=pdl)
 
     def both(self, i: int, pdl: bool) -> None:
         """fc1 and fc2, in one grid where the engine does so."""
@@ -111,7 +111,7 @@ class Problem:
             self.first(i, pdl)
             self.second(i, pdl)
             return
-        listed_mlp(
+        sparse_mlp(
             self.normalised[i], None, self.fc1[i], self.b1, self.fc2_t[i], self.b2, self.x[i], self.packed[i], self.out,
             partials=self.partials, early="x", pdl=pdl,
         )  # fmt: skip
@@ -159,14 +159,14 @@ class Problem:
         """(B, n) of the reference over the set's own selection."""
         mask = self.selections[i].to_mask(self.batch)
         x = layer_norm_reference(self.x[i], self.ln, torch.float16)
-        return listed_batch_reference(x, self.fc1[i], self.b1, mask)
+        return fc1_batch_reference(x, self.fc1[i], self.b1, mask)
 
     def check(self, i: int = 0) -> float:
         """The largest difference from the reference over the set's own selection, relative to its largest value."""
         self.out.fill_(float("nan"))
         self.step_whole(i)
-        want = packed_batch_reference(self._activations(i), self.fc2_t[i], self.b2, self.x[i])
-        error = float((self.out - want).abs().max() / want.abs().max())
+        expected = fc2_batch_reference(self._activations(i), self.fc2_t[i], self.b2, self.x[i])
+        error = float((self.out - expected).abs().max() / expected.abs().max())
         if not error < 5e-3:
             raise AssertionError(f"sparse MLP differs from its reference by {error:.2e} at {self.n} x {self.d}")
         return error

@@ -422,9 +422,9 @@ def tuned(
     if fresh:
         windows = fresh_windows(options, config, options.tokens or fresh)
     how = TuneConfig(**{"batch_tokens": 16_384, **settings})
-    made, metrics = finetune(model, bundle.at(at_bytes(bundle, share)), windows, how, config.seed)
+    tuned, metrics = finetune(model, bundle.at(at_bytes(bundle, share)), windows, how, config.seed)
     print([f"{m['step']:.0f}: {m['nats']:.4f} at {100 * m['share']:.1f} %" for m in metrics], flush=True)
-    for layer, predictor in made.items():
+    for layer, predictor in tuned.items():
         tensors = {name: tensor.contiguous() for name, tensor in predictor.state_dict().items()}
         own = job_folder(folder, (layer, "mlp"))
         save_file(tensors, own / "predictor.safetensors")
@@ -451,7 +451,7 @@ def score(
     meter = _Meter(model, means)
     layers = range(bundle.shape.n_layers)
     documents = len(held.document_tokens)
-    made = {
+    results = {
         name: {
             "bundle": bundle.at(mlp, heads),
             "sums": {(i, t): SelectionSums() for i in layers for t in ("mlp", "heads")},
@@ -462,7 +462,7 @@ def score(
     dense_nats = np.zeros(documents)
     for batch in eval_batches(held, batch_tokens, model.device):
         dense = _hidden(model, batch)
-        for number, (name, result) in enumerate(made.items()):
+        for number, (name, result) in enumerate(results.items()):
             predicted.bundle = result["bundle"]
 
             def observe(
@@ -480,10 +480,10 @@ def score(
             np.add.at(result["nats"], batch.document, nats)
             if number == 0:
                 np.add.at(dense_nats, batch.document, own)
-    for result in made.values():
+    for result in results.values():
         result["bytes"] = measured_mlp_share(result["bundle"], result["sums"], result["candidates"])
         result["increase"], result["error"] = increase(result["nats"], dense_nats, held.document_tokens)
-    return made
+    return results
 
 
 def _hidden(model: Any, batch: EvalBatch) -> Tensor:
@@ -526,7 +526,7 @@ def skipped_means(
     """By layer the mean (d,) of what the skipped neurons would have added, over the sparse model's own activations."""
     blocks = decoder_layers(model)
     totals = [torch.zeros(block.fc2.in_features, dtype=torch.float64, device=model.device) for block in blocks]
-    chosen = calibration._take(windows, tokens)
+    chosen = calibration.windows_within(windows, tokens)
     held = EvalCorpus([list(w) for w in chosen], list(range(len(chosen))), [len(w) - 1 for w in chosen], 0)
     predicted = Predicted(bundle, model.device, model)
 
@@ -616,8 +616,8 @@ def write_rows(
             )  # fmt: skip
             append_row(options.output, dataclasses.asdict(row), [field.name for field in dataclasses.fields(StudyRow)])
             if asked.startswith(("10.6", "heads")):
-                told = f"{1000 * row.divergence:.2f} mnats, {100 * row.increase:+.2f} % at {100 * row.mlp_bytes:.1f} %"
-                print(f"{name}: {text}, {asked}: {told}", flush=True)
+                line = f"{1000 * row.divergence:.2f} mnats, {100 * row.increase:+.2f} % at {100 * row.mlp_bytes:.1f} %"
+                print(f"{name}: {text}, {asked}: {line}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -642,8 +642,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.command == "list":
         print("\n".join(VARIANTS))
     elif options.command == "texts":
-        wanted = [text for name in options.names for text in VARIANTS[name].text.split("+")]
-        print("\n".join(dict.fromkeys(wanted)))
+        sources = [text for name in options.names for text in VARIANTS[name].text.split("+")]
+        print("\n".join(dict.fromkeys(sources)))
     elif options.command == "collect":
         for name in options.names:
             collect_text(options, name)

@@ -95,8 +95,8 @@ def _asked(mlp: float, heads: float) -> str:
     return f"{100 * mlp:g} %" + (f", {100 * heads:g} % of the heads" if heads < 1 else "")
 
 
-def _rows_line(path: str, made: str) -> str:
-    return f"\nRows: [{Path(path).name}]({path}); {made}.\n"
+def _rows_line(path: str, conditions: str) -> str:
+    return f"\nRows: [{Path(path).name}]({path}); {conditions}.\n"
 
 
 def _unit(text: str) -> str:
@@ -213,8 +213,8 @@ def card_table(root: Path) -> str:
         active = f"{', '.join(f'{share:.1f}' for share in shares)} (mean {mean(shares):.1f})"
         table.append([name, f"{row['bits_per_byte']:.3f}", f"{row['perplexity']:.1f}", f"{row['tokens']:,}", active])
     headings = ["text", "bits per byte", "perplexity", "tokens", "share of active neurons, layers 0 to 5 (%)"]
-    made = f"{found['device']}, torch {found['torch'].partition('+')[0]}, seed {found['config']['seed']}"
-    return f"{markdown(headings, table)}\nRows: pretraining.json; {made}.\n"
+    conditions = f"{found['device']}, torch {found['torch'].partition('+')[0]}, seed {found['config']['seed']}"
+    return f"{markdown(headings, table)}\nRows: pretraining.json; {conditions}.\n"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

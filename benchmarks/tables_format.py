@@ -62,5 +62,5 @@ def devices(rows: Sequence[Row], field: str = "gpu") -> str:
 
 def provenance(rows: Sequence[Row], field: str = "gpu") -> str:
     """Devices, commits and dates of rows, as one phrase."""
-    made = sorted({(row["date"], row["commit"]) for row in rows})
-    return f"{devices(rows, field)}; " + ", ".join(f"commit {commit} of {date}" for date, commit in made)
+    commits = sorted({(row["date"], row["commit"]) for row in rows})
+    return f"{devices(rows, field)}; " + ", ".join(f"commit {commit} of {date}" for date, commit in commits)

@@ -223,8 +223,8 @@ def study_table(root: Path, model: str, on: str, asked: Sequence[str], lines: Se
         table.append(cells)
     unit = "KL, nats" if on == "val" else "heads" if section else "% of the MLP's bytes asked"
     headings = [unit, *(f"{100 * float(budget):g}" for budget in asked)]
-    made = f"docs/frontier/{model}.csv, of the study whose code is in history at {STUDY_COMMIT}"
-    return markdown(headings, table) + f"\nRows: {made}; one training each.\n"
+    source = f"docs/frontier/{model}.csv, of the study whose code is in history at {STUDY_COMMIT}"
+    return markdown(headings, table) + f"\nRows: {source}; one training each.\n"
 
 
 WIDE = ("0.06", "0.08", "0.1", "0.11", "0.13", "0.15", "0.2", "0.25")

@@ -247,8 +247,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
             append_row(options.output, dataclasses.asdict(row), [field.name for field in dataclasses.fields(TextRow)])
             if quality.row.selection == "predicted":
                 what = f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}"
-                told = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
-                print(f"{what}: {told}", flush=True)
+                line = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
+                print(f"{what}: {line}", flush=True)
     shutil.rmtree(work / "activations", ignore_errors=True)
 
 

@@ -22,10 +22,10 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     tokenizer = train_tokenizer(paragraphs[:100], vocab_size=320)
     tokenizer.save_pretrained(model)
     config = PretrainConfig(str(model), (), d_model=32, n_layers=2, n_heads=4, d_ffn=64, max_positions=256)
-    made = make_model(config, len(tokenizer))
-    for parameter in made.parameters():
+    network = make_model(config, len(tokenizer))
+    for parameter in network.parameters():
         parameter.data.mul_(6)
-    made.save_pretrained(model)
+    network.save_pretrained(model)
     return model, text
 
 

@@ -7,7 +7,9 @@ if TYPE_CHECKING:
     from dejavu_train.bundle.guard_config import Guard
     from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-__all__ = ["Bundle", "Guard", "SparseOPTForCausalLM"]
+    __version__: str
+
+__all__ = ["Bundle", "Guard", "SparseOPTForCausalLM", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from dejavu_train.sparse.model import SparseOPTForCausalLM
 
         return SparseOPTForCausalLM
+    if name == "__version__":
+        from dejavu_train.version import package_version
+
+        return package_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

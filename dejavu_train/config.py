@@ -39,7 +39,7 @@ class PredictorConfig:
     loss: str | dict[str, Any] = "contribution"
     """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
     density: float | None = None
-    """Mean density at which the predictors will be deployed; figures and early stopping are taken there. null: that of
+    """Mean density at which the predictors will be deployed; metrics and early stopping refer to it. null: that of
     calibrate when they are first trained."""
     density_allocation: bool = True
     """Share that density over the layers in proportion to their true density (mlp only)."""

@@ -168,7 +168,7 @@ def probe_folder(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"the output {folder} is a file; choose a folder")
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     require_disk(folder, LEAST_SPACE, "anything that is written")
     if hasattr(os, "statvfs"):
@@ -180,5 +180,5 @@ def probe_folder(folder: str | Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # somebody else writes there already
-        for path in made:
+        for path in created:
             path.rmdir()

@@ -159,14 +159,14 @@ def ours() -> dict[str, str]:
 def locked(folder: str | Path, waiting_message: str | None = None) -> Iterator[None]:
     """Hold ``folder`` alone, waiting for another holder; the message is printed with who that is."""
     with contextlib.ExitStack() as stack:
-        told = False
+        announced = False
         while True:
             try:
                 stack.enter_context(claim(folder))
                 break
             except Held as held:
-                if waiting_message and not told:
+                if waiting_message and not announced:
                     print(f"{waiting_message} ({held.holder})", file=sys.stderr)
-                told = True
+                announced = True
                 time.sleep(random.uniform(0.2, 0.6))
         yield

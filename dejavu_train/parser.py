@@ -3,8 +3,9 @@
     --config base.yaml --config mine.yaml    later files win, flags win over all files, wherever they stand
     base: base.yaml                          in a YAML file: that file, beside it, is read first
     --mlp.rank 32                            every field is a flag, fields of a section with a dot
-    --densities 0.1,0.2                      a list, with commas; a list of names of files: --text a.txt b.txt
+    --densities 0.1,0.2                      a list, with commas or repeated; a list of texts: --text a.txt b.txt
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
+    --observe                                a mapping that may be null: an empty one
 
 Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
 """
@@ -91,7 +92,7 @@ class _ConfigParser(Parser):
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The values of all files and of the flags of mappings, and the other flags as jsonargparse wants them."""
+        """The values of all files and of the flags of mappings, and the other flags as jsonargparse expects them."""
         free = [name for name, kind in self.types.items() if _is_mapping(kind)]
         values: dict[str, Any] = _nested(
             {name: default for name in free if isinstance(default := self.get_default(name), dict) and default}
@@ -104,9 +105,9 @@ class _ConfigParser(Parser):
             if name == "config":
                 for path in given or [""]:
                     values = merged(values, self.file(Path(path)))
-            elif section and given:
+            elif section and (given or name == section and type(None) in typing.get_args(self.types[section])):
                 keys = [part for part in name.removeprefix(section).split(".") if part]
-                self._lay(mappings, section, keys, given[-1])
+                self._lay(mappings, section, keys, given[-1] if given else "{}")
             elif name in self.types:
                 flags.setdefault(name, [])
                 flags[name] = flags[name] + given if _is_list(self.types[name]) else given[-1:]
@@ -136,8 +137,10 @@ class _ConfigParser(Parser):
         if _is_list(kind):
             if len(given) == 1 and given[0].startswith("["):
                 return f"--{name}={given[0]}"
-            if _item(kind) is str:  # names of files may hold commas
-                return f"--{name}={json.dumps(list(given))}"
+            if _item(kind) is str:
+                is_texts = typing.get_origin(kind) is not tuple  # one or several; names of files may hold commas
+                items = given if is_texts else [part for one in given for part in one.split(",") if part]
+                return f"--{name}={json.dumps(list(items))}"
             return f"--{name}=[{','.join(part for part in given if part)}]"
         if not given:
             if kind is not bool:
@@ -161,8 +164,8 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     if not any(flag.startswith("--print_config") for flag in flags):
         values = {name: value for name, value in values.items() if name not in free}
     written = yaml.safe_dump(values, default_flow_style=True, width=math.inf)
-    made = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
-    fields = {field.name: made[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    instances = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
+    fields = {field.name: instances[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     config = kind(**fields | free)
     _check_finite(dataclasses.asdict(config), "")  # type: ignore[call-overload]
     return config
@@ -170,14 +173,14 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """``above`` laid over ``below``: mappings are merged, unless the upper one names a class; other values replace."""
-    made = dict(below)
+    result = dict(below)
     for key, value in above.items():
-        before = made.get(key)
+        before = result.get(key)
         if isinstance(value, dict) and isinstance(before, dict) and "class_path" not in value:
-            made[key] = merged(before, value)
+            result[key] = merged(before, value)
         else:
-            made[key] = value
-    return made
+            result[key] = value
+    return result
 
 
 def _fields(kind: type[Any], prefix: str = "") -> tuple[set[str], dict[str, Any]]:

@@ -75,7 +75,7 @@ def _run(
 ) -> None:
     output = Path(config.output)
     folder, stage = output / config.bundle, calibrate_stage(config)
-    if stage.made(bundle_stage(folder)):
+    if stage.matches(bundle_stage(folder)):
         try:
             Bundle.from_pretrained(folder, predictor_class=predictor_classes(config))
         except UserError as error:
@@ -109,12 +109,12 @@ def _run(
         return
     with locked(output / ".holders" / "bundle", "another process is writing the bundle; waiting for it"):
         before = bundle_stage(folder)
-        if not stage.made(before):
+        if not stage.matches(before):
             if before is not None:
                 logger.info("%s: calibrated anew, %s", folder, stage.difference(before))
-            trained, wanted = resolved.mlp.density, config.calibrate.mlp_density
-            if config.mlp.enabled and trained != wanted and config.calibrate.budget is None:
-                logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, wanted)
+            trained, calibrated = resolved.mlp.density, config.calibrate.mlp_density
+            if config.mlp.enabled and trained != calibrated and config.calibrate.budget is None:
+                logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, calibrated)
             finish(config, output, jobs, stage)
     print(f"bundle: {folder}")
 
@@ -197,7 +197,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
     folder = output / "predictors"
     if config.tune.steps:
         tuning = tune_stage(config)
-        if not tuning.made(stored_stage(output / "tuned")):
+        if not tuning.matches(stored_stage(output / "tuned")):
             settings = dataclasses.replace(config.calibrate, head_density=1.0)  # one error at a time: see TuneConfig
             if config.tune.density is not None:
                 settings = dataclasses.replace(
@@ -222,7 +222,7 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
     device = start_device(config.trainer)
     model = load_opt(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
-    made, metrics = finetune(model, bundle, windows, config.tune, config.seed)
+    tuned, metrics = finetune(model, bundle, windows, config.tune, config.seed)
     folder = output / ".tmp-tuned"
     shutil.rmtree(folder, ignore_errors=True)
     for layer, target in jobs:
@@ -231,8 +231,8 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
         shutil.copytree(
             source, own, ignore=lambda _, names: {name for name in names if not name.startswith("predictor.")}
         )
-        if target == "mlp" and layer in made:
-            tensors = {name: tensor.contiguous() for name, tensor in made[layer].state_dict().items()}
+        if target == "mlp" and layer in tuned:
+            tensors = {name: tensor.contiguous() for name, tensor in tuned[layer].state_dict().items()}
             save_file(tensors, own / "predictor.safetensors")
             metadata = read_sealed(own / "predictor.json", "a finished predictor")
             metadata |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": metrics[-1]}

@@ -1,4 +1,4 @@
-"""How long work takes, told to whom it may concern: a bar on a terminal, a line every half minute elsewhere."""
+"""Progress and remaining time: a bar on a terminal, a line every half minute elsewhere."""
 
 import logging
 import sys
@@ -41,7 +41,7 @@ class Progress:
         self.what, self.total, self.unit, self.done = what, total, unit, done
         self._first, self._clock, self._seconds = done, clock, seconds
         self._began = clock()
-        self._figures = ""
+        self._values = ""
         self._ended = threading.Event()
         self._bar: Any = None
         if sys.stderr.isatty():
@@ -57,12 +57,12 @@ class Progress:
         if self._bar is not None:
             self._bar.update(units)
 
-    def describe(self, what: str, figures: str = "") -> None:
-        """Say what is done now, and the latest figures beside it."""
-        self.what, self._figures = what, figures
+    def describe(self, what: str, values: str = "") -> None:
+        """Say what is done now, and the latest values beside it."""
+        self.what, self._values = what, values
         if self._bar is not None:
             self._bar.set_description(what, refresh=False)
-            self._bar.set_postfix_str(figures)
+            self._bar.set_postfix_str(values)
 
     def close(self) -> None:
         self._ended.set()
@@ -74,10 +74,10 @@ class Progress:
         text = f"{self.what}: {self.done:,} {self.unit}"
         if self.total is not None:
             text = f"{self.what}: {self.done:,} of {self.total:,} {self.unit}"
-            made, left = self.done - self._first, self.total - self.done
-            if made > 0 and left > 0:
-                text += f", {_duration((self._clock() - self._began) * left / made)} left"
-        return f"{text}, {self._figures}" if self._figures else text
+            finished, left = self.done - self._first, self.total - self.done
+            if finished > 0 and left > 0:
+                text += f", {_duration((self._clock() - self._began) * left / finished)} left"
+        return f"{text}, {self._values}" if self._values else text
 
     def _write_lines(self) -> None:
         while not self._ended.wait(self._seconds):

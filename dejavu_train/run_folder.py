@@ -46,13 +46,13 @@ def _described(config: RunConfig, output: Path, whole: Stage) -> RunConfig:
     """Write ``run.json``, or refuse the folder; the configuration with its open densities filled in."""
     stored = _stored(output)
     collect = collect_stage(config)
-    made = (output / "activations" / "manifest.json").exists() or (output / "predictors").exists()
-    if stored and made and stored.get("schema") != SCHEMA:
+    has_output = (output / "activations" / "manifest.json").exists() or (output / "predictors").exists()
+    if stored and has_output and stored.get("schema") != SCHEMA:
         raise UserError(
             f"the folder {output} holds a run of schema {stored.get('schema')}, this version goes on with"
             f" {SCHEMA}: choose another --output or delete the folder; infer.py still reads its bundle"
         )
-    if stored and made and not collect.made(stored.get("collect")):
+    if stored and has_output and not collect.matches(stored.get("collect")):
         reason = collect.difference(stored.get("collect"))
         raise UserError(
             f"the folder {output} holds another run ({reason}); choose another --output or delete the folder"
@@ -91,6 +91,6 @@ def _trained_density(config: RunConfig, target: str) -> float:
     stage = train_stage(config, target)
     trained = sorted(Path(config.output).glob(f"predictors/layer_*/{target}/stage.json"))
     for before in [read_sealed(path, "the description of a stage") for path in trained]:
-        if stage.made(before) and isinstance(before.get("density"), float):
+        if stage.matches(before) and isinstance(before.get("density"), float):
             return before["density"]
     return config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density

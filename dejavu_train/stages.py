@@ -35,7 +35,7 @@ class Stage:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def made(self, stored: Any) -> bool:
+    def matches(self, stored: Any) -> bool:
         """Whether ``stored`` (of :meth:`to_json`) says that this very stage made an artefact."""
         return isinstance(stored, dict) and stored.get("identity") == self.identity
 

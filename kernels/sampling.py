@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import use_pdl, wait_for_predecessor
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
@@ -225,12 +225,12 @@ def _advance_kernel(
             if MODE >= 2:
                 # The same for the kept probability, which must reach top_p.
                 weight = tl.where(inside, tl.exp(scaled), 0.0)
-                wanted = tl.load(top_p + b) * tl.sum(weight)
+                mass = tl.load(top_p + b) * tl.sum(weight)
                 low = -88.0
                 high = 1e-6
                 for _ in range(STEPS):
                     middle = (low + high) * 0.5
-                    enough = tl.sum(tl.where(scaled >= middle, weight, 0.0)) >= wanted
+                    enough = tl.sum(tl.where(scaled >= middle, weight, 0.0)) >= mass
                     low = tl.where(enough, middle, low)
                     high = tl.where(enough, high, middle)
                 scaled = tl.where(scaled >= low, scaled, float("-inf"))

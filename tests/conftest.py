@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif item.path.is_relative_to(KERNEL_TESTS):
-            from kernels.common.launch import INTERPRET
+            from kernels.common.checks import INTERPRET
 
             if not INTERPRET:
                 raise pytest.UsageError("triton was imported before conftest.py: run with TRITON_INTERPRET=1")

@@ -45,7 +45,7 @@ def test_a_key_reaches_what_depends_on_it():
 
 def test_why_a_stage_is_made_anew():
     stage = tune_stage(BASE)
-    assert stage.made(stage.to_json()) and not stage.made(None) and not stage.made({})
+    assert stage.matches(stage.to_json()) and not stage.matches(None) and not stage.matches({})
     other = tune_stage(dataclasses.replace(BASE, tune=TuneConfig(steps=4)))
     assert stage.difference(other.to_json()) == "tune.steps was 4 and is 3"
     deeper = tune_stage(dataclasses.replace(BASE, seed=1))

@@ -1,13 +1,15 @@
 """Reads and writes a bundle: every predictor of one model, its thresholds, and what they were measured at.
 
-A folder with ``bundle.json`` (metadata) and ``predictors.safetensors`` (tensors); nothing is ever unpickled. Reading is
-strict: whatever is missing, surplus, of another shape or changed by one byte is named in one line. The curves of
-calibration (density, threshold, ...) travel with the predictors, so one bundle serves every density (``Bundle.at``).
+A folder with ``bundle.json`` (metadata), ``predictors.safetensors`` (tensors) and ``README.md``, the model card for
+people, which is never read; nothing is ever unpickled. Reading is strict: whatever is missing, surplus, of another
+shape or changed by one byte is named in one line. The curves of calibration (density, threshold, ...) travel with the
+predictors, so one bundle serves every density (``Bundle.at``).
 """
 
 import dataclasses
 import logging
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import allocate
+from dejavu_train.bundle.card import card
 from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
-from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json
+from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 2
 METADATA = "bundle.json"
 TENSORS = "predictors.safetensors"
+CARD = "README.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +75,9 @@ class Bundle:
     def predictor(self, layer: int, target: str) -> nn.Module:
         """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32."""
         where, prefix = f"the {target} predictor of layer {layer}", tensor_name(layer, target, "")
-        made = build_predictor(vars(self.specs[layer, target]), self.classes, where)
+        predictor = build_predictor(vars(self.specs[layer, target]), self.classes, where)
         stored = {n.removeprefix(prefix): tensor for n, tensor in self.tensors.items() if n.startswith(prefix)}
-        return as_stored(made, stored, where).requires_grad_(False).eval()
+        return as_stored(predictor, stored, where).requires_grad_(False).eval()
 
     def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
         """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""
@@ -109,7 +113,15 @@ class Bundle:
         return sum(found) / len(found) if found else 1.0
 
     def with_densities(self, densities: Mapping[Key, float], top_k: bool = False) -> "Bundle":
-        """The same predictors with thresholds for the given densities; specs not named stay as they are."""
+        """The same predictors with thresholds for the given densities; specs not named stay as they are.
+
+        Args:
+            densities: in (0, 1], by (layer, target).
+            top_k: select the k largest logits of a token, density n_out of them, in place of those above a threshold.
+
+        Raises:
+            UserError: a key or a density that cannot be.
+        """
         specs = dict(self.specs)
         for key, density in densities.items():
             if key not in specs:
@@ -119,6 +131,11 @@ class Bundle:
 
     def at(self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool = False) -> "Bundle":
         """The same predictors at other mean densities, shared out over the layers as their curves ask; 1.0 is dense.
+
+        Args:
+            mlp_density: mean over the layers, in (0, 1]; None: as it is.
+            head_density: the same for the heads.
+            top_k: as in :meth:`with_densities`.
 
         Raises:
             UserError: a density outside (0, 1], or a target this bundle has no predictors for.
@@ -164,15 +181,17 @@ class Bundle:
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``bundle.json`` and ``predictors.safetensors`` into ``folder``.
+        """Write ``bundle.json``, ``predictors.safetensors`` and the model card ``README.md`` into ``folder``.
 
-        The metadata is written last: a kill in between leaves a folder without ``bundle.json``, which is no bundle.
+        The card may be changed or removed afterwards: no digest covers it. The metadata is written last: a kill in
+        between leaves a folder without ``bundle.json``, which is no bundle.
         """
         folder = Path(folder)
         _check_parts(self, "this bundle")
         (folder / METADATA).unlink(missing_ok=True)
         with replacing(folder / TENSORS) as temporary:
             save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, temporary)
+        write_text(folder / CARD, card(self.model, self.weight_hash, self.shape, self.specs, self.metadata))
         metadata: dict[str, Any] = {
             "schema": SCHEMA,
             "model": self.model,
@@ -195,6 +214,8 @@ class Bundle:
         """Read a bundle from a folder or a hub id.
 
         Args:
+            name: the folder, or ``OWNER/NAME`` on the hub.
+            revision: commit or tag on the hub.
             predictor_class: of custom predictors: the class, or classes by the names that the bundle gives them. The
                 bundle names its classes and none is ever imported for it.
 
@@ -250,17 +271,50 @@ class Bundle:
             bundle.predictor(*key)  # a class that its tensors do not fit is named now, not in the middle of a run
         return bundle
 
-    def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None) -> str:
-        """Upload the bundle to the Hugging Face hub; returns the address of the commit."""
-        import tempfile
+    def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None, dry_run: bool = False) -> str:
+        """Upload what :meth:`save_pretrained` writes to a model repository of the Hugging Face hub, made if need be.
 
+        Args:
+            repo_id: ``OWNER/NAME``, or ``NAME`` for the owner of the token.
+            private: of a new repository: only its owner sees it.
+            token: of access; None: that of ``hf auth login`` or ``HF_TOKEN``.
+            dry_run: touch no network; return a line with the repository and one for each file with its bytes.
+
+        Returns:
+            the address of the commit, or what a dry run found.
+
+        Raises:
+            UserError: a ``repo_id`` that cannot be one, no network, no access, or the hub refuses.
+        """
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError, HTTPError
+        from huggingface_hub.utils import validate_repo_id
 
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            raise UserError(
+                f"{repo_id!r} is no repository of the hub ({_first_line(error)}); give OWNER/NAME"
+            ) from None
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle"))
+            if dry_run:
+                files = [f"{path.name}: {path.stat().st_size:,} bytes" for path in sorted(Path(folder).iterdir())]
+                return "\n".join([f"{repo_id} ({'private' if private else 'public'} if it is new)", *files])
+            try:
+                api = HfApi(token=token)
+                api.create_repo(repo_id, private=private, exist_ok=True)
+                commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle")
+                return str(commit)
+            except (HTTPError, OSError) as error:
+                raise UserError(
+                    f"cannot push the bundle to {repo_id}: {_first_line(error)}; check the network, the token"
+                    " (hf auth login) and HF_HUB_OFFLINE, or save_pretrained it and upload the folder from elsewhere"
+                ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -281,7 +335,7 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[METADATA, TENSORS]))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot fetch the bundle {name}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"cannot fetch the bundle {name}: {_first_line(error)}") from None
 
 
 def _check_parts(bundle: Bundle, where: str) -> None:

@@ -142,7 +142,7 @@ def calibrate(
                     specs[layer, target] = replace(specs[layer, target], replacement="mean")
     tokens = 0
     if windows and config.sensitivity_tokens and load_model is not None:
-        chosen = _take(windows, config.sensitivity_tokens)
+        chosen = windows_within(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         logger.info("sensitivity of every layer on %d tokens", tokens)
         for key, losses in _sensitivities(load_model(), predictors, second_stages, specs, tensors, chosen).items():
@@ -152,7 +152,7 @@ def calibrate(
     return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
 
 
-def _take(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
+def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
     """Windows spread over all documents until ``tokens`` scored tokens are there."""
     chosen: list[Sequence[int]] = []
     longest = max(len(window) for window in windows)
@@ -178,10 +178,12 @@ def _sensitivities(
 ) -> dict[Key, list[float]]:
     """``loss_increase`` over the grid of every spec."""
     probes = {}
-    wanted: dict[Key, tuple[float, ...]] = {}
+    densities: dict[Key, tuple[float, ...]] = {}
     for key, spec in specs.items():
-        wanted[key] = HEAD_PROBES if spec.target == "heads" else CASCADE_PROBES if key in second_stages else MLP_PROBES
-        thresholds = [read_curve(spec.curve, density)["threshold"] for density in wanted[key]]
+        densities[key] = (
+            HEAD_PROBES if spec.target == "heads" else CASCADE_PROBES if key in second_stages else MLP_PROBES
+        )
+        thresholds = [read_curve(spec.curve, density)["threshold"] for density in densities[key]]
         mean = tensors[tensor_name(*key, "mean")] if spec.replacement == "mean" else None
         probes[key] = SensitivityProbe(
             predictors[key], spec.site, spec.site_layer, thresholds, mean, second_stages.get(key)
@@ -193,7 +195,7 @@ def _sensitivities(
                 f"{target} of layer {layer}: the loss of the sparse model is not finite; check the model's weights, or"
                 " calibrate with --collect.dtype float32"
             )
-    return {key: spread_loss(wanted[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
+    return {key: spread_loss(densities[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
 
 
 def choose_densities(

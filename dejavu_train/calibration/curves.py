@@ -112,16 +112,16 @@ def head_curve(logits: Tensor, contribution: Tensor, grid: Sequence[float]) -> d
     return rows
 
 
-def spread_blocks(total: int, wanted: int, block: int) -> list[tuple[int, int]]:
-    """Row ranges of at most ``block`` rows, ``wanted`` rows in all, spread evenly over ``total``.
+def spread_blocks(total: int, rows: int, block: int) -> list[tuple[int, int]]:
+    """Row ranges of at most ``block`` rows, ``rows`` rows in all, spread evenly over ``total``.
 
     >>> spread_blocks(100, 20, 10)
     [(0, 10), (50, 60)]
     """
-    if wanted >= total:
+    if rows >= total:
         return [(start, min(start + block, total)) for start in range(0, total, block)]
-    count = max(1, -(-wanted // block))
-    size = -(-wanted // count)
+    count = max(1, -(-rows // block))
+    size = -(-rows // count)
     return [(total * i // count, min(total * i // count + size, total)) for i in range(count)]
 
 

@@ -50,7 +50,7 @@ def pieces(path: Path, found: Iterable[tuple[int, int]], first: int) -> Iterator
         first += rows
 
 
-def fill(result: Tensor, wanted: Iterable[Piece]) -> None:
+def fill(result: Tensor, pieces: Iterable[Piece]) -> None:
     """Read all pieces into their rows of ``result`` (N, ...), contiguous, on a CPU or a GPU.
 
     Raises:
@@ -76,5 +76,5 @@ def fill(result: Tensor, wanted: Iterable[Piece]) -> None:
             place.copy_(buffer, non_blocking=True)
 
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(read, wanted):
+        for _ in pool.map(read, pieces):
             pass

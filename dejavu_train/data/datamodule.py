@@ -92,7 +92,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         self.epoch += 1
         own_skip = -(-(skip - turn) // self.workers)
         left: RawBatch = {}
-        made, limit = 0, self._per_consumer()
+        yielded, limit = 0, self._per_consumer()
         step = self.pool_blocks or 8
         for first in range(0, len(row_ranges), step):
             began = time.perf_counter()
@@ -102,14 +102,14 @@ class BlockShuffled(IterableDataset[RawBatch]):
             is_last = first + step >= len(row_ranges)
             count = -(-rows // self.batch_size) if is_last and not self.pool_blocks else rows // self.batch_size
             for number in range(count):
-                if made == limit:
+                if yielded == limit:
                     return
                 began = time.perf_counter()
                 part = slice(number * self.batch_size, (number + 1) * self.batch_size)
                 batch: RawBatch = {name: tensor[part] for name, tensor in pool.items()}
                 batch["seconds"] = spent / count + time.perf_counter() - began
-                made += 1
-                if made > own_skip:
+                yielded += 1
+                if yielded > own_skip:
                     yield batch
             left = {name: tensor[count * self.batch_size :] for name, tensor in pool.items()}
 

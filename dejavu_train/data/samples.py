@@ -105,7 +105,7 @@ def settings_of(config: SampleConfig, window: int) -> dict[str, Any]:
     return values
 
 
-def tokens_wanted(config: SampleConfig, budgets: Sequence[tuple[str, int | None]], on_gpu: bool) -> int:
+def tokens_needed(config: SampleConfig, budgets: Sequence[tuple[str, int | None]], on_gpu: bool) -> int:
     """How many tokens to sample, so that every set can hold its budget of ``collect.*_tokens``."""
     if config.tokens is not None:
         return config.tokens
@@ -139,7 +139,7 @@ def load_samples(
     """
     config = source.sample
     settings = settings_of(config, window)
-    wanted = tokens_wanted(config, budgets, on_gpu)
+    needed = tokens_needed(config, budgets, on_gpu)
     folder = _find(Path(model), weight_hash, settings, config.tokens)
     if folder is not None:
         manifest = SampleManifest.load(folder)
@@ -148,9 +148,9 @@ def load_samples(
         key = hashlib.sha256(json.dumps([weight_hash, settings], sort_keys=True).encode()).hexdigest()[:16]
         folder = Path(source.cache) / f"self-{key}"
         with locked(folder / ".holders", f"another process is sampling into {folder}; waiting for it"):
-            if _find(folder, weight_hash, settings, wanted) is None:
+            if _find(folder, weight_hash, settings, needed) is None:
                 prompts = _prompts(config, tokenizer)
-                _sample(folder, model, weight_hash, config, settings, wanted, prompts, open_writer)
+                _sample(folder, model, weight_hash, config, settings, needed, prompts, open_writer)
             manifest = SampleManifest.load(folder)  # before another run may write more
             rows = _read(folder, manifest)
     if config.tokens is not None:  # more may be there than this run asks for
@@ -273,7 +273,7 @@ def _sample(
 
 
 def _is_whole(folder: Path, part: int, rows: int, length: int) -> bool:
-    """Whether a part of an interrupted run is there and holds as many rows as this run wants of it."""
+    """Whether a part of an interrupted run is there and holds as many rows as this run needs of it."""
     path = folder / f"part_{part:04d}.xz"
     return path.is_file() and len(decode_rows(path.read_bytes(), length)) == rows
 

@@ -1,7 +1,7 @@
 """Reads activation shards (written by shards.py) and checks them against their manifest."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class ShardReader:
         Raises:
             UserError: damaged, or not a number.
         """
-        wanted: list[Piece] = []
+        to_read: list[Piece] = []
         count = 0
         for start, stop in row_ranges:
             for shard in range(len(self._paths)):
@@ -119,22 +119,17 @@ class ShardReader:
                 found = runs(self._dataset(shard, name), low - first, high - first)
                 if found is None:  # not stored as this version stores: through the library
                     return torch.cat([self.read_stored(name, *row_range) for row_range in row_ranges]).to(device)
-                wanted += pieces(self._paths[shard], found, count)
+                to_read += pieces(self._paths[shard], found, count)
                 count += high - low
         like = self._dataset(0, name)
         dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
         with torch.inference_mode(False):  # the mode of the caller is not that of the threads that write
             result = torch.empty((count, *like.shape[1:]), dtype=dtype, device=device)
         try:
-            fill(result, wanted)
+            fill(result, to_read)
         except OSError as error:
             raise UserError(f"a shard of layer {self.layer} is damaged ({error}); {COLLECT_AGAIN}") from None
         return self._checked(result, name, self._paths[0].parent)
-
-    def iterate(self, *names: str) -> Iterator[tuple[Tensor, ...]]:
-        """Go through the set in order, block by block, reading the named datasets."""
-        for start, stop in self.blocks():
-            yield tuple(self.read(name, start, stop) for name in names)
 
     def windows(self) -> list[list[int]]:
         """The sequences of token ids behind the rows, without padding."""

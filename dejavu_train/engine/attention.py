@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
-from dejavu_train.engine.workspace import Chosen, Workspace
+from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.lookahead.site_predict import SiteRows
 
 
@@ -47,7 +47,7 @@ class DenseAttention:
         ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
 
 
-def bias_with_mean(weights: LayerWeights, heads: Chosen) -> Tensor:
+def bias_with_mean(weights: LayerWeights, heads: TargetSelection) -> Tensor:
     """(d,): the output projection's bias, with the projected mean outputs of all heads where these stand in.
 
     Attention takes the mean off the selected heads: W (keep ? o - mean : 0) + (b + W mean).
@@ -60,7 +60,7 @@ def bias_with_mean(weights: LayerWeights, heads: Chosen) -> Tensor:
 class SparseAttention:
     """The heads that each row selects; K/V that they lack are filled in as the policy says."""
 
-    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: Chosen) -> None:
+    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection) -> None:
         self.weights, self.cache, self.work, self.heads = weights, cache, work, heads
         self.bias = bias_with_mean(weights, heads)
 
@@ -97,7 +97,7 @@ class MaskedAttention:
     So nothing is ever missing, and neither inputs nor watermarks are kept.
     """
 
-    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: Chosen) -> None:
+    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection) -> None:
         self.weights, self.cache, self.work, self.heads = weights, cache, work, heads
         self.bias = bias_with_mean(weights, heads)
         self.scratch = torch.zeros_like(work.normalised)[:, None]  # the kernel that selects keeps its input somewhere
@@ -134,7 +134,9 @@ class MaskedAttention:
 class FusedAttention:
     """`SparseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list."""
 
-    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: Chosen, mlp: Chosen) -> None:
+    def __init__(
+        self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection, mlp: TargetSelection
+    ) -> None:
         self.weights, self.cache, self.work, self.heads, self.mlp = weights, cache, work, heads, mlp
         self.bias = bias_with_mean(weights, heads)
         assert heads.predictor.folded is not None

@@ -72,14 +72,14 @@ class EngineBackend:
 
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""
-        made = None
+        engine = None
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            made = self._make(batch, context)
-        if made is None:  # behind the error, which would hold what was half made
+            engine = self._make(batch, context)
+        if engine is None:  # behind the error, which would hold what was half made
             self.pool.engines.clear()
             torch.cuda.empty_cache()
-            made = self._make(batch, context)
-        return made
+            engine = self._make(batch, context)
+        return engine
 
     def _make(self, batch: int, context: int) -> DecodeEngine:
         codes = batch == 1
@@ -115,7 +115,7 @@ class EngineBackend:
         for first in range(0, len(filled), MAX_BATCH):
             part = filled[first : first + MAX_BATCH]
             engine = self.engine(len(part), max(len(rows[b]) for b in part))
-            made = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
+            logits = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
             for i, b in enumerate(part):
-                out[b, visible[b].to(self.device)] = made[i, : len(rows[b])]
+                out[b, visible[b].to(self.device)] = logits[i, : len(rows[b])]
         return out

@@ -134,10 +134,10 @@ class DecodeEngine:
         guard = self.guard
         if guard is None:
             return loaded
-        return {key: dataclasses.replace(made, threshold=guard.threshold(key)) for key, made in loaded.items()}
+        return {key: dataclasses.replace(each, threshold=guard.threshold(key)) for key, each in loaded.items()}
 
     def describe(self) -> str:
-        """What was decided when the engine was built: size, policy, and the form of every layer."""
+        """What was decided when the engine was built: size, policy, and how every layer runs."""
         stored = {str(p.weights.up.dtype).removeprefix("torch.") for p in self.predictors.values() if p.folded is None}
         kinds = f", MLP predictors in {', '.join(sorted(stored))}" if stored else ""
         head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
@@ -237,7 +237,7 @@ class DecodeEngine:
             if callback is not None or i % CHUNK == 0:
                 done = bool(self.state.done[:n].all())
                 if callback is not None:
-                    self._tell(callback, shown)
+                    self._notify(callback, shown)
                 if done:
                     break
             if i < asked.n_steps:
@@ -256,7 +256,7 @@ class DecodeEngine:
                     f" {dtype} is too narrow for this model's activations load it with dtype bfloat16 or float32"
                 )
 
-    def _tell(self, callback: Callback, shown: list[int]) -> None:
+    def _notify(self, callback: Callback, shown: list[int]) -> None:
         position = self.state.position[: len(shown)].tolist()
         for b, first in enumerate(shown):
             for token in self.state.tokens[b, first : position[b] + 1].tolist():
@@ -302,13 +302,13 @@ class DecodeEngine:
         """
         lengths = [len(row) for row in rows]
         self.begin(rows, [n + 1 for n in lengths], per_row(sparse_from, lengths), [0] * len(rows), Sampling())
-        made = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
+        logits = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
         self.core.tail("greedy", score=False)
         for t in range(max(lengths)):
             self.core.step("greedy")
-            made[:, t] = self.core.logits[: len(rows)]
+            logits[:, t] = self.core.logits[: len(rows)]
         self._check_logits(len(rows))
-        return made
+        return logits
 
     def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
         """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""

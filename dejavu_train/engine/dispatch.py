@@ -2,7 +2,7 @@
 
 A sparse block reads what the rows of a batch select together. Rows that chose independently, unit i with rate p_i,
 would together take the mean of 1 - (1 - p_i)^B; the rates follow how often each unit was needed on the calibration
-text, scaled to the density of one row. Units that every row wants are counted once that way, and real rows agree more
+text, scaled to the density of one row. Units that every row needs are counted once that way, and real rows agree more
 than independent ones, so the estimate errs towards computing the whole. A layer that computes the whole masks each row
 by its own selection afterwards: which units count never depends on this choice.
 
@@ -84,7 +84,7 @@ def choose_execution(
     measured: bool = True,
     kv_policy: str = "backfill",
 ) -> dict[tuple[int, str], ExecutionMode]:
-    """The form of every (layer, target) that has a predictor. measured: False = sparse wherever there is one."""
+    """How every (layer, target) with a predictor runs. measured: False = sparse wherever there is one."""
     modes = {}
     for (layer, target), predictor in predictors.items():
         union = expected_union(predictor.density, batch, predictor.frequency)

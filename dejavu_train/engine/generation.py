@@ -76,9 +76,9 @@ def generate(
     refuse(request)
     if streamer is not None:
         streamer.put(ids.cpu())
-    made = run(engine_for, request).to(ids)
-    known = ids.repeat_interleave(len(made) // len(ids), dim=0)
-    sequences = torch.cat([known, made], dim=1)
+    new = run(engine_for, request).to(ids)
+    known = ids.repeat_interleave(len(new) // len(ids), dim=0)
+    sequences = torch.cat([known, new], dim=1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
@@ -90,7 +90,7 @@ def run(engine_for: EngineFor, request: Request) -> Tensor:
     if request.streamer is not None:
         stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
     least = {"min_new_tokens": request.min_new_tokens} if request.min_new_tokens else {}
-    made = engine.generate(
+    rows = engine.generate(
         request.prompts,
         request.max_new_tokens,
         sampling=request.sampling,
@@ -101,8 +101,8 @@ def run(engine_for: EngineFor, request: Request) -> Tensor:
     )
     if stream is not None:
         stream.end()
-    tokens = torch.full((n, max(map(len, made))), request.pad_token, dtype=torch.long)
-    for b, row in enumerate(made):
+    tokens = torch.full((n, max(map(len, rows))), request.pad_token, dtype=torch.long)
+    for b, row in enumerate(rows):
         tokens[b, : len(row)] = torch.tensor(row)
     return tokens
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import FusedAttention, MaskedAttention, SparseAttention
-from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, ListedMlp, MaskedMlp, reads_own_site, select_of_several_rows
+from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, MaskedMlp, SparseMlp, reads_own_site, select_of_several_rows
 
 
 class GuardedAttention:
@@ -40,7 +40,7 @@ class GuardedAttention:
 class GuardedMlp:
     """All neurons of every row."""
 
-    def __init__(self, body: ListedMlp | CascadeMlp | BatchMlp | MaskedMlp, guard: GuardState) -> None:
+    def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | MaskedMlp, guard: GuardState) -> None:
         self.body, self.guard, self.own = body, guard, reads_own_site(body.mlp)
         self.norms = torch.linalg.vector_norm(body.weights.fc2.float(), dim=1)  # rows of fc2 are neurons here
 
@@ -58,7 +58,7 @@ class GuardedMlp:
             work.ops.cascade(
                 work.normalised, weights.cascade, mlp.selection, work.packed, row_state=everything, pdl=work.pdl
             )
-            work.ops.packed_rows(
+            work.ops.sparse_fc2(
                 work.packed, weights.fc2, weights.fc2_bias, x, out, partials=work.partials, pdl=work.pdl
             )
             hidden = torch.zeros_like(work.hidden)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
-from dejavu_train.engine.workspace import Chosen, Workspace
+from dejavu_train.engine.workspace import TargetSelection, Workspace
 
 
-def reads_own_site(mlp: Chosen) -> bool:
+def reads_own_site(mlp: TargetSelection) -> bool:
     """Whether the predictor reads what fc1 reads: then it leaves that, normalised, in the workspace."""
     predictor = mlp.predictor
     return (predictor.site, predictor.site_layer) == ("mlp_in", predictor.layer)
@@ -34,13 +34,13 @@ class DenseMlp:
         ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
 
 
-class ListedMlp:
+class SparseMlp:
     """The neurons of one row, fc1 and fc2 in one grid.
 
     packed: whether attention's grid has packed the list already.
     """
 
-    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen, packed: bool) -> None:
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: TargetSelection, packed: bool) -> None:
         self.weights, self.work, self.mlp, self.packed = weights, work, mlp, packed
         self.own = reads_own_site(mlp)
         # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before
@@ -54,7 +54,7 @@ class ListedMlp:
         if not self.packed:
             work.ops.pack(self.mlp.selection, work.packed, pdl=work.pdl)
         source, norm = (work.normalised, None) if self.own else (x, weights.norm2)
-        work.ops.listed_mlp(
+        work.ops.sparse_mlp(
             source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.packed, out,
             work.partials, self.early, work.pdl,
         )  # fmt: skip
@@ -63,7 +63,7 @@ class ListedMlp:
 class CascadeMlp:
     """The neurons of one row that pass a second stage, with fc1 as planes."""
 
-    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen, packed: bool) -> None:
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: TargetSelection, packed: bool) -> None:
         self.weights, self.work, self.mlp, self.packed = weights, work, mlp, packed
         self.own = reads_own_site(mlp)
 
@@ -78,10 +78,10 @@ class CascadeMlp:
         ops.cascade(
             work.normalised, weights.cascade, self.mlp.selection, work.packed, row_state=work.state.row_state, pdl=pdl
         )
-        ops.packed_rows(work.packed, weights.fc2, weights.fc2_bias, x, out, partials=work.partials, pdl=pdl)
+        ops.sparse_fc2(work.packed, weights.fc2, weights.fc2_bias, x, out, partials=work.partials, pdl=pdl)
 
 
-def select_of_several_rows(weights: LayerWeights, work: Workspace, mlp: Chosen, own: bool, x: Tensor) -> None:
+def select_of_several_rows(weights: LayerWeights, work: Workspace, mlp: TargetSelection, own: bool, x: Tensor) -> None:
     """Complete the selection of several rows: normalise what fc1 reads where that is needed, run the second stage."""
     mlp.join()
     if not own:
@@ -95,22 +95,22 @@ def select_of_several_rows(weights: LayerWeights, work: Workspace, mlp: Chosen, 
 class BatchMlp:
     """The neurons that several rows select together, each row masked by its own selection."""
 
-    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen) -> None:
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: TargetSelection) -> None:
         self.weights, self.work, self.mlp, self.own = weights, work, mlp, reads_own_site(mlp)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
         select_of_several_rows(weights, work, self.mlp, self.own, x)
-        work.ops.listed_batch(
-            work.normalised, weights.fc1, weights.fc1_bias, self.mlp.selection, work.batched, pdl=work.pdl
+        work.ops.fc1_batch(
+            work.normalised, weights.fc1, weights.fc1_bias, self.mlp.selection, work.activations, pdl=work.pdl
         )
-        work.ops.packed_batch(work.batched, weights.fc2, weights.fc2_bias, x, out, pdl=work.pdl)
+        work.ops.fc2_batch(work.activations, weights.fc2, weights.fc2_bias, x, out, pdl=work.pdl)
 
 
 class MaskedMlp:
     """All neurons of several rows, then each row masked by its own selection: for unions that leave little out."""
 
-    def __init__(self, weights: LayerWeights, work: Workspace, mlp: Chosen) -> None:
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: TargetSelection) -> None:
         self.weights, self.work, self.mlp, self.own = weights, work, mlp, reads_own_site(mlp)
         self.shifts = torch.arange(len(work.hidden), dtype=torch.int32, device=work.hidden.device)[:, None]
 
@@ -122,4 +122,4 @@ class MaskedMlp:
         ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=pdl)
 
 
-Mlp = DenseMlp | ListedMlp | CascadeMlp | BatchMlp | MaskedMlp
+Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | MaskedMlp

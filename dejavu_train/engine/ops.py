@@ -6,9 +6,9 @@ from dejavu_train.engine import reference as decode_reference
 from kernels import sampling
 from kernels.attention import flash_decode, head_select, out_projection, qkv
 from kernels.common import layer_norm
-from kernels.dense import batched, dense_gemv, dense_wide, qkv_dense
+from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense
 from kernels.lookahead import attend_pack, qkv_select, site_predict
-from kernels.mlp import cascade, cascade_batch, listed_batch, listed_mlp, packed_rows, select
+from kernels.mlp import cascade, cascade_batch, select, sparse_fc2, sparse_mlp, sparse_mlp_batch
 
 
 def operations(kind: str) -> SimpleNamespace:
@@ -26,17 +26,17 @@ def operations(kind: str) -> SimpleNamespace:
             project_heads=out_projection.project_heads,
             predict_select=select.predict_select,
             layer_norm=layer_norm.layer_norm,
-            pack=packed_rows.pack,
-            listed_mlp=listed_mlp.listed_mlp,
+            pack=sparse_fc2.pack,
+            sparse_mlp=sparse_mlp.sparse_mlp,
             cascade=cascade.cascade,
-            packed_rows=packed_rows.packed_rows,
+            sparse_fc2=sparse_fc2.sparse_fc2,
             cascade_test=cascade_batch.cascade_test,
-            listed_batch=listed_batch.listed_batch,
-            packed_batch=listed_batch.packed_batch,
+            fc1_batch=sparse_mlp_batch.fc1_batch,
+            fc2_batch=sparse_mlp_batch.fc2_batch,
             dense_rows=dense_gemv.dense_rows,
             dense_wide=dense_wide.dense_wide,
-            dense_hidden=batched.dense_hidden,
-            dense_add=batched.dense_add,
+            dense_hidden=dense_batch.dense_hidden,
+            dense_add=dense_batch.dense_add,
             advance=sampling.advance,
         )
     return SimpleNamespace(
@@ -52,12 +52,12 @@ def operations(kind: str) -> SimpleNamespace:
         predict_select=decode_reference.predict_select,
         layer_norm=decode_reference.layer_norm,
         pack=decode_reference.pack,
-        listed_mlp=decode_reference.listed_mlp,
+        sparse_mlp=decode_reference.sparse_mlp,
         cascade=decode_reference.cascade,
-        packed_rows=decode_reference.packed_rows,
+        sparse_fc2=decode_reference.sparse_fc2,
         cascade_test=decode_reference.cascade_test,
-        listed_batch=decode_reference.listed_batch,
-        packed_batch=decode_reference.packed_batch,
+        fc1_batch=decode_reference.fc1_batch,
+        fc2_batch=decode_reference.fc2_batch,
         dense_rows=dense_gemv.dense_rows_reference,
         dense_wide=dense_wide.dense_wide_reference,
         dense_hidden=decode_reference.dense_hidden,

@@ -8,9 +8,9 @@ from kernels.attention.flash_decode import flash_decode_reference
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.mlp.cascade import CascadeWeights, cascade_reference
 from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
-from kernels.mlp.listed_batch import BatchRows, listed_batch_reference, packed_batch_reference
-from kernels.mlp.packed_rows import PackedRows
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
+from kernels.mlp.sparse_fc2 import PackedSelection
+from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
 
 def predict_select(
@@ -38,20 +38,20 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
     out.copy_(layer_norm_reference(x, ln, out.dtype))
 
 
-def pack(rows: Selection, out: PackedRows, pdl: bool = False) -> None:
-    """See `kernels.mlp.packed_rows.pack`."""
+def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
+    """See `kernels.mlp.sparse_fc2.pack`."""
     ids = rows.indices()
     out.ids[: len(ids)] = ids.int()
     out.count.fill_(len(ids))
 
 
-def attend_pack(*attention, mlp_selection: Selection, packed: PackedRows, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
+def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
     """See `kernels.lookahead.attend_pack.attend_pack`."""
     flash_decode_reference(*attention, mean=mean)
     pack(mlp_selection, packed)
 
 
-def listed_mlp(
+def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
     w1: Tensor,
@@ -59,13 +59,13 @@ def listed_mlp(
     w2_t: Tensor,
     b2: Tensor,
     residual: Tensor,
-    rows: PackedRows,
+    rows: PackedSelection,
     out: Tensor,
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.mlp.listed_mlp.listed_mlp`."""
+    """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
     h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
@@ -76,7 +76,7 @@ def cascade(
     x: Tensor,
     weights: CascadeWeights,
     selection: Selection,
-    out: PackedRows,
+    out: PackedSelection,
     row_state: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -87,8 +87,8 @@ def cascade(
     selection.row_bits.copy_(passed[0].int())
 
 
-def packed_rows(
-    rows: PackedRows,
+def sparse_fc2(
+    rows: PackedSelection,
     weight: Tensor,
     bias: Tensor,
     residual: Tensor,
@@ -96,7 +96,7 @@ def packed_rows(
     partials: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.mlp.packed_rows.packed_rows`."""
+    """See `kernels.mlp.sparse_fc2.sparse_fc2`."""
     out.copy_(rows.to_dense() @ weight.float() + bias.float() + residual)
 
 
@@ -112,28 +112,28 @@ def cascade_test(
     cascade_test_reference(x, weights, selection, row_state)
 
 
-def listed_batch(
-    x: Tensor, weight: Tensor, bias: Tensor, selection: Selection, out: BatchRows, pdl: bool = False
+def fc1_batch(
+    x: Tensor, weight: Tensor, bias: Tensor, selection: Selection, out: BatchActivations, pdl: bool = False
 ) -> None:
-    """See `kernels.mlp.listed_batch.listed_batch`."""
-    h = listed_batch_reference(x, weight, bias, selection.to_mask(len(x))).to(out.values.dtype)
+    """See `kernels.mlp.sparse_mlp_batch.fc1_batch`."""
+    h = fc1_batch_reference(x, weight, bias, selection.to_mask(len(x))).to(out.values.dtype)
     ids = selection.indices()
     out.ids[: len(ids)] = ids.int()
     out.values[: len(ids), : len(x)] = h[:, ids].T
     out.count.fill_(len(ids))
 
 
-def packed_batch(
-    rows: BatchRows, weight_t: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
+def fc2_batch(
+    rows: BatchActivations, weight_t: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
 ) -> None:
-    """See `kernels.mlp.listed_batch.packed_batch`."""
-    out.copy_(packed_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
+    """See `kernels.mlp.sparse_mlp_batch.fc2_batch`."""
+    out.copy_(fc2_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
 
 
 def dense_hidden(
     x: Tensor, ln: LayerNormWeights, weight: Tensor, bias: Tensor, activation: str, pdl: bool = False
 ) -> Tensor:
-    """See `kernels.dense.batched.dense_hidden`."""
+    """See `kernels.dense.dense_batch.dense_hidden`."""
     y = F.linear(layer_norm_reference(x, ln, weight.dtype), weight, bias)
     return y.relu() if activation == "relu" else y
 
@@ -147,6 +147,6 @@ def dense_add(
     transposed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.dense.batched.dense_add`."""
+    """See `kernels.dense.dense_batch.dense_add`."""
     product = y.to(weight.dtype) @ weight if transposed else F.linear(y.to(weight.dtype), weight)
     out.copy_(product.float() + bias.float() + residual)

@@ -23,13 +23,13 @@ from dejavu_train.engine.attention import (
 )
 from dejavu_train.engine.dispatch import ExecutionMode
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
-from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, ListedMlp, MaskedMlp, Mlp
+from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, MaskedMlp, Mlp, SparseMlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
-from dejavu_train.engine.workspace import Chosen, SitePredictor, Workspace
+from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from kernels.attention import head_select
 from kernels.common import launch
-from kernels.mlp import packed_rows, select
+from kernels.mlp import select, sparse_fc2
 
 Key = tuple[int, str]
 BATCH_BLOCK = 64  # of the selections of several rows
@@ -58,7 +58,7 @@ class DecodeStep:
         self,
         weights: DecodeWeights,
         predictors: Mapping[Key, TargetPredictor],
-        forms: Mapping[Key, ExecutionMode],
+        modes: Mapping[Key, ExecutionMode],
         batch: int,
         context: int,
         kv_policy: str,
@@ -86,7 +86,7 @@ class DecodeStep:
         fused = {layer for layer in range(shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
-        masked = {key for key, form in forms.items() if not form.sparse}
+        masked = {key for key, each in modes.items() if not each.sparse}
         self.caches = [
             self._cache(layer, (layer, "heads") in predictors and (layer, "heads") not in masked)
             for layer in range(shape.n_layers)
@@ -107,22 +107,22 @@ class DecodeStep:
             return False
         return (mlp.site, mlp.site_layer) == ("attn_in", layer)
 
-    def _choose(self, key: Key, fused: bool) -> Chosen:
+    def _choose(self, key: Key, fused: bool) -> TargetSelection:
         """The selection of a (layer, target), and its predictor where that runs on its own."""
         predictor, device = self.predictors[key], self.device
         layer, target = key
         if predictor.folded is not None:
-            return Chosen(predictor, head_select.head_selection(self.shape.n_heads, device), None)
-        block = packed_rows.listed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
+            return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
+        block = sparse_fc2.packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
         selection = select.Selection.empty(self.shape.units(target), device, block)
         if fused:
-            return Chosen(predictor, selection, None)
+            return TargetSelection(predictor, selection, None)
         weights = self.weights.layers[predictor.site_layer]
         norm = weights.norm1 if predictor.site == "attn_in" else weights.norm2
         own = (predictor.site, predictor.site_layer) == ("mlp_in" if target == "mlp" else "attn_in", layer)
         normalised = self.work.normalised if own and target == "mlp" else None
         known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
-        return Chosen(predictor, selection, SitePredictor(known, selection, self.work, norm, own, normalised))
+        return TargetSelection(predictor, selection, SitePredictor(known, selection, self.work, norm, own, normalised))
 
     def _cache(self, layer: int, sparse: bool) -> LayerCache:
         shape, batch, device = self.shape, self.batch, self.device
@@ -136,7 +136,9 @@ class DecodeStep:
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
         )
 
-    def _attention(self, layer: int, heads: Chosen | None, fused_mlp: Chosen | None, masked: bool) -> Attention:
+    def _attention(
+        self, layer: int, heads: TargetSelection | None, fused_mlp: TargetSelection | None, masked: bool
+    ) -> Attention:
         weights, cache = self.weights.layers[layer], self.caches[layer]
         if heads is None:
             return DenseAttention(weights, cache, self.work)
@@ -146,13 +148,13 @@ class DecodeStep:
             return FusedAttention(weights, cache, self.work, heads, fused_mlp)
         return SparseAttention(weights, cache, self.work, heads)
 
-    def _mlp(self, layer: int, mlp: Chosen | None, fused: bool, masked: bool) -> Mlp:
+    def _mlp(self, layer: int, mlp: TargetSelection | None, fused: bool, masked: bool) -> Mlp:
         weights = self.weights.layers[layer]
         if mlp is None:
             return DenseMlp(weights, self.work)
         if self.batch > 1:
             return (MaskedMlp if masked else BatchMlp)(weights, self.work, mlp)
-        return (ListedMlp if weights.cascade is None else CascadeMlp)(weights, self.work, mlp, fused)
+        return (SparseMlp if weights.cascade is None else CascadeMlp)(weights, self.work, mlp, fused)
 
     def _measured(self, body: Any) -> Any:
         assert self.guard is not None
@@ -218,7 +220,7 @@ class DecodeStep:
         return graph
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
-        """One token for every row that is not done; every N-th step is dense where a guard wants that."""
+        """One token for every row that is not done; every N-th step is dense where a guard asks for that."""
         call = mode, score, self.guard is not None and self.guard.due()
         if not self._graphed:
             self.eager(*call)
@@ -237,7 +239,7 @@ class DecodeStep:
                 cache.valid.zero_()
 
 
-def _reading(chosen: Mapping[Key, Chosen], layer: int, site: str) -> tuple[SitePredictor, ...]:
+def _reading(chosen: Mapping[Key, TargetSelection], layer: int, site: str) -> tuple[SitePredictor, ...]:
     """The predictors that run at this site, in the order of their targets."""
     runners = (each.runner for each in chosen.values() if each.runner is not None)
     return tuple(r for r in runners if (r.predictor.site_layer, r.predictor.site) == (layer, site))

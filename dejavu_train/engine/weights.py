@@ -1,4 +1,4 @@
-"""Reads an OPT model and a bundle, writes the tensors as the decode engine wants them: one layout for dense and sparse.
+"""Reads an OPT model and a bundle, writes the tensors as the decode engine reads them: one layout for dense and sparse.
 
 fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
 stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
@@ -62,20 +62,20 @@ class LayerWeights:
             transposed: fc2 as rows of neurons.
             grid: of a second stage's planes, with its thresholds; None = a single stage.
         """
-        made = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
+        layer = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
         if transposed != self.fc2_transposed:
-            made = dataclasses.replace(made, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
+            layer = dataclasses.replace(layer, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
         if grid is None:
-            return made
-        planes = BitPlanes.of(made.fc1, *grid[:2])
+            return layer
+        planes = BitPlanes.of(layer.fc1, *grid[:2])
         cascade = CascadeWeights(
-            planes.upper, planes.rest, planes.step, planes.scale, made.fc1_bias.float(), grid[2].to(made.fc1.device)
+            planes.upper, planes.rest, planes.step, planes.scale, layer.fc1_bias.float(), grid[2].to(layer.fc1.device)
         )
-        made = dataclasses.replace(made, fc1=made.fc1.new_empty(0, made.fc1.shape[1]), cascade=cascade)
+        layer = dataclasses.replace(layer, fc1=layer.fc1.new_empty(0, layer.fc1.shape[1]), cascade=cascade)
         if batch == 1:
-            return made
+            return layer
         upper_only = dataclasses.replace(cascade, rest=planes.rest[:0])
-        return dataclasses.replace(made, fc1=made.whole_fc1(), cascade=upper_only)
+        return dataclasses.replace(layer, fc1=layer.whole_fc1(), cascade=upper_only)
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class DecodeWeights:
         def matrix(linear: Any, turned: bool = False) -> Tensor:
             """The weight, or its transpose; shared with the module where that is asked for."""
             stored = linear.weight.detach()
-            made = own(stored.T if turned else stored)
+            tensor = own(stored.T if turned else stored)
             if share:
-                linear.weight.data = made.T if turned else made
-            return made
+                linear.weight.data = tensor.T if turned else tensor
+            return tensor
 
         def norm(module: Any) -> LayerNormWeights:
             # Without learned parameters (layer_norm_elementwise_affine false) they are one and zero.
@@ -278,7 +278,7 @@ def load_predictors(
     Args:
         dtype: of the model; predictors are kept in it.
         codes: keep specs of int8 or int4 as codes with row scales (int4 a byte a code): what one row at a time
-            wants. Several rows are a library's matrix product, which takes one dtype.
+            reads. Several rows are a library's matrix product, which takes one dtype.
     Raises:
         UserError: thresholds that were never calibrated.
     """

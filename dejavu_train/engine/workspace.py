@@ -11,9 +11,9 @@ from dejavu_train.models.opt import OPTShape
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade_batch import InputLevels
-from kernels.mlp.listed_batch import BatchRows
-from kernels.mlp.packed_rows import PackedRows, partial_sums
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
+from kernels.mlp.sparse_mlp_batch import BatchActivations
 from kernels.sampling import TokenState
 
 
@@ -22,8 +22,8 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), heads_out (B, d), hidden (B, d_ffn) fp32; normalised (B, d) in the model's dtype; attention: for
-    partial results. For one row: packed, the list of its neurons, and partials of fc2; for several: batched and levels.
-    ahead: the stream of look-ahead predictors, or None.
+    partial results. For one row: packed, the list of its neurons, and partials of fc2; for several:
+    activations and levels. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: SimpleNamespace
@@ -36,9 +36,9 @@ class Workspace:
     attention: AttentionScratch
     normalised: Tensor
     hidden: Tensor
-    packed: PackedRows
+    packed: PackedSelection
     partials: Tensor
-    batched: BatchRows
+    activations: BatchActivations
     levels: InputLevels
 
     @classmethod
@@ -68,9 +68,9 @@ class Workspace:
             attention=AttentionScratch.empty(batch, h, hd, context, device),
             normalised=torch.zeros(batch, d, dtype=dtype, device=device),
             hidden=torch.zeros(batch, shape.d_ffn, device=device),
-            packed=PackedRows.empty(one, device),
+            packed=PackedSelection.empty(one, device),
             partials=partial_sums(d if one else 0, device),
-            batched=BatchRows.empty(several, batch, d, dtype, device),
+            activations=BatchActivations.empty(several, batch, d, dtype, device),
             levels=InputLevels.empty(batch if several else 0, d, device),
         )
 
@@ -80,7 +80,7 @@ class Workspace:
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
         self.attention.tickets.zero_()
-        self.batched.tickets.zero_()
+        self.activations.tickets.zero_()
 
 
 class SitePredictor:
@@ -144,7 +144,7 @@ class SitePredictor:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TargetSelection:
     """A target's predictor, the selection it fills, and what runs it at its site; None = the half runs it itself."""
 
     predictor: TargetPredictor

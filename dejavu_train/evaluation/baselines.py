@@ -46,7 +46,7 @@ def ranks(scores: Tensor) -> Tensor:
     return torch.empty_like(order, dtype=dtype).scatter_(-1, order, places)
 
 
-def take(unit_ranks: Tensor, counts: Tensor) -> Tensor:
+def keep_top(unit_ranks: Tensor, counts: Tensor) -> Tensor:
     """The ``counts`` (B, T) first units of ``unit_ranks`` (B, T, n) or (n,): bool (B, T, n)."""
     return unit_ranks < counts.to(unit_ranks.dtype).unsqueeze(-1)
 

@@ -78,6 +78,14 @@ class InferConfig:
     """Tokens of the prompt while timing."""
     new_tokens: int = 64
     """Tokens that are timed, and that are generated."""
+    observe: dict[str, Any] | None = None
+    """Options of python -m dejavu_train.evaluation.observe: observations of the dense model as well; null: none."""
+    generation: dict[str, Any] | None = None
+    """Options of python -m dejavu_train.evaluation.generation: dense and sparse continuations as well; null: none."""
+    tasks: dict[str, Any] | None = None
+    """Options of python -m dejavu_train.evaluation.lm_eval: downstream tasks as well; null: none."""
+    paper: dict[str, Any] | None = None
+    """Options of python -m dejavu_train.evaluation.lm_eval.paper: the paper's tables as well; null: none."""
     wandb: str | None = None
     """A project of Weights & Biases to log the tables and pictures to; WANDB_MODE=offline keeps them here."""
     generate: str | None = None

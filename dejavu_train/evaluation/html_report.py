@@ -2,8 +2,8 @@
 
     python -m dejavu_train.evaluation.html_report RESULTS_FOLDER [--wandb PROJECT]
 
-Made of the files alone: results.json, and if they lie there observations/ (of evaluation.observe), tasks/results.json
-and paper/paper.json (of evaluation.lm_eval). So it can be made anew at any time. All text is escaped; the one script
+Made of the files alone: results.json, and if they lie there observations/ (of evaluation.observe), generation/ (of
+evaluation.generation), tasks/results.json and paper/paper.json (of evaluation.lm_eval). So it can be made anew at any time. All text is escaped; the one script
 sorts tables.
 """
 
@@ -93,7 +93,8 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Everything in a results folder. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks."""
+    """Everything in a results folder. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks,
+    ``generation`` generation.json with its picture as ``svg``."""
 
     folder: Path
     found: dict[str, Any]
@@ -101,6 +102,7 @@ class Results:
     observed: dict[str, Any] | None
     observations: list[Observation]
     tasks: dict[str, Table]
+    generation: dict[str, Any] | None
 
 
 def read_results(folder: str | Path) -> Results:
@@ -123,8 +125,9 @@ def read_results(folder: str | Path) -> Results:
             raise UserError(f"{stored} is not as it was written ({error}); observe anew") from None
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
-        return Results(folder, found, _curve(found), observed, observations, tasks)
-    except (KeyError, TypeError) as error:
+        generation = _generation(folder / "generation")
+        return Results(folder, found, _curve(found), observed, observations, tasks, generation)
+    except (KeyError, TypeError, OSError) as error:
         raise UserError(f"a results file in {folder} lacks {error}; make it anew") from None
 
 
@@ -137,11 +140,22 @@ def _observation(folder: Path, one: dict[str, Any]) -> Observation:
 
 
 def _task_table(path: Path) -> Table:
-    """The rows of a file of tasks, whatever their columns are."""
     rows = read_json(path, "the rows of tasks")["rows"]
-    headings = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_shown(row.get(name)) for name in headings] for row in rows]
-    return Table(TASKS[f"{path.parent.name}/{path.name}"], headings, cells)
+    return _rows_table(TASKS[f"{path.parent.name}/{path.name}"], rows)
+
+
+def _rows_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Rows as a table, whatever their columns are."""
+    headings = list(dict.fromkeys(key for row in rows for key in row))
+    return Table(name, headings, [[_shown(row.get(key)) for key in headings] for row in rows])
+
+
+def _generation(folder: Path) -> dict[str, Any] | None:
+    if not (folder / "generation.json").is_file():
+        return None
+    found = read_json(folder / "generation.json", "generation.json")
+    svg = (folder / "generation.svg").read_text(encoding="utf-8") if found["picture"] else None
+    return {**found, "svg": svg, "table": _rows_table("Generation", found["rows"])}
 
 
 def _shown(value: Any) -> str:
@@ -165,6 +179,7 @@ def page(results: Results) -> str:
         "Quality": _quality(results),
         "Layers": _layers(found),
         "Tasks": "".join(_table(table, sortable=True) for table in results.tasks.values()),
+        "Generation": _generated(results),
         "Timing": _timing(found),
         "Observations": _observations(results),
         "Not measured": _missing(results),
@@ -212,6 +227,24 @@ def _layers(found: dict[str, Any]) -> str:
     return "".join([tables[0], *(_folded(made[i].name, one) for i, one in enumerate(tables[1:], 1))]) if tables else ""
 
 
+def _generated(results: Results) -> str:
+    made = results.generation
+    if made is None:
+        return ""
+    config, text = made["config"], made["text"]
+    prompts = f"{config['prompts']} prompts of {config['prompt']} tokens of {_text(text['name'])}"
+    about = f"<p>{prompts} (set {_text(text['set_name'] or 'all')}), {config['new_tokens']} new tokens each.</p>"
+    folded = _folded("configuration and versions", _pairs(made["versions"] | made["hashes"] | config))
+    picture = ""
+    if made["svg"] is not None:
+        caption = (
+            "When continuations part from the dense model's, what they lose under it by position, and how a guard's"
+            " dense tokens move the median divergence."
+        )
+        picture = _figure("generation", "Generation under sparsity", made["svg"], caption)
+    return about + folded + picture + _table(made["table"], sortable=True)
+
+
 def _timing(found: dict[str, Any]) -> str:
     if not found["timing"]:
         return ""
@@ -254,9 +287,11 @@ def _missing(results: Results) -> str:
     if not found["layers"] and found["quality"]:
         missing.append(("figures per layer", "no predicted row was scored"))
     if results.observed is None:
-        missing.append(("observations", "not made: python -m dejavu_train.evaluation.observe makes them"))
+        missing.append(("observations", "not made: infer.py --observe makes them"))
     else:
         missing += [(one["what"], one["why"]) for one in results.observed["not_measured"]]
+    if results.generation is None:
+        missing.append(("generation under sparsity", "not made: infer.py --generation makes it"))
     missing += [
         (title, f"there is no {path} in the folder") for path, title in TASKS.items() if path not in results.tasks
     ]
@@ -334,6 +369,8 @@ def all_tables(results: Results) -> Iterable[Table]:
     if found["timing"]:
         yield report.timing_table(found)
     yield from results.tasks.values()
+    if results.generation is not None:
+        yield results.generation["table"]
     yield from (one.table for one in results.observations)
 
 
@@ -353,7 +390,7 @@ def log_to_wandb(results: Results, project: str) -> None:
         raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
     drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
-    pictures = [results.folder / "curve.png", *drawn]
+    pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png", *drawn]
     run.log(tables | {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()})
     run.finish()
 

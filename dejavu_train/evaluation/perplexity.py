@@ -25,7 +25,7 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.bundle.spec import Key
 from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
-from dejavu_train.evaluation.baselines import Given, noncontextual_contributions, random_ranks, ranks, take
+from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.metrics import SelectionSums
@@ -89,7 +89,7 @@ def hold_out(
     seed: int = 0,
     spread: int = DOCUMENTS,
 ) -> EvalCorpus:
-    """Cut documents into windows; about ``tokens`` tokens at most, documents drawn in a fixed random order.
+    """Cut documents into windows; about ``next_tokens`` tokens at most, documents drawn in a fixed random order.
 
     A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds,
     so that no long one stands for a whole text.
@@ -116,7 +116,7 @@ def hold_out(
 def _spread(
     documents: Iterator[list[list[int]]], window: int, tokens: float, spread: int
 ) -> list[tuple[list[list[int]], bool]]:
-    """The first windows of each document, about ``tokens`` tokens in all, and whether they are all it has.
+    """The first windows of each document, about ``next_tokens`` tokens in all, and whether they are all it has.
 
     Documents are read in order, and no further than is needed.
     """
@@ -125,7 +125,7 @@ def _spread(
     count: list[int] = []
     left = tokens
 
-    def take_from(place: int) -> None:
+    def read_more(place: int) -> None:
         nonlocal left
         start, available = count[place], len(read[place])
         stop = min(start + at_once, start + max(left, 0) / (window - 1), available)
@@ -135,12 +135,12 @@ def _spread(
     for parts in documents:
         read.append(parts)
         count.append(0)
-        take_from(len(read) - 1)
+        read_more(len(read) - 1)
         if left <= 0:
             break
     while left > 0 and any(taken < len(parts) for taken, parts in zip(count, read, strict=True)):
         for place in range(len(read)):
-            take_from(place)
+            read_more(place)
     return [(parts[:taken], taken == len(parts)) for taken, parts in zip(count, read, strict=True)]
 
 
@@ -221,7 +221,7 @@ class _Evaluation:
     ) -> None:
         self.model, self.bundle = model, bundle
         self.scored = {row: EvalResult(row, np.zeros(n_documents), _no_sums(model)) for row in rows}
-        self.wanted = {row.selection for row in rows}
+        self.selections = {row.selection for row in rows}
         self.groups: dict[tuple[float, float, int], dict[str, EvalSetting]] = {}
         for row in rows:
             if row.selection != "dense":
@@ -255,18 +255,18 @@ class _Evaluation:
             for name, row in rows.items():
                 if name != "predicted":
                     order = orders[name]
-                    given = Given({key: take(order[key].to(count.device), count) for key, count in counts.items()})
+                    given = Given({key: keep_top(order[key].to(count.device), count) for key, count in counts.items()})
                     self._sparse_pass(batch, given, sparse, row)
 
     def _dense_pass(self, batch: EvalBatch) -> dict[str, dict[Key, Tensor]]:
         """Score the dense row; returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
-        orders: dict[str, dict[Key, Tensor]] = {name: {} for name in self.wanted}
+        orders: dict[str, dict[Key, Tensor]] = {name: {} for name in self.selections}
 
         def rank_contributions(layer: int, got: dict[str, Tensor]) -> None:
             orders["oracle"][layer, "mlp"] = ranks(self.meter.neurons(layer, got["activation"]))
             orders["oracle"][layer, "heads"] = ranks(self.meter.heads(layer, got["head_out"]))
 
-        if "oracle" in self.wanted:
+        if "oracle" in self.selections:
             with record(self.model, {"activation", "head_out"}, on_layer=rank_contributions):
                 nats = window_nats(self.model, batch)
         else:
@@ -275,12 +275,12 @@ class _Evaluation:
             if row.selection == "dense":
                 np.add.at(quality.nats, batch.document, nats)
         for layer, target in self.bundle.specs:
-            if "noncontextual" in self.wanted and target == self.bundle.targets[0]:
+            if "noncontextual" in self.selections and target == self.bundle.targets[0]:
                 alone = noncontextual_contributions(self.model, batch.ids, layer, self.means.get(layer))
                 orders["noncontextual"] |= {(layer, name): ranks(alone[name]) for name in self.bundle.targets}
-            if "static" in self.wanted:
+            if "static" in self.selections:
                 orders["static"][layer, target] = ranks(self.bundle.frequency(layer, target)).to(batch.ids.device)
-            if "random" in self.wanted:
+            if "random" in self.selections:
                 size = (*batch.ids.shape, self.bundle.shape.units(target))
                 orders["random"][layer, target] = random_ranks(size, self.generator, batch.ids.device)
         self.progress(int(batch.real.sum()))
@@ -321,9 +321,9 @@ def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
     real = batch.real.flatten()
     flat, targets = hidden.flatten(0, 1)[real.to(hidden.device)], batch.targets.flatten()[real]
     pieces = []
-    for states, wanted in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
+    for states, next_tokens in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
         logits = model.lm_head(states).float()
-        pieces.append(F.cross_entropy(logits, wanted.to(logits.device), reduction="none"))
+        pieces.append(F.cross_entropy(logits, next_tokens.to(logits.device), reduction="none"))
     losses = torch.cat(pieces).double().cpu().numpy()
     if not np.isfinite(losses).all():
         raise UserError(
@@ -376,7 +376,7 @@ class _Meter:
         else:
             contribution = self.heads(layer, values).flatten(0, -2)
             chosen = torch.ones_like(contribution, dtype=torch.bool) if keep is None else keep.flatten(0, -2)
-            largest = take(ranks(contribution), chosen.sum(-1))
+            largest = keep_top(ranks(contribution), chosen.sum(-1))
             mass, held = float(contribution.double().sum()), float((contribution * chosen).double().sum())
             active, hit = int(largest.sum()), int((largest & chosen).sum())
             units = contribution.numel()

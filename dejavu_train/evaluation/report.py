@@ -31,7 +31,7 @@ def results(
         model, bundle: folders or hub ids.
         scored: every text with its rows, in the order of the tables.
         timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
-        layers_at: asked density of the MLPs to which the figures per layer belong.
+        layers_at: asked density of the MLPs to which the metrics per layer belong.
     """
     return {
         "schema": SCHEMA,
@@ -122,7 +122,9 @@ def layer_rows(scored: Sequence[EvalResult], mlp_density: float | None = None) -
     """Density, recall, precision and mass per layer, of each target's first predicted row (at ``mlp_density``)."""
     rows: list[dict[str, Any]] = []
     for target in ("mlp", "heads"):
-        chosen = next((q for q in scored if q.row.selection == "predicted" and _told(q.row, target, mlp_density)), None)
+        chosen = next(
+            (q for q in scored if q.row.selection == "predicted" and _in_table(q.row, target, mlp_density)), None
+        )
         if chosen is None:
             continue
         for (layer, name), sums in chosen.sums.items():
@@ -137,7 +139,7 @@ def layer_rows(scored: Sequence[EvalResult], mlp_density: float | None = None) -
     return sorted(rows, key=lambda row: (row["target"] != "mlp", row["layer"]))
 
 
-def _told(row: EvalSetting, target: str, mlp_density: float | None) -> bool:
+def _in_table(row: EvalSetting, target: str, mlp_density: float | None) -> bool:
     """Whether the table per layer is about this row: sparse in the target, and at the density that is asked for."""
     density = row.mlp_density if target == "mlp" else row.head_density
     return density < 1 and (mlp_density is None or row.mlp_density == mlp_density)

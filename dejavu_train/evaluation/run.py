@@ -17,6 +17,7 @@ from dejavu_train.data.text import TextSource, import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
+from dejavu_train.evaluation.further import measure, plan
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
@@ -70,6 +71,7 @@ def run(config: InferConfig) -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     _check_output(config)
+    further = plan(config)
     bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
     if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
         raise UserError(
@@ -94,6 +96,7 @@ def run(config: InferConfig) -> None:
     scored = _score(config, dense, bundle, texts, about) if config.tokens != 0 else []
     not_measured: list[dict[str, str]] = []
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
+    measure(further, dense, tokenizer, bundle)
     watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
         text, watched = _generate(config, dense, bundle, tokenizer, prompt)
@@ -225,8 +228,8 @@ def _generate(
     """The text, and what the guard measured, where one is asked for."""
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
-        made = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
-        return str(tokenizer.decode([*ids[0].tolist(), *made[0]], skip_special_tokens=True)), None
+        generated = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
+        return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None
     model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}

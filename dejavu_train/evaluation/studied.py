@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key
 from dejavu_train.errors import UserError
-from dejavu_train.evaluation.baselines import Given, ranks, take
+from dejavu_train.evaluation.baselines import Given, keep_top, ranks
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.sparse.inputs import SparseFrom, positions_of, sparse_positions
@@ -43,11 +43,11 @@ class StudiedOPT(SparseOPTForCausalLM):
         """
         if selection not in SELECTED_BY:
             raise UserError(f"selection must be one of {', '.join(SELECTED_BY)}, got {selection}")
-        made = cls.from_model(model, bundle, "mask", sparse_from)
-        assert isinstance(made, StudiedOPT)
-        made.selection = selection
-        made.reset()
-        return made
+        studied = cls.from_model(model, bundle, "mask", sparse_from)
+        assert isinstance(studied, StudiedOPT)
+        studied.selection = selection
+        studied.reset()
+        return studied
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -98,7 +98,7 @@ class StudiedOPT(SparseOPTForCausalLM):
             found = dense_or_masked()
         if self.selection == "predicted":
             return found
-        best = Given({key: take(orders[key], kept) for key, kept in counts.items()})
+        best = Given({key: keep_top(orders[key], kept) for key, kept in counts.items()})
         with masking(self, best, sparse, means=self._means):
             return dense_or_masked()
 

@@ -36,12 +36,12 @@ def build_custom(kind: PredictorClass, value: dict[str, Any], d_in: int, n_out: 
     Raises:
         UserError: ``init_args`` that the class does not take, or logits of another shape or dtype.
     """
-    made = kind(**bound_arguments(kind, value, key, d_in=d_in, n_out=n_out))
-    training = made.training
-    made.eval()
+    module = kind(**bound_arguments(kind, value, key, d_in=d_in, n_out=n_out))
+    training = module.training
+    module.eval()
     for leading in ((1,), (1, 1)):  # rows while training, (batch, positions) while selecting
         with torch.no_grad():
-            logits = made(torch.zeros(*leading, d_in))
+            logits = module(torch.zeros(*leading, d_in))
         expected = (*leading, n_out)
         if not isinstance(logits, Tensor) or tuple(logits.shape) != expected or not logits.is_floating_point():
             got = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
@@ -49,7 +49,7 @@ def build_custom(kind: PredictorClass, value: dict[str, Any], d_in: int, n_out: 
                 f"{key}: {full_name(kind)} must map {(*leading, d_in)} to logits {expected}, one for each unit,"
                 f" got {got}"
             )
-    return made.train(training)
+    return module.train(training)
 
 
 def custom_tensors(predictor: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -72,16 +72,16 @@ def listwise(logits: Tensor, batch: Batch) -> Tensor:
     A listwise loss that asks for the order of the units of a row; it leaves the rows' offsets free.
     """
     assert batch.contribution is not None, "the listwise loss needs contributions"
-    wanted = batch.contribution.to(logits.dtype)
-    wanted = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-12)
-    return -(wanted * F.log_softmax(logits, dim=-1)).sum(-1).mean()
+    target = batch.contribution.to(logits.dtype)
+    target = target / target.sum(-1, keepdim=True).clamp_min(1e-12)
+    return -(target * F.log_softmax(logits, dim=-1)).sum(-1).mean()
 
 
 def regression(logits: Tensor, batch: Batch) -> Tensor:
     """Squared error of the logits against the contribution, in units of the batch's mean contribution of that unit."""
     assert batch.contribution is not None, "the regression loss needs contributions"
-    wanted = batch.contribution.to(logits.dtype)
-    return F.mse_loss(logits, wanted / wanted.mean().clamp_min(1e-12))
+    target = batch.contribution.to(logits.dtype)
+    return F.mse_loss(logits, target / target.mean().clamp_min(1e-12))
 
 
 def log_contribution(logits: Tensor, batch: Batch) -> Tensor:
@@ -90,9 +90,9 @@ def log_contribution(logits: Tensor, batch: Batch) -> Tensor:
     For heads, which all contribute something: what is learnt is by what factor one matters more than another.
     """
     assert batch.contribution is not None, "the log_contribution loss needs contributions"
-    wanted = batch.contribution.to(logits.dtype)
-    floor = wanted.mean() * 1e-4 + 1e-12  # a tensor: reading it would make every step wait for the device
-    return F.mse_loss(logits, torch.maximum(wanted, floor).log())
+    target = batch.contribution.to(logits.dtype)
+    floor = target.mean() * 1e-4 + 1e-12  # a tensor: reading it would make every step wait for the device
+    return F.mse_loss(logits, torch.maximum(target, floor).log())
 
 
 LOSSES: dict[str, Loss] = {

@@ -151,23 +151,23 @@ class GatherDecoder:
 
         def selection(number: int, target: str, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
             """What the predictor selects, None where there is none; and what is computed."""
-            made = self.selector(number, target, sites)
-            keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if made is None else made
-            return made, (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
+            chosen = self.selector(number, target, sites)
+            keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if chosen is None else chosen
+            return chosen, (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
 
-        def measure_heads(number: int, made: Tensor | None, mixed: Tensor) -> None:
-            if guard is not None and made is not None:
+        def measure_heads(number: int, chosen: Tensor | None, mixed: Tensor) -> None:
+            if guard is not None and chosen is not None:
                 weight = self.blocks[number].self_attn.out_proj.weight
-                guard.measure((number, "heads"), judged, made, made, head_contribution(mixed, weight))
+                guard.measure((number, "heads"), judged, chosen, chosen, head_contribution(mixed, weight))
 
-        def measure_neurons(number: int, made: Tensor | None, mlp_in: Tensor) -> None:
-            if guard is not None and made is not None:
+        def measure_neurons(number: int, chosen: Tensor | None, mlp_in: Tensor) -> None:
+            if guard is not None and chosen is not None:
                 stage = self.second_stages.get(number)
-                passed = made if stage is None else made & stage.passed(mlp_in).to(made.device)
+                passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
                 contribution = neuron_contribution(
                     torch.relu(self._fc1(number, mlp_in)), self.blocks[number].fc2.weight
                 )
-                guard.measure((number, "mlp"), judged, made, passed, contribution)
+                guard.measure((number, "mlp"), judged, chosen, passed, contribution)
 
         def report_selection(number: int, target: str, keep: Tensor) -> None:
             if self.on_select is not None:
@@ -178,13 +178,13 @@ class GatherDecoder:
             hidden = hidden.to(device)
             sites["attn_in", number] = attn_in = block.self_attn_layer_norm(hidden)
             layer.extend(attn_in[:, None], block.self_attn.num_heads)
-            made, keep = selection(number, "heads", block.self_attn.num_heads, device)
+            chosen, keep = selection(number, "heads", block.self_attn.num_heads, device)
             report_selection(number, "heads", keep)
-            see = partial(measure_heads, number, made)
+            see = partial(measure_heads, number, chosen)
             hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
             sites["mlp_in", number] = mlp_in = block.final_layer_norm(hidden)
-            made, keep = selection(number, "mlp", block.fc1.out_features, device)
-            measure_neurons(number, made, mlp_in)
+            chosen, keep = selection(number, "mlp", block.fc1.out_features, device)
+            measure_neurons(number, chosen, mlp_in)
             if number in self.second_stages:
                 out, keep = _cascade(block, self.second_stages[number], mlp_in, keep, dense_rows.to(device))
             else:
@@ -235,35 +235,35 @@ class GatherDecoder:
         """K and V of the last column for the heads that need them, and whatever the policy says is missing."""
         assert layer.watermark is not None and layer.valid is not None
         column = layer.length - 1
-        wanted = torch.ones_like(keep) if self.kv_policy == "always" else keep
+        needed = torch.ones_like(keep) if self.kv_policy == "always" else keep
         if self.kv_policy == "stale":
             lowest = torch.full((keep.shape[1],), column, device=keep.device)
         else:
-            lowest = torch.where(wanted, layer.watermark, column).amin(dim=0)
-        union = wanted.any(dim=0)
+            lowest = torch.where(needed, layer.watermark, column).amin(dim=0)
+        union = needed.any(dim=0)
         fresh = (union & (lowest == column)).nonzero().flatten()
         if len(fresh):
-            self._write_kv(attention, layer, fresh, column, wanted)
+            self._write_kv(attention, layer, fresh, column, needed)
         for head in (union & (lowest < column)).nonzero().flatten():
-            self._write_kv(attention, layer, head[None], int(lowest[head]), wanted)
-        layer.watermark[wanted] = layer.length
+            self._write_kv(attention, layer, head[None], int(lowest[head]), needed)
+        layer.watermark[needed] = layer.length
         # Padding is never looked at, so nothing is missing where a row has only had padding.
         skipped = ~visible[:, column, None] & (layer.watermark == column)
         layer.watermark[skipped] = layer.length
 
-    def _write_kv(self, attention: Any, layer: SparseLayer, heads: Tensor, low: int, wanted: Tensor) -> None:
-        """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that want and lack them."""
+    def _write_kv(self, attention: Any, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
+        """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that need and lack them."""
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
         assert layer.watermark is not None and layer.valid is not None
         source = layer.attn_in[:, low : layer.length]  # (B, L, d)
         columns = torch.arange(low, layer.length, device=source.device)
-        write = wanted[:, heads, None]  # (B, u, L)
+        write = needed[:, heads, None]  # (B, u, L)
         if self.kv_policy != "stale":
             write = write & (columns >= layer.watermark[:, heads, None])
         for linear, stored in ((attention.k_proj, layer.keys), (attention.v_proj, layer.values)):
-            made = _project(linear, heads, attention.head_dim, source).transpose(1, 2)  # (B, u, L, e)
+            projected = _project(linear, heads, attention.head_dim, source).transpose(1, 2)  # (B, u, L, e)
             old = stored[:, heads, low : layer.length]
-            stored[:, heads, low : layer.length] = torch.where(write[..., None], made, old)
+            stored[:, heads, low : layer.length] = torch.where(write[..., None], projected, old)
         layer.valid[:, heads, low : layer.length] |= write
 
 

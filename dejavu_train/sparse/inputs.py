@@ -29,7 +29,7 @@ def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
 
 
 def kept_columns(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """The columns whose logits are wanted: the last so many (0 = all), or those named."""
+    """The columns whose logits are requested: the last so many (0 = all), or those named."""
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 

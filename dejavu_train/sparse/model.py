@@ -67,6 +67,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     """
 
     def __init__(self, config: OPTConfig) -> None:
+        """For transformers' own use; a model made this way has no bundle."""
         super().__init__(config)
         self.backend = "mask"
         self.sparse_from: SparseFrom = 0
@@ -81,7 +82,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         self._gathering = False  # within a call that gather runs in place of the engine
         self._guard: Guard | None = None
         self._guarded: GuardState | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
 
     @classmethod
@@ -116,15 +117,15 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         if isinstance(sparse_from, str) and sparse_from != "prompt":
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
-        made = _adopt(cls, model)
-        made.backend, made.sparse_from, made.kv_policy = backend, sparse_from, kv_policy
-        made._auto, made._ops, made._guard = (
+        sparse = _adopt(cls, model)
+        sparse.backend, sparse.sparse_from, sparse.kv_policy = backend, sparse_from, kv_policy
+        sparse._auto, sparse._ops, sparse._guard = (
             backend == "auto",
             ops,
             guard if guard is not None and guard.every else None,
         )
-        made.set_bundle(bundle)
-        return made.eval()
+        sparse.set_bundle(bundle)
+        return sparse.eval()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -147,6 +148,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             pretrained_model_name_or_path: folder or hub id of an OPT.
             predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
+            sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
+            kv_policy: of heads that a token skips: ``backfill``, ``always`` or ``stale``, see ``gather``.
+            dtype: ``float32``, ``float16`` or ``bfloat16``.
+            device: where the model lies; ignored when ``device_map`` is given.
+            revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
             guard: as in :meth:`from_model`.
@@ -194,7 +200,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except Unsupported as refusal:
                 if not self._auto:
                     raise
-                self._tell(refusal)
+                self._log_once(refusal)
                 self.backend = "gather"
         if self.backend == "mask":
             self._selector, self._means = Predicted(bundle, self.device, self), bundle.head_means(self.device)
@@ -216,11 +222,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             self._decoder = GatherDecoder(self, self.bundle, self.kv_policy, self._guarded)
         return self._decoder
 
-    def _tell(self, refusal: UserError) -> None:
+    def _log_once(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
         text = str(refusal).removesuffix("; use backend='gather'")
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             logger.warning("%s: the backend gather runs instead", text)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -288,7 +294,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except Unsupported as refusal:
                 if not self._auto:
                     raise
-                self._tell(refusal)
+                self._log_once(refusal)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         return self._forward_sparse(*tokens, positions, sparse, **common)
 
@@ -356,7 +362,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except Unsupported as refusal:
                 if not self._auto:
                     raise
-                self._tell(refusal)
+                self._log_once(refusal)
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
@@ -387,12 +393,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
     """A model of class ``cls`` with the modules of ``model``: nothing is copied, nothing initialised."""
     with torch.device("meta"):
-        made = cls(model.config)
-    made.model, made.lm_head = model.model, model.lm_head
-    made.generation_config = model.generation_config
+        adopted = cls(model.config)
+    adopted.model, adopted.lm_head = model.model, model.lm_head
+    adopted.generation_config = model.generation_config
     if hasattr(model, "hf_device_map"):
-        made.hf_device_map = model.hf_device_map
-    return made
+        adopted.hf_device_map = model.hf_device_map
+    return adopted
 
 
 def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:

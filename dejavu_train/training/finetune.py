@@ -46,7 +46,7 @@ class Gate(torch.autograd.Function):
 
     ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) is what one kept unit costs.
     ``curvature`` (..., n), or 0, is the loss's second derivative along a unit's switch: near the dense model the
-    gradient of what is kept vanishes although dropping it would cost half the curvature, so a logit is told
+    gradient of what is kept vanishes although dropping it would cost half the curvature, so the gradient of a logit is
     f(1) - f(0) = f'(s) + (1/2 - s) f'', not f'(s).
     """
 
@@ -103,10 +103,10 @@ class _Gates:
                 place = (block.fc1 if target == "mlp" else block.self_attn.out_proj).weight.device
                 self.predictors[layer, target] = bundle.predictor(layer, target).to(place)
                 if target == "mlp":
-                    made = self.predictors[layer, target]
-                    assert isinstance(made, LowRankPredictor), "train.py tunes no other"
-                    self.trained[layer] = made.requires_grad_(True).train()
-                    made.rounded_to = spec.dtype if spec.dtype in SCALED else None
+                    predictor = self.predictors[layer, target]
+                    assert isinstance(predictor, LowRankPredictor), "train.py tunes no other"
+                    self.trained[layer] = predictor.requires_grad_(True).train()
+                    predictor.rounded_to = spec.dtype if spec.dtype in SCALED else None
         self.spent: list[Tensor] = []
 
     @contextmanager
@@ -200,7 +200,7 @@ def finetune(
     was_grad = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
     gates = _Gates(model, bundle, config.width)
-    parameters = [parameter for made in gates.trained.values() for parameter in made.parameters()]
+    parameters = [parameter for predictor in gates.trained.values() for parameter in predictor.parameters()]
     optimiser = torch.optim.Adam(parameters, lr=config.learning_rate, betas=(0.9, 0.95))
     warm = max(1, config.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -231,7 +231,7 @@ def finetune(
             logger.info("tuning: step %d of %d, %.4f nats, %.2f %% of the bytes", step, config.steps, nats, 100 * share)
     for parameter, before in zip(model.parameters(), was_grad, strict=True):
         parameter.requires_grad_(before)
-    return {layer: _plain(made) for layer, made in gates.trained.items()}, metrics
+    return {layer: _plain(predictor) for layer, predictor in gates.trained.items()}, metrics
 
 
 class _Ledger:
@@ -280,7 +280,7 @@ def _batches(windows: Sequence[list[int]], size: int, seed: int) -> Iterator[lis
             yield [windows[i] for i in order[first : first + size]]
 
 
-def _plain(made: LowRankPredictor) -> LowRankPredictor:
-    plain = copy.deepcopy(made).requires_grad_(False).float().cpu()
+def _plain(predictor: LowRankPredictor) -> LowRankPredictor:
+    plain = copy.deepcopy(predictor).requires_grad_(False).float().cpu()
     plain.rounded_to = None
     return plain

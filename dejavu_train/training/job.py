@@ -72,7 +72,7 @@ def has_predictor(output: str | Path, job: Job) -> bool:
 def is_finished(output: str | Path, job: Job, stage: Stage) -> bool:
     """Whether the job's folder holds the finished predictor of this stage, as it was written."""
     folder = job_folder(output, job)
-    if not has_predictor(output, job) or not stage.made(stored_stage(folder)):
+    if not has_predictor(output, job) or not stage.matches(stored_stage(folder)):
         return False
     try:
         check_predictor(folder)
@@ -91,7 +91,7 @@ def stored_stage(folder: Path) -> Any:
 def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
     """Note the stage and the density that is trained for in the folder; what another stage left there goes first."""
     before = stored_stage(folder)
-    if stage.made(before):
+    if stage.matches(before):
         return
     for path in folder.iterdir():
         if path.name != ".holders":

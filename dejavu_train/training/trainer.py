@@ -1,7 +1,7 @@
 """Builds the Lightning Trainer of one job: what the configuration says, and what every job needs.
 
 The section ``trainer`` of the configuration is a plain mapping until :func:`resolved_arguments` has Lightning's own
-signature read it, so that a mistake elsewhere is told before Lightning, which takes seconds, is imported.
+signature read it, so that a mistake elsewhere is reported before Lightning, which takes seconds, is imported.
 """
 
 import contextlib
@@ -202,10 +202,10 @@ def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -
             if key in parameters or class_name == "WandbLogger":
                 given.setdefault(key, value)
         Path(config.output).mkdir(parents=True, exist_ok=True)
-        made = kind(**given, **(entry.get("dict_kwargs") or {}))
+        built = kind(**given, **(entry.get("dict_kwargs") or {}))
         # Lightning hands wandb a setting that wandb warns about, once per job.
-        getattr(made, "_wandb_init", {}).pop("anonymous", None)
-        loggers.append(made)
+        getattr(built, "_wandb_init", {}).pop("anonymous", None)
+        loggers.append(built)
     return loggers
 
 

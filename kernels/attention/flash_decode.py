@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_head_dim, check_shape, use_pdl
-from kernels.common.launch import start_dependents_and_wait
+from kernels.common.checks import check_device, check_head_dim, check_shape
+from kernels.common.launch import start_dependents_and_wait, use_pdl
 from kernels.mlp.select import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them

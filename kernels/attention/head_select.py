@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import column_block, load_vector, wait_for_predecessor
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import normalised_pieces
 from kernels.mlp.select import Selection
@@ -147,7 +147,7 @@ def head_select(
 
 
 def head_selection(n_heads: int, device: torch.device | str) -> Selection:
-    """An empty selection of heads in the form this kernel writes: one id a block."""
+    """An empty selection of heads as this kernel writes it: one id a block."""
     selection = Selection.empty(n_heads, device, block=1)
     selection.ids.copy_(torch.arange(n_heads, dtype=torch.int32))
     return selection

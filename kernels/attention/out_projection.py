@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import require, wait_for_predecessor
-from kernels.dense.batched import dense_add
+from kernels.common.checks import check_device, check_shape, require
+from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.dense.dense_batch import dense_add
 from kernels.mlp.select import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_projection, check_shape, use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.checks import check_projection, check_shape
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
@@ -228,8 +228,8 @@ def qkv_tile(
         # The pairs (row b, position first[b] .. last[b]) that the head lacks, counted on through the rows.
         n = tl.sum(tl.where(own[None, :], lacking, 0), 1)
         if POLICY == 1:
-            wanted = (tl.sum(tl.where(own, head_bits, 0)) >> b) & 1
-            n = tl.where(place < TILES, wanted, n)
+            selected = (tl.sum(tl.where(own, head_bits, 0)) >> b) & 1
+            n = tl.where(place < TILES, selected, n)
         else:
             n = tl.where(place < TILES, tl.minimum(n, 1), n)
         n_pairs = tl.sum(n)

@@ -1,47 +1,62 @@
-"""What the attention, LM head and sampling kernels share: tiles of a dimension, launch options, checks."""
+"""Checks of what a kernel is given: one line names the tensor, and the number, dtype or device that does not fit."""
 
 import torch
 import triton
+from torch import Tensor
 
-INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+INTERPRET = bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = (16, 32, 64, 80, 128)
+MAX_BATCH = 32  # one bit a batch row in an int32
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
 
 
-def two_tiles(d: int) -> tuple[int, int]:
-    """Splits d, no power of two as `tl.arange` wants it, into the largest one and the one that covers the rest (or 0).
-
-    >>> two_tiles(9216), two_tiles(7168), two_tiles(4096)
-    ((8192, 1024), (4096, 4096), (4096, 0))
-    """
-    first = 1 << (d.bit_length() - 1)
-    rest = d - first
-    return first, triton.next_power_of_2(rest) if rest else 0
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
-def n_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; under the interpreter a handful, for speed."""
-    if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def use_pdl(pdl: bool, device: torch.device) -> bool:
-    """Programmatic dependent launch needs compute capability 9.0; the interpreter has no such instruction."""
-    return pdl and not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def check_device(name: str, tensor: torch.Tensor) -> None:
+def check_device(name: str, tensor: Tensor) -> None:
     """Refuses a CPU tensor unless Triton's interpreter runs the kernels."""
     if tensor.device.type != "cuda" and not INTERPRET:
         raise ValueError(f"{name}: expected a CUDA tensor, got one on {tensor.device}; use the reference on the CPU")
 
 
-def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
-    """Refuses a tensor of another shape, or one that is not contiguous, and says which numbers do not fit."""
+def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
+    """Refuses a tensor of another shape, or one that is not contiguous."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: expected {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor
+) -> None:
+    """Refuses another shape or dtype, another device than that of `like`, and a tensor that is not contiguous."""
+    check_shape(name, tensor, *shape)
+    check_dtype(name, tensor, dtypes)
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, the input on {like.device}")
+
+
+def check_input(name: str, x: Tensor) -> tuple[int, int]:
+    """x must be (B, d), contiguous, B <= 32, on a GPU (or anywhere under TRITON_INTERPRET=1). Returns (B, d)."""
+    if x.dim() != 2:
+        raise ValueError(f"{name} must have 2 dimensions (batch, width), got shape {tuple(x.shape)}")
+    check_device(name, x)
+    check_dtype(name, x, FLOAT_TYPES)
+    batch, width = x.shape
+    check_shape(name, x, batch, width)
+    if not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"{name} has a batch of {batch}, the kernels take 1 to {MAX_BATCH}")
+    return batch, width
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -50,13 +65,13 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def check_projection(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    position: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: Tensor,
 ) -> tuple[int, int, int, int]:
     """The tensors of a q/k/v projection fit each other; returns (B, h, head_dim, d)."""
     check_device("q", q)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""What every launch shares: input checks, device helpers for programmatic dependent launch (PDL), and launch settings.
+"""What every launch shares: device helpers for programmatic dependent launch (PDL), and launch settings.
 
 PDL lets a kernel start while its predecessor still runs. The rules that keep it right: every program of every kernel
 that is launched so waits (`gdc_wait`) before its first load of data that a kernel which may still run writes, before
@@ -7,7 +7,7 @@ any store and before any early return. The wait returns when the predecessor has
 buffers may be reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a
 dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits. A
 buffer that every layer rewrites may still lie in the L1 as an earlier layer left it: such early reads go past the L1
-(`.cg`). Attention, norm_gemv and the adding kernel of fc2 trigger before they wait, because what follows them has
+(`.cg`). Attention, predict_down and the adding kernel of fc2 trigger before they wait, because what follows them has
 weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read early: after
 one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed must not
 trigger early: layer 0's selection reads row_state.
@@ -23,14 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRET = bool(triton.knobs.runtime.interpret)
+from kernels.common.checks import INTERPRET
+
 PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 SPARSE_CARVEOUT = 50  # percent, see share_carveout
 DRIVERS_CARVEOUT = -1
-MAX_BATCH = 32  # one bit a batch row in an int32
-
-FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def next_power_of_two(value: int) -> int:
@@ -47,45 +44,33 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float16)
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+def two_tiles(d: int) -> tuple[int, int]:
+    """Splits d into the largest power of two (`tl.arange` takes no other size) and the one that covers the rest (or 0).
+
+    >>> two_tiles(9216), two_tiles(7168), two_tiles(4096)
+    ((8192, 1024), (4096, 4096), (4096, 0))
+    """
+    first = 1 << (d.bit_length() - 1)
+    rest = d - first
+    return first, triton.next_power_of_2(rest) if rest else 0
 
 
-def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor
-) -> None:
-    """One line that names the tensor and the number, dtype or device that does not fit."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
-    if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, the input on {like.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
-
-
-def check_input(name: str, x: Tensor) -> tuple[int, int]:
-    """x must be (B, d), contiguous, B <= 32, on a GPU (or anywhere under TRITON_INTERPRET=1). Returns (B, d)."""
-    if x.dim() != 2:
-        raise ValueError(f"{name} must have 2 dimensions (batch, width), got shape {tuple(x.shape)}")
-    if not x.is_cuda and not INTERPRET:
-        raise ValueError(f"{name} is on {x.device}: the Triton kernels need a CUDA device")
-    if x.dtype not in FLOAT_TYPES:
-        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {str(x.dtype).removeprefix('torch.')}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tuple(x.stride())}")
-    batch, width = x.shape
-    if not 1 <= batch <= MAX_BATCH:
-        raise ValueError(f"{name} has a batch of {batch}, the kernels take 1 to {MAX_BATCH}")
-    return batch, width
+def n_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; under the interpreter a handful, for speed."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _knows_pdl(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _knows_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch needs compute capability 9.0; the interpreter has no such instruction."""
+    return not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def use_pdl(pdl: bool, device: torch.device) -> bool:
+    """Whether a kernel is launched as a dependent, and then waits and triggers."""
+    return pdl and _knows_pdl(device)
 
 
 def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
@@ -93,8 +78,7 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
 
     A kernel launched plainly still triggers: its successor may be a dependent that starts early.
     """
-    knows = not INTERPRET and x.is_cuda and _knows_pdl(x.device.index or 0)
-    return knows, pdl and knows
+    return _knows_pdl(x.device), use_pdl(pdl, x.device)
 
 
 def share_carveout(percent: int) -> int:

@@ -11,14 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    check_input,
-    check_tensor,
-    next_power_of_two,
-    programmatic,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor
+from kernels.common.launch import next_power_of_two, programmatic, wait_for_predecessor
 
 
 @dataclass(frozen=True)

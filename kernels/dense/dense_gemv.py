@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, n_sms, use_pdl
-from kernels.common.launch import load_vector, wait_for_predecessor
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.batched import dense_hidden
+from kernels.dense.dense_batch import dense_hidden
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_projection, n_sms, use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.checks import check_projection
+from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.batched import dense_qkv
+from kernels.dense.dense_batch import qkv_batch
 from kernels.dense.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings
 
 
 def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=False) -> None:
-    """Plain torch; also the batched form on the GPU, where a matrix product is cuBLAS's. No host synchronisation."""
+    """Plain torch; also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
     batch, n_heads, head_dim = q.shape
     n = layer_norm_reference(x, ln, weight.dtype)
     rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + bias.float().flatten()
@@ -99,7 +99,7 @@ def qkv_dense(
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
     batch, n_heads, head_dim, d = check_projection(x, weight, bias, q, k_cache, v_cache, position)
     if batch > 1:
-        dense_qkv(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
+        qkv_batch(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
     pdl = use_pdl(pdl, q.device)
     settings = settings or row_settings(d)

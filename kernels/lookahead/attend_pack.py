@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
-from kernels.common.checks import check_shape, use_pdl
-from kernels.mlp.packed_rows import PackedRows, pack_launch, pack_ranges
+from kernels.common.checks import check_shape
+from kernels.common.launch import use_pdl
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, pack_launch, pack_ranges
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
 
@@ -80,7 +81,7 @@ def attend_pack(
     out: Tensor,
     scratch: AttentionScratch,
     mlp_selection: Selection,
-    packed: PackedRows,
+    packed: PackedSelection,
     pdl: bool = False,
     mean: Tensor | None = None,
 ) -> None:

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
-from kernels.common.checks import check_shape, use_pdl
-from kernels.common.launch import dot_type, wait_for_predecessor
-from kernels.mlp.batch_kernels import saturated, store_selection
+from kernels.common.checks import check_shape
+from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
+from kernels.mlp.select_batch import saturated, store_selection
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
 

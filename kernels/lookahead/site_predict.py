@@ -1,6 +1,6 @@
 """Look-ahead, stage 1: head selection and the first half of an MLP predictor of `attn_in`, in one grid.
 
-The rows of both predictors, heads first, times n = LayerNorm(x), as in `norm_gemv`; n is kept in attn_in as well:
+The rows of both predictors, heads first, times n = LayerNorm(x), as in `predict_down`; n is kept in attn_in as well:
     head i is selected where <rows[i], n> + bias[i] > threshold;   hidden[r] = act(<rows[h + r], n>)
 One batch row: x (1, d) fp32, rows (h + rank, d), hidden (1, rank) fp32. Formulas and layouts of the selection as in
 `head_select`. The other stages are `qkv_select` and `attend_pack`.
@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.head_select import head_select_reference
-from kernels.common.checks import check_device, check_shape, use_pdl
+from kernels.common.checks import check_device, check_shape
+from kernels.common.launch import use_pdl
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.norm_gemv import norm_launch, norm_sums, normalised_rows, row_values
+from kernels.mlp.predict import norm_launch, norm_sums, normalised_rows, row_values
 from kernels.mlp.select import PredictorWeights, Selection, unscaled
 
 

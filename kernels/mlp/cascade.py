@@ -25,18 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, two_tiles, use_pdl
-from kernels.common.launch import (
-    check_input,
-    check_tensor,
-    next_power_of_two,
-    prefetch_l2,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import INTERPRET, check_input, check_tensor, require
+from kernels.common.launch import next_power_of_two, prefetch_l2, two_tiles, use_pdl, wait_for_predecessor
 from kernels.mlp.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
-from kernels.mlp.packed_rows import PackedRows
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def cascade_reference(
 
 
 @triton.jit
-def _listed_kernel(
+def _cascade_kernel(
     x,
     upper,
     rest,
@@ -206,7 +199,7 @@ def cascade(
     x: Tensor,
     weights: CascadeWeights,
     selection: Selection,
-    out: PackedRows,
+    out: PackedSelection,
     row_state: Tensor | None = None,
     pdl: bool = False,
     warps: int | None = None,
@@ -234,7 +227,7 @@ def cascade(
     warps = min(warps or cascade_settings(d)[1], max(1, first // 32))
     pdl = use_pdl(pdl, x.device)
     planes = (weights.upper, weights.rest, weights.step, weights.scale, weights.bias, weights.stage2_threshold)
-    _listed_kernel[(min(n, programs or cascade_settings(d)[0]),)](
+    _cascade_kernel[(min(n, programs or cascade_settings(d)[0]),)](
         x, *planes, row_state, out.ids, out.count, selection.row_bits, out.values, W=words, W0=first, W1=second,
         CAP=2 if INTERPRET else 16, LINES=next_power_of_two(-(-3 * words // 32)), ASM=not INTERPRET, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,

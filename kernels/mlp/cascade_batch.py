@@ -7,7 +7,7 @@
 r, unit, u, step and threshold as in cascade.py. u and r are whole numbers of at most 7 and 127, exact in fp16, and a
 tensor core's sums of their products are exact in fp32 up to widths of 18,000, so every backend finds the same set. One
 kernel rounds x; in the other a program owns a block of the selection, multiplies the upper planes of its candidates
-with all rows at once, and rewrites the block's list. What passed is then computed by `listed_batch` from whole rows of
+with all rows at once, and rewrites the block's list. What passed is then computed by `fc1_batch` from whole rows of
 fc1."""
 
 from dataclasses import dataclass
@@ -17,16 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    INTERPRET,
-    check_input,
-    check_tensor,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import INTERPRET, check_input, check_tensor, require
+from kernels.common.launch import next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.mlp.cascade import CascadeWeights, second_stage
 from kernels.mlp.cascade_parts import ROUND
 from kernels.mlp.select import Selection

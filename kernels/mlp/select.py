@@ -3,7 +3,7 @@
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
 device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
-its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `packed_rows.pack` closes
+its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `sparse_fc2.pack` closes
 the gaps. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
 """
 
@@ -14,22 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    QUANTIZED_TYPES,
-    check_input,
-    check_tensor,
-    dot_type,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, QUANTIZED_TYPES, check_input, check_tensor, require
+from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
-from kernels.mlp.batch_kernels import select_dot_kernel, store_selection
-from kernels.mlp.norm_gemv import norm_gemv, norm_sums, to_float
-from kernels.mlp.short_product import short_product
+from kernels.mlp.predict import norm_sums, predict_down, to_float
+from kernels.mlp.predict_batch import predict_down_batch
+from kernels.mlp.select_batch import select_batch_kernel, store_selection
 
 
 @dataclass(frozen=True)
@@ -268,14 +258,14 @@ def predict_select(
     check_tensor("hidden", hidden, (batch, rank), (torch.float32,), x)
     if batch == 1 and ln is not None:
         sums = predictor.sums or norm_sums(predictor.down, ln)
-        norm_gemv(x, ln, predictor.down, sums, hidden, predictor.down_scale, predictor.relu, normalised_out, pdl)
+        predict_down(x, ln, predictor.down, sums, hidden, predictor.down_scale, predictor.relu, normalised_out, pdl)
     else:
         if ln is not None:
             if normalised_out is None:
                 normalised_out = torch.empty_like(x)
             layer_norm(x, ln, normalised_out, pdl)
             x = normalised_out
-        short_product(x, predictor.down, hidden, predictor.down_scale, predictor.relu, pdl)
+        predict_down_batch(x, predictor.down, hidden, predictor.down_scale, predictor.relu, pdl)
     select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
 
 
@@ -337,7 +327,7 @@ def select_rows(
             launch_pdl=use_pdl,
         )  # fmt: skip
     else:
-        select_dot_kernel[grid](
+        select_batch_kernel[grid](
             hidden, *common, *outputs, n, batch, RANK=rank, BATCH=padded_batch(batch),
             CHUNK=min(64, max(16, next_power_of_two(rank))), BLOCK=out.block, DOT=dot_type(predictor.up.dtype),
             PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,

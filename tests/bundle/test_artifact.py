@@ -4,13 +4,15 @@ import dataclasses
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from bundles import make_bundle
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
-from dejavu_train.bundle.artifact import METADATA, TENSORS, Bundle
+from dejavu_train.bundle.artifact import CARD, METADATA, TENSORS, Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, sha256_file
 from dejavu_train.predictors.quantization import quantise_rows, stored_rows
@@ -52,7 +54,7 @@ def test_roundtrip(bundle, folder):
     assert again.specs == bundle.specs
     assert again.metadata == {"text": "made up"}
     assert again.targets == ["mlp", "heads"]
-    assert sorted(path.name for path in folder.iterdir()) == [METADATA, TENSORS]
+    assert sorted(path.name for path in folder.iterdir()) == [CARD, METADATA, TENSORS]
     for name, tensor in bundle.tensors.items():
         torch.testing.assert_close(again.tensors[name], tensor, rtol=0, atol=0)
     again.save_pretrained(folder)  # over an existing one
@@ -292,20 +294,64 @@ def test_no_such_bundle():
         Bundle.from_pretrained("./nowhere")
 
 
-def test_push_to_hub_uploads_both_files(bundle, monkeypatch):
-    calls = []
+class Api:
+    """A hub that keeps what it is sent; ``failure`` is raised in its place."""
 
-    class Api:
-        def __init__(self, token=None):
-            pass
+    failure: Exception | None = None
 
-        def create_repo(self, repo_id, **options):
-            calls.append((repo_id, options["private"]))
+    def __init__(self, token=None):
+        self.calls = type(self).calls
 
-        def upload_folder(self, repo_id, folder_path, **options):
-            calls.append(Bundle.from_pretrained(folder_path).specs == bundle.specs)
-            return "https://example.org/commit"
+    def create_repo(self, repo_id, **options):
+        if self.failure is not None:
+            raise self.failure
+        self.calls.append((repo_id, options["private"]))
 
+    def upload_folder(self, repo_id, folder_path, **options):
+        names = sorted(path.name for path in Path(folder_path).iterdir())
+        self.calls.append((names, Bundle.from_pretrained(folder_path)))
+        return "https://example.org/commit"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(Api, "calls", [], raising=False)
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    return Api.calls
+
+
+def test_push_to_hub_uploads_the_folder(bundle, hub):
     assert bundle.push_to_hub("someone/bundle") == "https://example.org/commit"
-    assert calls == [("someone/bundle", True), True]
+    assert hub[0] == ("someone/bundle", True)
+    assert hub[1][0] == [CARD, METADATA, TENSORS] and hub[1][1].specs == bundle.specs
+
+
+def test_a_dry_run_of_push_to_hub_shows_what_would_be_sent(bundle, folder, hub):
+    first, *files = bundle.push_to_hub("someone/bundle", dry_run=True).splitlines()
+    assert first.startswith("someone/bundle (private")
+    assert files == [f"{name}: {(folder / name).stat().st_size:,} bytes" for name in (CARD, METADATA, TENSORS)]
+    assert hub == []
+
+
+@pytest.mark.parametrize(
+    "failure", [OfflineModeIsEnabled("offline mode is enabled.\nUnset it"), HTTPError("[Errno -2] Name not known")]
+)
+def test_push_to_hub_without_a_network_is_one_line(bundle, hub, monkeypatch, failure):
+    monkeypatch.setattr(Api, "failure", failure)
+    with pytest.raises(UserError, match="cannot push the bundle to someone/bundle: .*HF_HUB_OFFLINE") as error:
+        bundle.push_to_hub("someone/bundle")
+    assert str(failure).splitlines()[0].rstrip(".") in one_line(error)
+
+
+def test_push_to_hub_refuses_a_name_before_anything_is_sent(bundle, hub):
+    for name in ("a/b/c", "../bundle", "two words/x", ""):
+        with pytest.raises(UserError, match="no repository of the hub.*give OWNER/NAME") as error:
+            bundle.push_to_hub(name, dry_run=True)
+        one_line(error)
+    assert hub == []
+
+
+def test_an_error_of_ours_while_pushing_keeps_its_traceback(bundle, hub, monkeypatch):
+    monkeypatch.setattr(Api, "failure", RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        bundle.push_to_hub("someone/bundle")

@@ -16,7 +16,7 @@ from dejavu_train.data.samples import (
     encode_rows,
     load_samples,
     split_rows,
-    tokens_wanted,
+    tokens_needed,
     transformers_writer,
 )
 from dejavu_train.data.shard_reader import ShardReader
@@ -84,10 +84,10 @@ def test_rows_become_documents_in_disjoint_sets():
 
 def test_how_many_tokens_are_sampled():
     budgets = [("train", 8800), ("val", 400), ("calibration", 8000)]
-    assert tokens_wanted(SampleConfig(tokens=77), budgets, True) == 77
-    assert tokens_wanted(SampleConfig(), budgets, True) == 100_000  # 8,000 are 2 of 25 parts
-    assert tokens_wanted(SampleConfig(), BUDGETS, True) == 1_000_000
-    assert tokens_wanted(SampleConfig(), BUDGETS, False) == 200_000
+    assert tokens_needed(SampleConfig(tokens=77), budgets, True) == 77
+    assert tokens_needed(SampleConfig(), budgets, True) == 100_000  # 8,000 are 2 of 25 parts
+    assert tokens_needed(SampleConfig(), BUDGETS, True) == 1_000_000
+    assert tokens_needed(SampleConfig(), BUDGETS, False) == 200_000
     assert set(CYCLE) == {"train", "val", "calibration"}
 
 

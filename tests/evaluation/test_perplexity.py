@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document
-from dejavu_train.evaluation.baselines import Given, ranks, take
+from dejavu_train.evaluation.baselines import Given, keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out, increase, passes
 from dejavu_train.models.hooks import head_contribution, neuron_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer
@@ -125,7 +125,7 @@ def sums_by_hand(model, selector, held, sparse_from=0):
                 active = values > 0
             else:
                 contribution = head_contribution(values, block.self_attn.out_proj.weight)
-                active = take(ranks(contribution), keep.sum(-1))
+                active = keep_top(ranks(contribution), keep.sum(-1))
             new = [keep & active, keep, active, torch.ones_like(keep), contribution * keep, contribution]
             old = sums.get((layer, target), [0.0] * 6)
             sums[layer, target] = [a + b.double().sum().item() for a, b in zip(old, new, strict=True)]
@@ -212,7 +212,7 @@ def test_oracle_takes_the_largest_of_the_dense_pass(model, bundle, held):
         model(ids)
     for layer in range(2):
         scores = neuron_contribution(dense[layer]["activation"], model.model.decoder.layers[layer].fc2.weight)
-        masks[layer, "mlp"] = take(ranks(scores), counts[layer, "mlp"].sum(-1))
+        masks[layer, "mlp"] = keep_top(ranks(scores), counts[layer, "mlp"].sum(-1))
     with torch.no_grad(), masking(model, Given(masks)):
         expected = plain_nats(model, one)
     np.testing.assert_allclose(got.nats, expected, rtol=1e-5)

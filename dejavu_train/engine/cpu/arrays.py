@@ -16,9 +16,9 @@ from dejavu_train.engine.cpu.groups import Group
 from dejavu_train.models.opt import OPTShape
 
 QKV, OUT, FC1, FC2 = range(4)  # parts of a layer, columns of Model.first
-HEADS, MLP = range(2)  # targets, columns of Plan.at
+HEADS, MLP = range(2)  # targets, columns of Selectors.at
 FLOAT32, FLOAT16, INT8, INT4 = range(4)  # how a predictor is stored
-KIND, RANK, UNITS, RELU, TOP_K, DOWN, UP, DOWN_SCALE, UP_SCALE, BIAS = range(10)  # columns of Plan.spec
+KIND, RANK, UNITS, RELU, TOP_K, DOWN, UP, DOWN_SCALE, UP_SCALE, BIAS = range(10)  # columns of Selectors.spec
 WEIGHTS, PREDICTORS, LM_HEAD, KV = range(4)  # columns of Scratch.bytes_read
 DONE, SPARSE, DENSE = range(3)  # State.row_state
 LINE = 64  # bytes; what two threads write again and again never lies on one cache line
@@ -52,7 +52,7 @@ class Model(Group):
         super().__init__("Model", **fields)
 
 
-class Plan(Group):
+class Selectors(Group):
     """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
 
     at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read half
@@ -84,7 +84,7 @@ class Plan(Group):
     grid: np.ndarray
 
     def __init__(self, **fields: np.ndarray) -> None:
-        super().__init__("Plan", **fields)
+        super().__init__("Selectors", **fields)
 
 
 class State(Group):
@@ -188,10 +188,10 @@ def new_state(shape: OPTShape, batch: int, context: int, n_kept: int) -> State:
     )
 
 
-def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, plan: Plan) -> Scratch:
+def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, selectors: Selectors) -> Scratch:
     """Scratch of one engine."""
     d, f, h, vocab = shape.d_model, shape.d_ffn, shape.n_heads, shape.vocab_size
-    rank = max([1, *plan.spec[:, RANK].tolist()])
+    rank = max([1, *selectors.spec[:, RANK].tolist()])
 
     def floats(*size: int) -> np.ndarray:
         return aligned(size, np.float32)
@@ -214,7 +214,7 @@ def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, plan:
         unit_rows=ints(n_threads, f + PADDED),
         counts=ints(n_threads, PADDED),
         bytes_read=ints(n_threads, PADDED),
-        hidden=floats(max(1, len(plan.spec)), batch, rank),
+        hidden=floats(max(1, len(selectors.spec)), batch, rank),
         q=floats(batch, d),
         heads_out=floats(batch, d),
         unit_logits=floats(batch, f),

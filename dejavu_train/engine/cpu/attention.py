@@ -3,9 +3,9 @@
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
-from dejavu_train.engine.cpu.rows import SUMS, add_row, copy, dot_row, exp_negative
 from dejavu_train.engine.cpu.select import BLOCK
-from dejavu_train.engine.cpu.team import compiled
+from dejavu_train.engine.cpu.threads import compiled
+from dejavu_train.engine.cpu.vector_ops import SUMS, add_row, copy, dot_row, exp_negative
 
 
 @compiled()
@@ -16,14 +16,14 @@ def row_bytes(model):
 
 
 @compiled()
-def project_qkv(model, plan, state, work, layer, n_heads, thread, n_threads):
+def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads):
     """q of the selected heads into work.q, k and v into the caches, for this position and those where they are missing.
 
     A head that is selected again finds K and V missing from its watermark on; they are computed from the kept
     attn_in of those positions, row of weights by row, so that the weights are still read once. Threads take turns.
     """
     e = state.keys.shape[3]
-    first, kept = model.first[layer, QKV], plan.kept[layer]
+    first, kept = model.first[layer, QKV], selectors.kept[layer]
     scale = np.float32(1) / np.sqrt(np.float32(e))
     mask, heads, read = work.mask[thread], work.heads[thread], 0
     for i in range(n_heads * 3 * e):
@@ -57,9 +57,9 @@ def project_qkv(model, plan, state, work, layer, n_heads, thread, n_threads):
 
 
 @compiled()
-def keep_input(plan, state, work, layer):
+def keep_input(selectors, state, work, layer):
     """Keep attn_in of this position, from which a head's K and V are computed when it is next selected."""
-    kept = plan.kept[layer]
+    kept = selectors.kept[layer]
     for b in range(state.row_state.shape[0]):
         if kept >= 0 and state.row_state[b] != DONE:
             copy(state.attn_in[kept, b, state.position[b]], work.normed[0, b])
@@ -109,7 +109,7 @@ def attend_one(q, keys, values, n, scores, mean, out):
 
 
 @compiled()
-def attend(plan, state, work, layer, n_heads, thread, n_threads):
+def attend(selectors, state, work, layer, n_heads, thread, n_threads):
     """Attention of the selected heads into work.heads_out, less the mean that stands in for a skipped head."""
     e = state.keys.shape[3]
     turn = 0
@@ -122,7 +122,8 @@ def attend(plan, state, work, layer, n_heads, thread, n_threads):
                     n = state.position[b] + 1
                     attend_one(
                         work.q[b, head * e : (head + 1) * e], state.keys[layer, b, head], state.values[layer, b, head],
-                        n, work.scores[thread], plan.means[layer, head], work.heads_out[b, head * e : (head + 1) * e],
+                        n, work.scores[thread], selectors.means[layer, head],
+                        work.heads_out[b, head * e : (head + 1) * e],
                     )  # fmt: skip
                     work.bytes_read[thread, KV] += 8 * n * e
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.cpu import arrays
-from dejavu_train.engine.cpu.entry import enter, prepare
-from dejavu_train.engine.cpu.plan import TargetPredictor, make_plan, read_predictors
+from dejavu_train.engine.cpu.entry_point import enter, prepare
 from dejavu_train.engine.cpu.prefill import prefill
+from dejavu_train.engine.cpu.selectors import TargetPredictor, make_selectors, read_predictors
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
-from dejavu_train.engine.cpu.team import SUPPORTED, new_control
+from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.inputs import Sampling, check_rows, per_row, read_continuation, summary
 from dejavu_train.errors import UserError
@@ -89,25 +89,25 @@ class CpuEngine:
         self.threads = threads or usable_cores()
         self.predictors = predictors
         fc1 = None if given or stored == "float32" else lambda i: model.model.decoder.layers[i].fc1.weight
-        self.plan = make_plan(self.weights, predictors, means, cascades, fc1)
+        self.selectors = make_selectors(self.weights, predictors, means, cascades, fc1)
         if late:
             for parameter in model.model.decoder.layers.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
-        self.state = arrays.new_state(self.shape, batch, self.context, int((self.plan.kept >= 0).sum()))
-        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.plan)
+        self.state = arrays.new_state(self.shape, batch, self.context, int((self.selectors.kept >= 0).sum()))
+        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors)
         self._command = np.zeros(8, np.int64)
-        self._team = (self.weights.model, self.plan, self.state, self.scratch, new_control(), self._command)
+        self._arguments = (self.weights.model, self.selectors, self.state, self.scratch, new_control(), self._command)
         self._seconds_per_step = CALL_SECONDS
         started = time.perf_counter()
-        prepare((*self._team, 0, self.threads))
+        prepare((*self._arguments, 0, self.threads))
         self.start_seconds = time.perf_counter() - started
         for thread in range(1, self.threads):
             threading.Thread(
-                target=enter, args=(*self._team, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
+                target=enter, args=(*self._arguments, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
             ).start()
         self._owner = os.getpid()
         self._busy = threading.Lock()
-        self._close = weakref.finalize(self, _send_home, self._team, self.threads, self._owner, self._busy)
+        self._close = weakref.finalize(self, _send_home, self._arguments, self.threads, self._owner, self._busy)
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, format, threads, and which layers are sparse."""
@@ -116,8 +116,8 @@ class CpuEngine:
         stored = "fp32" if model.rows.dtype == np.float32 else f"int8 with a scale for {scales}"
         lines = [f"{self.batch} rows of {self.context} tokens, weights in {stored}, {self.threads} threads"]
         for target, column in (("mlp", arrays.MLP), ("heads", arrays.HEADS)):
-            line = f"{target}: {int((self.plan.at[:, column] >= 0).sum())} of {self.shape.n_layers} layers sparse"
-            tested = int((self.plan.fine >= 0).sum())
+            line = f"{target}: {int((self.selectors.at[:, column] >= 0).sum())} of {self.shape.n_layers} layers sparse"
+            tested = int((self.selectors.fine >= 0).sum())
             lines.append(line + (f", {tested} with a second stage" if target == "mlp" and tested else ""))
         return "\n".join(lines)
 
@@ -139,7 +139,7 @@ class CpuEngine:
         try:
             command = self._command
             command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
-            enter(*self._team, 0, self.threads)
+            enter(*self._arguments, 0, self.threads)
         finally:
             self._busy.release()
 
@@ -181,7 +181,7 @@ class CpuEngine:
             state.row_state[b] = arrays.DENSE
             state.seed[b] = sampler.seed * MAX_BATCH + b
             if prefilled[b]:
-                self.scratch.residual[b] = prefill(self.weights, self.plan, state, b, prefilled[b]).numpy()
+                self.scratch.residual[b] = prefill(self.weights, self.selectors, state, b, prefilled[b]).numpy()
                 state.watermark[:, b] = prefilled[b]
         state.temperature[:n], state.top_p[:n] = sampler.temperature or 1.0, sampler.top_p
 
@@ -217,7 +217,7 @@ class CpuEngine:
         n, shown = len(prompts), list(lengths)
         while True:
             if callback is not None:
-                self._tell(callback, shown)
+                self._notify(callback, shown)
             if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
                 break
             left -= self._steps(left if callback is None else 1, sampler.mode, False)
@@ -233,7 +233,7 @@ class CpuEngine:
                     f"the logits of row {b} for the token at position {position} are not finite; check the weights"
                 )
 
-    def _tell(self, callback: Callback, shown: list[int]) -> None:
+    def _notify(self, callback: Callback, shown: list[int]) -> None:
         for b, first in enumerate(shown):
             end = int(self.state.position[b]) + 1
             for token in self.state.tokens[b, first:end].tolist():

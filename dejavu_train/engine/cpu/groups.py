@@ -81,7 +81,7 @@ class _GroupAttributes(AttributeTemplate):
 @lower_getattr_generic(GroupType)
 def _read_field(context: Any, builder: Any, kind: GroupType, table: Any, name: str) -> Any:
     names = [field for field, _ in kind.fields]
-    first, wanted = WORDS * names.index(name), dict(kind.fields)[name]
+    first, field_type = WORDS * names.index(name), dict(kind.fields)[name]
 
     def word(number: int) -> Any:
         loaded = builder.load(builder.gep(table, [_INT64(first + number)]))
@@ -89,14 +89,14 @@ def _read_field(context: Any, builder: Any, kind: GroupType, table: Any, name: s
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
         return loaded
 
-    if wanted == types.int64:
+    if field_type == types.int64:
         return word(0)
-    if wanted == types.float64:
+    if field_type == types.float64:
         return builder.bitcast(word(0), ir.DoubleType())
-    array = context.make_array(wanted)(context, builder)
-    element = context.get_data_type(wanted.dtype)
+    array = context.make_array(field_type)(context, builder)
+    element = context.get_data_type(field_type.dtype)
     size = context.get_abi_sizeof(element)
-    shape = [word(1 + axis) for axis in range(wanted.ndim)]
+    shape = [word(1 + axis) for axis in range(field_type.ndim)]
     strides = [_INT64(size)]
     for length in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], length))

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Plan, State
+from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 
 
 @torch.no_grad()
-def prefill(weights: CpuWeights, plan: Plan, state: State, row: int, count: int) -> Tensor:
+def prefill(weights: CpuWeights, selectors: Selectors, state: State, row: int, count: int) -> Tensor:
     """Run the first ``count`` tokens of one batch row densely.
 
     Writes K, V and attn_in of these positions; layers with a second stage multiply with what their planes hold.
@@ -31,24 +31,24 @@ def prefill(weights: CpuWeights, plan: Plan, state: State, row: int, count: int)
     for layer in range(shape.n_layers):
         first = [int(number) for number in model.first[layer]]
         n = norm(2 * layer, x)
-        if plan.kept[layer] >= 0:
-            state.attn_in[plan.kept[layer], row, :count] = n.numpy()
+        if selectors.kept[layer] >= 0:
+            state.attn_in[selectors.kept[layer], row, :count] = n.numpy()
         heads = F.linear(n, weights.rows(first[QKV], 3 * d), torch.from_numpy(model.qkv_bias[layer]))
         q, k, v = heads.view(count, h, 3, e).permute(2, 1, 0, 3)
         state.keys[layer, row, :, :, :count] = k.transpose(1, 2).numpy()
         state.values[layer, row, :, :count] = v.numpy()
         mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        mixed = (mixed - torch.from_numpy(plan.means[layer])[:, None]).transpose(0, 1).reshape(count, d)
-        x = x + mixed @ weights.rows(first[OUT], d) + torch.from_numpy(plan.out_bias[layer])
+        mixed = (mixed - torch.from_numpy(selectors.means[layer])[:, None]).transpose(0, 1).reshape(count, d)
+        x = x + mixed @ weights.rows(first[OUT], d) + torch.from_numpy(selectors.out_bias[layer])
         n = norm(2 * layer + 1, x)
-        hidden = F.linear(n, _fc1(weights, plan, layer), torch.from_numpy(model.fc1_bias[layer])).relu_()
+        hidden = F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])).relu_()
         x = x + hidden @ weights.rows(first[FC2], f) + torch.from_numpy(model.fc2_bias[layer])
     return x[-1]
 
 
-def _fc1(weights: CpuWeights, plan: Plan, layer: int) -> Tensor:
-    f, fine = weights.shape.d_ffn, int(plan.fine[layer])
+def _fc1(weights: CpuWeights, selectors: Selectors, layer: int) -> Tensor:
+    f, fine = weights.shape.d_ffn, int(selectors.fine[layer])
     if fine < 0:
         return weights.rows(int(weights.model.first[layer, FC1]), f)
     rows = slice(fine * f, (fine + 1) * f)
-    return torch.from_numpy(plan.whole[rows]).float().mul_(torch.from_numpy(plan.grid[rows, 1:2]))
+    return torch.from_numpy(selectors.whole[rows]).float().mul_(torch.from_numpy(selectors.grid[rows, 1:2]))

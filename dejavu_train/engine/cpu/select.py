@@ -21,8 +21,8 @@ from dejavu_train.engine.cpu.arrays import (
     UP,
     UP_SCALE,
 )
-from dejavu_train.engine.cpu.rows import dot_levels, scale_and_shift, stored_products, stored_sums
-from dejavu_train.engine.cpu.team import barrier, bits_from_float, compiled
+from dejavu_train.engine.cpu.threads import barrier, bits_from_float, compiled
+from dejavu_train.engine.cpu.vector_ops import dot_levels, scale_and_shift, stored_products, stored_sums
 
 BLOCK = 16  # consecutive rows that one thread takes when threads take turns: their results are a cache line
 
@@ -34,21 +34,21 @@ def stored_bytes(kind, n):
 
 
 @compiled()
-def predict_down(plan, state, work, site, thread, n_threads):
+def predict_down(selectors, state, work, site, thread, n_threads):
     """The first half of every predictor that reads this site: work.hidden from work.normed. Threads share."""
-    for at in range(plan.sites[site], plan.sites[site + 1]):
-        number = plan.readers[at]
-        spec = plan.spec[number]
+    for at in range(selectors.sites[site], selectors.sites[site + 1]):
+        number = selectors.readers[at]
+        spec = selectors.spec[number]
         kind, rank = spec[KIND], spec[RANK]
         d = work.normed.shape[2]
         start, stop = rank * thread // n_threads, rank * (thread + 1) // n_threads
         work.bytes_read[thread, PREDICTORS] += (stop - start) * stored_bytes(kind, d)
-        scale = plan.scale[spec[DOWN_SCALE] : spec[DOWN_SCALE] + rank]
+        scale = selectors.scale[spec[DOWN_SCALE] : spec[DOWN_SCALE] + rank]
         for b in range(state.row_state.shape[0]):
             if state.row_state[b] == SPARSE:
                 hidden = work.hidden[number, b]
                 stored_products(
-                    plan.float32, plan.float16, plan.int8, plan.int4, kind, spec[DOWN], scale,
+                    selectors.float32, selectors.float16, selectors.int8, selectors.int4, kind, spec[DOWN], scale,
                     work.normed[thread, b], start, stop, hidden,
                 )  # fmt: skip
                 if spec[RELU]:
@@ -57,15 +57,16 @@ def predict_down(plan, state, work, site, thread, n_threads):
 
 
 @compiled()
-def unit_logits(plan, work, number, b, start, stop, out):
+def unit_logits(selectors, work, number, b, start, stop, out):
     """The logits of units ``start`` to ``stop`` for batch row b into out (n,)."""
-    spec = plan.spec[number]
+    spec = selectors.spec[number]
     units = spec[UNITS]
     hidden = work.hidden[number, b, : spec[RANK]]
     stored_sums(
-        plan.float32, plan.float16, plan.int8, plan.int4, spec[KIND], spec[UP], hidden, units, start, stop, out
+        selectors.float32, selectors.float16, selectors.int8, selectors.int4, spec[KIND], spec[UP],
+        hidden, units, start, stop, out
     )  # fmt: skip
-    scale_and_shift(out[start:stop], plan.scale[spec[UP_SCALE] + start :], plan.bias[spec[BIAS] + start :])
+    scale_and_shift(out[start:stop], selectors.scale[spec[UP_SCALE] + start :], selectors.bias[spec[BIAS] + start :])
 
 
 @compiled()
@@ -118,17 +119,17 @@ def choose_largest(logits, k, bit, chosen):
 
 
 @compiled()
-def rows_in_state(state, wanted):
+def rows_in_state(state, row_state):
     """Bits of the batch rows in this state."""
     bits = 0
     for b in range(state.row_state.shape[0]):
-        if state.row_state[b] == wanted:
+        if state.row_state[b] == row_state:
             bits |= 1 << b
     return bits
 
 
 @compiled()
-def select_heads(plan, state, work, number, thread):
+def select_heads(selectors, state, work, number, thread):
     """The heads of this step into work.mask and work.heads of this thread; returns how many any row uses.
 
     Every thread computes all of it: a few thousand products cost less than a barrier. number: -1 = a dense layer.
@@ -139,18 +140,18 @@ def select_heads(plan, state, work, number, thread):
     sparse = rows_in_state(state, SPARSE)
     mask[:n] = always | (sparse if number < 0 else 0)
     if number >= 0 and sparse:
-        spec = plan.spec[number]
+        spec = selectors.spec[number]
         if thread == 0:
             work.bytes_read[thread, PREDICTORS] += n * (stored_bytes(spec[KIND], spec[RANK]) + 8)
         for b in range(state.row_state.shape[0]):
             if state.row_state[b] != SPARSE:
                 continue
             logits = work.scores[thread, :n]
-            unit_logits(plan, work, number, b, 0, n, logits)
+            unit_logits(selectors, work, number, b, 0, n, logits)
             if spec[TOP_K]:
                 choose_largest(logits, spec[TOP_K], 1 << b, mask)
             else:
-                choose_above(logits, plan.threshold[number], 1 << b, mask)
+                choose_above(logits, selectors.threshold[number], 1 << b, mask)
     count = 0
     for i in range(n):
         if mask[i]:
@@ -160,9 +161,9 @@ def select_heads(plan, state, work, number, thread):
 
 
 @compiled()
-def select_neurons(model, plan, state, work, control, layer, number, thread, n_threads):
+def select_neurons(model, selectors, state, work, control, layer, number, thread, n_threads):
     """The neurons of this step into lists: each thread writes its share to work.units, unit_rows and counts."""
-    spec, fine = plan.spec[number], plan.fine[layer]
+    spec, fine = selectors.spec[number], selectors.fine[layer]
     n, batch = spec[UNITS], state.row_state.shape[0]
     always, sparse = rows_in_state(state, DENSE), rows_in_state(state, SPARSE)
     start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
@@ -171,10 +172,10 @@ def select_neurons(model, plan, state, work, control, layer, number, thread, n_t
     chosen[:] = always
     for b in range(batch):
         if state.row_state[b] == SPARSE:
-            unit_logits(plan, work, number, b, start, stop, work.unit_logits[b])
+            unit_logits(selectors, work, number, b, start, stop, work.unit_logits[b])
             if not spec[TOP_K]:
                 mine = work.unit_logits[b, start:stop]
-                choose_above(mine, plan.threshold[number], 1 << b, chosen[start:stop])
+                choose_above(mine, selectors.threshold[number], 1 << b, chosen[start:stop])
     if spec[TOP_K]:
         barrier(control, n_threads)
         for b in range(batch):
@@ -189,8 +190,8 @@ def select_neurons(model, plan, state, work, control, layer, number, thread, n_t
     for i in range(start, stop):
         bits = chosen[i]
         if bits and fine >= 0:
-            read += plan.upper.shape[1] + 8
-            bits = second_stage(model, plan, work, layer, fine * n + i, i, bits, sparse, thread)
+            read += selectors.upper.shape[1] + 8
+            bits = second_stage(model, selectors, work, layer, fine * n + i, i, bits, sparse, thread)
         if bits:
             # Entries before start were overwritten, which are read no more: count <= i - start.
             work.units[thread, count] = i
@@ -217,7 +218,7 @@ def round_input(x, levels):
 
 
 @compiled()
-def second_stage(model, plan, work, layer, row, unit, bits, sparse, thread):
+def second_stage(model, selectors, work, layer, row, unit, bits, sparse, thread):
     """The bits that stay: a sparse row keeps a candidate whose product by the upper plane exceeds its threshold.
 
     In whole numbers, and in fp32 in the order of `planes.SecondStage.scores`: all executors decide alike.
@@ -227,8 +228,10 @@ def second_stage(model, plan, work, layer, row, unit, bits, sparse, thread):
         return bits
     for b in range(work.hidden.shape[1]):
         if tested >> b & 1:
-            whole = dot_levels(plan.upper[row], work.levels[thread, b]) - 8 * work.level_sum[thread, b]
-            score = np.float32(whole) * plan.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
-            if not score > plan.grid[row, 2]:
+            whole = dot_levels(selectors.upper[row], work.levels[thread, b]) - 8 * work.level_sum[thread, b]
+            score = (
+                np.float32(whole) * selectors.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
+            )
+            if not score > selectors.grid[row, 2]:
                 bits &= ~(1 << b)
     return bits

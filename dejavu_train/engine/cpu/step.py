@@ -7,7 +7,6 @@ run; else it is the same code. The residual stream x is private: every thread ad
 
 import numpy as np
 
-from dejavu_train.engine.cpu.advance import advance, head_needed
 from dejavu_train.engine.cpu.arrays import DONE, HEADS, LM_HEAD, MLP, SPARSE
 from dejavu_train.engine.cpu.attention import (
     attend,
@@ -17,10 +16,11 @@ from dejavu_train.engine.cpu.attention import (
     raise_watermarks,
     row_bytes,
 )
-from dejavu_train.engine.cpu.mlp import dense_mlp, listed_mlp
-from dejavu_train.engine.cpu.rows import add, add_row, copy, dot_row, layer_norm
+from dejavu_train.engine.cpu.mlp import dense_mlp, sparse_mlp
+from dejavu_train.engine.cpu.sampling import advance, head_needed
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
-from dejavu_train.engine.cpu.team import barrier, compiled, inlined
+from dejavu_train.engine.cpu.threads import barrier, compiled, inlined
+from dejavu_train.engine.cpu.vector_ops import add, add_row, copy, dot_row, layer_norm
 
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
 N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
@@ -57,43 +57,43 @@ def add_partials(state, work, half, bias, thread, n_threads):
 
 
 @inlined()
-def attention_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads):
+def attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads):
     """x += the attention block of x."""
     normalise(model, state, work, 2 * layer, thread)
     if thread == 0:
-        keep_input(plan, state, work, layer)
-    if any_sparse and plan.sites[2 * layer + 1] > plan.sites[2 * layer]:
-        predict_down(plan, state, work, 2 * layer, thread, n_threads)
+        keep_input(selectors, state, work, layer)
+    if any_sparse and selectors.sites[2 * layer + 1] > selectors.sites[2 * layer]:
+        predict_down(selectors, state, work, 2 * layer, thread, n_threads)
         barrier(control, n_threads)
-    n_heads = select_heads(plan, state, work, plan.at[layer, HEADS], thread)
-    project_qkv(model, plan, state, work, layer, n_heads, thread, n_threads)
+    n_heads = select_heads(selectors, state, work, selectors.at[layer, HEADS], thread)
+    project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads)
     barrier(control, n_threads)
     if thread == 0:
         raise_watermarks(state, work, layer, n_heads)
-    attend(plan, state, work, layer, n_heads, thread, n_threads)
+    attend(selectors, state, work, layer, n_heads, thread, n_threads)
     barrier(control, n_threads)
     project_out(model, state, work, layer, n_heads, thread, n_threads)
     barrier(control, n_threads)
-    add_partials(state, work, 0, plan.out_bias[layer], thread, n_threads)
+    add_partials(state, work, 0, selectors.out_bias[layer], thread, n_threads)
 
 
 @inlined()
-def mlp_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads):
+def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads):
     """x += the MLP block of x."""
     normalise(model, state, work, 2 * layer + 1, thread)
-    if any_sparse and plan.sites[2 * layer + 2] > plan.sites[2 * layer + 1]:
-        predict_down(plan, state, work, 2 * layer + 1, thread, n_threads)
+    if any_sparse and selectors.sites[2 * layer + 2] > selectors.sites[2 * layer + 1]:
+        predict_down(selectors, state, work, 2 * layer + 1, thread, n_threads)
         barrier(control, n_threads)
-    number = plan.at[layer, MLP]
+    number = selectors.at[layer, MLP]
     if any_sparse and number >= 0:
-        select_neurons(model, plan, state, work, control, layer, number, thread, n_threads)
+        select_neurons(model, selectors, state, work, control, layer, number, thread, n_threads)
         barrier(control, n_threads)
-        listed_mlp(model, plan, state, work, layer, thread, n_threads)
+        sparse_mlp(model, selectors, state, work, layer, thread, n_threads)
     else:
         alive = 0
         for b in range(state.row_state.shape[0]):
             alive |= (state.row_state[b] != DONE) << b
-        dense_mlp(model, plan, state, work, layer, alive, thread, n_threads)
+        dense_mlp(model, selectors, state, work, layer, alive, thread, n_threads)
     barrier(control, n_threads)
     add_partials(state, work, 1, model.fc2_bias[layer], thread, n_threads)
 
@@ -117,7 +117,7 @@ def tail(model, state, work, control, mode, score, thread, n_threads):
 
 
 @inlined()
-def run(model, plan, state, work, control, command, thread, n_threads):
+def run(model, selectors, state, work, control, command, thread, n_threads):
     """What a command asks for: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
     mode, score = command[MODE], command[SCORE]
     if command[TAIL_ONLY]:
@@ -132,6 +132,6 @@ def run(model, plan, state, work, control, command, thread, n_threads):
         any_sparse = rows_in_state(state, SPARSE) != 0
         embed(model, state, work, thread)
         for layer in range(model.first.shape[0]):
-            attention_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads)
-            mlp_half(model, plan, state, work, control, layer, any_sparse, thread, n_threads)
+            attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+            mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
         tail(model, state, work, control, mode, score, thread, n_threads)

@@ -52,48 +52,50 @@ class CpuWeights:
         shape = OPTShape.from_config(model.config)
         decoder = model.model.decoder
         tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
-        made = _empty(shape, stored, group, tied, decoder.layers[0].self_attn_layer_norm.eps)
+        weights = _empty(shape, stored, group, tied, decoder.layers[0].self_attn_layer_norm.eps)
         norms = [norm for layer in decoder.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)] + [
             decoder.final_layer_norm
         ]
         for i, norm in enumerate(norms):
-            made.model.norms[i, 0], made.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
-        made.model.positions[:] = _array(decoder.embed_positions.weight)
-        made.put(made.model.embedding, decoder.embed_tokens.weight)
+            weights.model.norms[i, 0], weights.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
+        weights.model.positions[:] = _array(decoder.embed_positions.weight)
+        weights.put(weights.model.embedding, decoder.embed_tokens.weight)
         if not tied:
-            made.put(made.model.lm_head, model.lm_head.weight)
+            weights.put(weights.model.lm_head, model.lm_head.weight)
         h = shape.n_heads
         for i, layer in enumerate(decoder.layers):
-            attention, first = layer.self_attn, made.model.first[i]
+            attention, first = layer.self_attn, weights.model.first[i]
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            made.put(
+            weights.put(
                 first[QKV], torch.stack([part.weight.view(h, -1, shape.d_model) for part in parts], 1).flatten(0, 2)
             )
-            made.put(first[OUT], attention.out_proj.weight.T)
-            made.put(first[FC1], layer.fc1.weight)
-            made.put(first[FC2], layer.fc2.weight.T)
+            weights.put(first[OUT], attention.out_proj.weight.T)
+            weights.put(first[FC1], layer.fc1.weight)
+            weights.put(first[FC2], layer.fc2.weight.T)
             biases = [_bias(part).reshape(h, -1) for part in parts]
-            made.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
-            made.out_bias[i] = _bias(attention.out_proj)
-            made.model.fc1_bias[i], made.model.fc2_bias[i] = _bias(layer.fc1), _bias(layer.fc2)
+            weights.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
+            weights.out_bias[i] = _bias(attention.out_proj)
+            weights.model.fc1_bias[i], weights.model.fc2_bias[i] = _bias(layer.fc1), _bias(layer.fc2)
             if release:
                 for parameter in layer.parameters():
                     parameter.data = torch.empty(0, dtype=parameter.dtype)
-        return made
+        return weights
 
     @classmethod
     def random(
         cls, shape: OPTShape, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
     ) -> "CpuWeights":
         """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing."""
-        made = _empty(shape, stored, group, True, 1e-5)
+        weights = _empty(shape, stored, group, True, 1e-5)
         generator = torch.Generator().manual_seed(seed)
-        made.model.norms[:, 0] = 1
-        for start in range(0, len(made.model.rows), ROWS_AT_ONCE):
-            n = min(ROWS_AT_ONCE, len(made.model.rows) - start)
-            made.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
-        made.model.positions[:] = torch.empty(made.model.positions.shape).normal_(0, std, generator=generator).numpy()
-        return made
+        weights.model.norms[:, 0] = 1
+        for start in range(0, len(weights.model.rows), ROWS_AT_ONCE):
+            n = min(ROWS_AT_ONCE, len(weights.model.rows) - start)
+            weights.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
+        weights.model.positions[:] = (
+            torch.empty(weights.model.positions.shape).normal_(0, std, generator=generator).numpy()
+        )
+        return weights
 
     def put(self, first: int, weight: Tensor) -> None:
         """Store weight (n, d) as the rows from number ``first`` on."""

@@ -2,9 +2,9 @@
 
 Built on the harness's ``HFLM``: tokens, windows of long texts, generation, cutting at stop strings and the cache of
 answers are its own. Scoring is ours, because ``sparse_from="prompt"`` needs to know where a continuation begins, and
-because only a continuation's logits are wanted.
+because only a continuation's logits are requested.
 
-Letters: B rows, T positions, K positions whose logits are wanted, V vocabulary.
+Letters: B rows, T positions, K positions whose logits are requested, V vocabulary.
 """
 
 import logging
@@ -153,9 +153,9 @@ class DejavuLM(HFLM):
                 for row, logits in zip(batch, self._continuation_logits(batch), strict=True):
                     logs, greedy = logits.float().log_softmax(-1), logits.argmax(-1)
                     for i in shared[row]:
-                        wanted = torch.tensor(requests[i][2], device=logits.device)
-                        nats = logs.gather(1, wanted[:, None]).double().sum().item()
-                        answers[i] = (nats, bool((greedy == wanted).all()))
+                        targets = torch.tensor(requests[i][2], device=logits.device)
+                        nats = logs.gather(1, targets[:, None]).double().sum().item()
+                        answers[i] = (nats, bool((greedy == targets).all()))
                         if requests[i][0] is not None:
                             self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
                     bar.update(len(shared[row]))

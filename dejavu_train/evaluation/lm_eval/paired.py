@@ -30,11 +30,11 @@ def answers(samples: Sequence[dict[str, Any]]) -> list[int]:
     Args:
         samples: logged by lm-eval, one a document, in the order of the documents.
     """
-    made = []
+    chosen = []
     for sample in samples:
         found = sample["filtered_resps"]
-        made.append(int(np.argmax([nats for nats, _ in found])) if len(found) > 1 else int(found[0][1]))
-    return made
+        chosen.append(int(np.argmax([nats for nats, _ in found])) if len(found) > 1 else int(found[0][1]))
+    return chosen
 
 
 def flip_rate(samples: Sequence[dict[str, Any]], samples_dense: Sequence[dict[str, Any]]) -> float:

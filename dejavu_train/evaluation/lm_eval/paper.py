@@ -65,24 +65,14 @@ class PaperConfig:
     model: str = "checkpoints/opt-mini"
     bundle: str = "checkpoints/demo/bundle"
     output: str = "checkpoints/demo/paper"
-    tables: tuple[str, ...] = tuple(TABLES)
+    tables: tuple[str, ...] = TABLES
     tasks: tuple[str, ...] = tuple(TASKS)
     texts: tuple[str, ...] = ("wikitext",)
     folder: str | None = None
     include_path: str = "configs/tasks"
-    shots: tuple[int, ...] = (
-        0,
-        5,
-    )
+    shots: tuple[int, ...] = (0, 5)
     limit: int | None = None
-    sparsities: tuple[float, ...] = (
-        0.25,
-        0.5,
-        0.62,
-        0.75,
-        0.85,
-        0.9,
-    )
+    sparsities: tuple[float, ...] = (0.25, 0.5, 0.62, 0.75, 0.85, 0.9)
     selections: tuple[str, ...] = tuple(SELECTED_BY)
     structures: tuple[str, ...] = tuple(STRUCTURES[1:])
     batch_size: int | str = "auto"
@@ -138,17 +128,17 @@ class PaperRow:
 
 def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
     """All that is asked, in the order of the tables."""
-    made = [Variant("table4", "predicted", "sequential", *pair) for pair in TABLE4 if "table4" in config.tables]
+    result = [Variant("table4", "predicted", "sequential", *pair) for pair in TABLE4 if "table4" in config.tables]
     if "fig7" in config.tables:
         for sparsity in config.sparsities:
             pair = densities_for(sparsity, bundle.shape)
-            made += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
+            result += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
     if "structures" in config.tables:
         own = (bundle.mean_density("mlp"), bundle.mean_density("heads"))
         for structure in config.structures:
-            made.append(Variant("structures", "dense", structure))
-            made.append(Variant("structures", "predicted", structure, *own))
-    return made
+            result.append(Variant("structures", "dense", structure))
+            result.append(Variant("structures", "predicted", structure, *own))
+    return result
 
 
 def paper(config: PaperConfig) -> list[PaperRow]:
@@ -165,7 +155,7 @@ def paper(config: PaperConfig) -> list[PaperRow]:
         v: (bundle if v.table == "structures" else alone.at(v.mlp_density, v.head_density))
         for v in asked
         if v.selection != "dense"
-    }  # before anything slow: what the bundle lacks is told here
+    }  # before anything slow: what the bundle lacks is an error here
     questions = all_questions(config)
     dense = load_opt(config.model, config.dtype, resolve_device(config.device))
     lm = DejavuLM(dense, sparse_from=0, tokenizer=load_tokenizer(config.model), batch_size=config.batch_size)
@@ -210,8 +200,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config: PaperConfig = read_config(PaperConfig, argv, "The paper's tables that are about tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
-    quiet()
     transformers.utils.logging.disable_progress_bar()
+    write_paper(config)
+
+
+def write_paper(config: PaperConfig) -> None:
+    """Ask, print the table, write paper.json and fig7.png. Raises as :func:`paper`."""
+    quiet()
     rows = paper(config)
     print(table(rows))
     flat = [row.flat() for row in rows]

@@ -182,9 +182,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write."""
     config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    quiet()
     transformers.utils.logging.disable_progress_bar()
-    load_tokenizer(config.model)  # a wrong model is told before anything else
+    load_tokenizer(config.model)  # a wrong model is refused before any work
+    write_tasks(config)
+
+
+def write_tasks(config: TasksConfig) -> None:
+    """Ask, print the table, write results.json. Raises as :func:`tasks`."""
+    quiet()
     rows = tasks(config)
     print(table(rows))
     found = {

@@ -16,8 +16,8 @@ def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
         path: of the PNG file.
     Returns: False without such rows or without matplotlib; nothing is drawn then.
     """
-    wanted = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
-    if not wanted:
+    shown = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
+    if not shown:
         return False
     try:
         import matplotlib
@@ -26,11 +26,11 @@ def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
         import matplotlib.pyplot as plt
     except ImportError:
         return False
-    panels = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in wanted))
+    panels = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in shown))
     panels.sort()
     figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.4), squeeze=False, layout="constrained")
     for panel, (is_perplexity, task, shots) in zip(axes[0], panels, strict=True):
-        own = [row for row in wanted if (row["task"], row["shots"]) == (task, shots)]
+        own = [row for row in shown if (row["task"], row["shots"]) == (task, shots)]
         dense = own[0]["dense"] if is_perplexity else 100 * own[0]["dense"]
         panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1, label="dense")
         for selection in dict.fromkeys(row["selection"] for row in own):

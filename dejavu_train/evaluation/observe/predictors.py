@@ -1,4 +1,4 @@
-"""How well the bundle's predictors tell what the dense model does (section 5.2 of the paper), layer by layer.
+"""How well the bundle's predictors predict the dense model (section 5.2 of the paper), layer by layer.
 
 A predictor reads the dense model's hidden states, and its selection is held against the dense model's units; in the
 sparse model the inputs differ a little. The second stage of a cascade is left out: these are the predictors' own.
@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.bundle.spec import Key
-from dejavu_train.evaluation.baselines import ranks, take
+from dejavu_train.evaluation.baselines import keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.predictors.metrics import SelectionSums
@@ -67,7 +67,7 @@ def predictor_rows(
             keep = predicted(layer, target, sites)
             if keep is not None:
                 own, kept = values[real], keep[real]
-                positive = own > 0 if target == "mlp" else take(ranks(own), kept.sum(-1))
+                positive = own > 0 if target == "mlp" else keep_top(ranks(own), kept.sum(-1))
                 sums[layer, target].update(kept, positive, own)
 
     for batch in eval_batches(held, batch_tokens, model.device):

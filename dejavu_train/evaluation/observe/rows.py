@@ -16,12 +16,12 @@ from dejavu_train.files import write_text
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
     """Fields are columns; floats have six significant digits, None and NaN are empty."""
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([field.name for field in dataclasses.fields(rows[0])])
     for row in rows:
         writer.writerow([_cell(value) for value in dataclasses.astuple(row)])
-    write_text(path, made.getvalue())
+    write_text(path, buffer.getvalue())
 
 
 def read_csv(path: Path, kind: type[Any]) -> list[Any]:

@@ -100,7 +100,7 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
 
 
 def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> Rows:
-    """Everything that one dense pass over ``held`` tells, layer by layer; memory does not grow with the text.
+    """All observations of one dense pass over ``held``, layer by layer; memory does not grow with the text.
 
     (Except for the sets of at most ``config.requests`` windows, bit-packed, and a number a window.)
     """
@@ -109,10 +109,10 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
     units = Units(blocks, config.losses, share, torch.Generator().manual_seed(config.seed))
     residual, attention = Residual(len(blocks)), Attention(model, config.queries)
     unions = Unions(len(blocks), config.window - 1, config.requests)
-    wanted: set[str] = set()
+    recorded: set[str] = set()
     for part, places in (("residual", residual.places), ("units", units.places), ("attention", attention.places)):
-        wanted |= places if part in config.parts else set()
-    wanted |= unions.places | units.places if "union" in config.parts else set()
+        recorded |= places if part in config.parts else set()
+    recorded |= unions.places | units.places if "union" in config.parts else set()
     real = torch.empty(0, dtype=torch.bool)
 
     def add(layer: int, got: dict[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
             if "union" in config.parts:
                 unions.layer(layer, got, own, sets)
 
-    with _bar(held.tokens, "observing") as bar, torch.no_grad(), record(model, wanted, on_layer=add):
+    with _bar(held.tokens, "observing") as bar, torch.no_grad(), record(model, recorded, on_layer=add):
         for batch in eval_batches(held, config.batch_tokens, model.device):
             real = batch.real
             model.model.decoder(input_ids=batch.ids, use_cache=False)

@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-GROUPINGS = ("documents", "random", "embedding", "selections", "independent")
 STEPS = 8
 REPEATS = 8  # random orders that are averaged
 
@@ -155,9 +154,9 @@ def mean_over_layers(rows: Sequence[UnionRow]) -> list[UnionRow]:
     for row in rows:
         by_key.setdefault((row.target, row.grouping, row.batch), []).append(row)
     mean = {key: sum(row.union for row in own) / len(own) for key, own in by_key.items()}
-    made = []
+    means = []
     for (target, grouping, batch), own in by_key.items():
         union = mean[target, grouping, batch]
         gain = 1 - union / mean[target, "documents", batch]
-        made.append(UnionRow(target, -1, grouping, batch, union, 1 - union, gain, None, own[0].batches))
-    return made
+        means.append(UnionRow(target, -1, grouping, batch, union, 1 - union, gain, None, own[0].batches))
+    return means

@@ -32,7 +32,7 @@ def test_a_carveout_leaves_results_alone():
 @pytest.mark.parametrize("early", ["x", "list"])
 def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     """What stands before the wait in the compiled kernels: every layer rewrites the list, x and the residual."""
-    from kernels.mlp import listed_mlp, packed_rows
+    from kernels.mlp import sparse_fc2, sparse_mlp
     from kernels.mlp.select import Selection
 
     if torch.cuda.get_device_capability() < (9, 0):
@@ -41,10 +41,10 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     w1, w2 = (torch.randn(n, d, device="cuda").half() for _ in range(2))
     b1, b2 = torch.zeros(n, device="cuda").half(), torch.zeros(d, device="cuda").half()
     x, out = torch.randn(1, d, device="cuda"), torch.empty(1, d, device="cuda")
-    rows = packed_rows.PackedRows.empty(n, "cuda")
-    packed_rows.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
-    listed_mlp.listed_mlp(x.half(), None, w1, b1, w2, b2, x, rows, out, early=early, pdl=True)
-    for function in (listed_mlp._listed_mlp_kernel, packed_rows._add_kernel):
+    rows = sparse_fc2.PackedSelection.empty(n, "cuda")
+    sparse_fc2.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
+    sparse_mlp.sparse_mlp(x.half(), None, w1, b1, w2, b2, x, rows, out, early=early, pdl=True)
+    for function in (sparse_mlp._sparse_mlp_kernel, sparse_fc2._add_kernel):
         compiled = [kernel for cached in function.device_caches.values() for kernel in cached[0].values()]
         texts = [kernel.asm["ptx"] for kernel in compiled if "griddepcontrol.wait" in kernel.asm["ptx"]]
         assert texts and any("ld.global.cg" in text.split("griddepcontrol.wait")[0] for text in texts), function

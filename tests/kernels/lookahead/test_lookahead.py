@@ -9,8 +9,8 @@ from kernels.common.layer_norm import LayerNormWeights
 from kernels.lookahead.attend_pack import attend_pack
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
-from kernels.mlp.packed_rows import PackedRows
 from kernels.mlp.select import PredictorWeights, Selection, quantize_rows, select_rows
+from kernels.mlp.sparse_fc2 import PackedSelection
 
 NAN = float("nan")
 
@@ -56,7 +56,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         )
         k, v = (cache.clone() for cache in caches)
         scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
-        packed = PackedRows.empty(n, device)
+        packed = PackedSelection.empty(n, device)
         packed.count.fill_(-1)
         site = (x, ln, SiteRows.stack(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
         rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v)

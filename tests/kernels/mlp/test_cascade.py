@@ -8,8 +8,8 @@ import torch
 from dejavu_train.predictors.bit_planes import BitPlanes, choose_grid
 from kernels.mlp.cascade import CascadeWeights, cascade, cascade_reference, second_stage
 from kernels.mlp.cascade_batch import InputLevels, cascade_test
-from kernels.mlp.packed_rows import PackedRows, pack
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, pack
 
 
 def problem(n, d, batch, device, seed=0, density=0.5):
@@ -26,7 +26,10 @@ def problem(n, d, batch, device, seed=0, density=0.5):
 
 def listed(candidates, block=32):
     """A selection of these candidates (1, n) and their packed list, whose values are yet to come."""
-    selection, packed = Selection.from_mask(candidates, block), PackedRows.empty(candidates.shape[1], candidates.device)
+    selection, packed = (
+        Selection.from_mask(candidates, block),
+        PackedSelection.empty(candidates.shape[1], candidates.device),
+    )
     pack(selection, packed)
     packed.values.fill_(float("nan"))
     return selection, packed
@@ -124,7 +127,7 @@ def test_nan_never_passes_and_mistakes_are_named(device):
     both, scratch = Selection.from_mask(candidates.repeat(2, 1), 16), InputLevels.empty(2, 32, device)
     cascade_test(torch.full_like(rows, float("nan")), weights, both, state, scratch)
     assert not both.to_mask(2).any() and not both.counts.any()
-    with pytest.raises(ValueError, match=r"weights.upper must have shape \(40, 3\)"):
+    with pytest.raises(ValueError, match=r"weights.upper: expected shape \(40, 3\)"):
         cascade(x[:, :24].contiguous(), weights, selection, packed)
     with pytest.raises(ValueError, match="for one batch row"):
         cascade(rows, weights, selection, packed)

@@ -132,7 +132,7 @@ def test_errors_name_the_number(device):
         predict_select(x, predictor, 0.0, Selection.empty(99, device))
     with pytest.raises(ValueError, match="batch of 33"):
         predict_select(torch.randn(33, 16).to(device), predictor, 0.0, Selection.empty(100, device))
-    with pytest.raises(ValueError, match=r"weight must have shape \(8, 17\)"):
+    with pytest.raises(ValueError, match=r"weight: expected shape \(8, 17\)"):
         predict_select(torch.randn(1, 17).to(device), predictor, 0.0, Selection.empty(100, device))
     with pytest.raises(ValueError, match="top_k must be between 0 and 100, got 101"):
         predict_select(x, predictor, 0.0, Selection.empty(100, device), top_k=101)

@@ -29,7 +29,7 @@ def store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["n", "batch"])
-def select_dot_kernel(
+def select_batch_kernel(
     hidden_ptr,
     up_ptr,
     up_scale_ptr,

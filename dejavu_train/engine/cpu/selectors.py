@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
-from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Plan
+from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Selectors
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.predictors.bit_planes import BitPlanes
@@ -25,7 +25,7 @@ class TargetPredictor:
     """One predictor: down (rank, d) and up (n, rank), fp32, or int8 codes with a scale for each row; bias (n).
 
     Attributes:
-        stored: float32, float16, int8 or int4: how ``Plan`` keeps the two matrices. int4 codes lie in -8..7.
+        stored: float32, float16, int8 or int4: how ``Selectors`` keeps the two matrices. int4 codes lie in -8..7.
         site, site_layer: what it reads; threshold, top_k: what it selects, one of the two.
     """
 
@@ -90,11 +90,11 @@ class _Flat:
         return start
 
     def arrays(self) -> dict[str, np.ndarray]:
-        made = {}
+        result = {}
         for name, parts in self.parts.items():
             dtype = DTYPES.get(name, np.float32)
-            made[name] = np.concatenate(parts).astype(dtype) if parts else np.zeros(1, dtype)
-        return made
+            result[name] = np.concatenate(parts).astype(dtype) if parts else np.zeros(1, dtype)
+        return result
 
 
 def _stored(weight: Tensor, kind: int) -> np.ndarray:
@@ -117,13 +117,13 @@ def _spec(predictor: TargetPredictor, flat: _Flat) -> list[int]:
     return [kind, rank, n, int(predictor.relu), predictor.top_k or 0, *offsets]
 
 
-def make_plan(
+def make_selectors(
     weights: CpuWeights,
     predictors: list[TargetPredictor],
     means: dict[int, Tensor] | None = None,
     cascades: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
     fc1: Any = None,
-) -> Plan:
+) -> Selectors:
     """The arrays for these predictors; none = a dense engine.
 
     Args:
@@ -166,7 +166,7 @@ def make_plan(
         upper[rows] = pack_nibbles(codes.to(torch.int8)).numpy()
         whole[rows] = (planes.weight() / planes.scale[:, None]).round().numpy()
         grid[rows] = torch.stack([planes.step, planes.scale, threshold.cpu().float()], dim=1).numpy()
-    return Plan(
+    return Selectors(
         at=at,
         sites=np.cumsum([0, *map(len, readers)]).astype(np.int64),
         readers=np.array([number for each in readers for number in each], np.int64).reshape(-1),

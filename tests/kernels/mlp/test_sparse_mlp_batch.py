@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from kernels.mlp.listed_batch import (
-    BatchRows,
-    listed_batch,
-    listed_batch_reference,
-    packed_batch,
-    packed_batch_reference,
-)
+from kernels.mlp.predict_batch import predict_down_batch
 from kernels.mlp.select import Selection, quantize_rows
-from kernels.mlp.short_product import short_product
+from kernels.mlp.sparse_mlp_batch import (
+    BatchActivations,
+    fc1_batch,
+    fc1_batch_reference,
+    fc2_batch,
+    fc2_batch_reference,
+)
 
 NAN = float("nan")
 
@@ -21,7 +21,7 @@ def case(n, d, batch, density, dtype, device):
     fc1, fc2 = (torch.randn(n, d, device=device).to(dtype) * size for size in (d**-0.5, n**-0.5))
     bias, b2 = torch.randn(n, device=device).to(dtype), torch.randn(d, device=device).to(dtype)
     mask = torch.rand(batch, n, device=device) < density
-    rows = BatchRows.empty(n, batch, d, dtype, device)
+    rows = BatchActivations.empty(n, batch, d, dtype, device)
     rows.ids.fill_(n - 1)
     rows.values.fill_(NAN)
     rows.partials.fill_(NAN)
@@ -34,22 +34,22 @@ def case(n, d, batch, density, dtype, device):
 def test_against_the_references(n, d, batch, density, dtype, device):
     x, fc1, bias, fc2, b2, mask, rows, residual = case(n, d, batch, density, dtype, device)
     fc1[~mask.any(0)] = NAN  # rows that nobody selected are not read
-    listed_batch(x, fc1, bias, Selection.from_mask(mask, 32), rows)
+    fc1_batch(x, fc1, bias, Selection.from_mask(mask, 32), rows)
     h = rows.to_dense(batch)
-    want = listed_batch_reference(x, fc1.nan_to_num(), bias, mask)
+    want = fc1_batch_reference(x, fc1.nan_to_num(), bias, mask)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(h, want, atol=tolerance, rtol=tolerance)
     fc2[~(h != 0).any(0)] = NAN
     out = torch.full((batch, d), NAN, device=device)
-    packed_batch(rows, fc2, b2, residual, out)
-    want = packed_batch_reference(h, fc2.nan_to_num(), b2, residual)
+    fc2_batch(rows, fc2, b2, residual, out)
+    want = fc2_batch_reference(h, fc2.nan_to_num(), b2, residual)
     torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
     assert not rows.tickets.any()  # ready for the next call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize(("rank", "d", "batch"), [(5, 40, 2), (33, 700, 17)])
-def test_short_product(rank, d, batch, dtype, device):
+def test_predict_down_batch(rank, d, batch, dtype, device):
     x, weight, scale = torch.randn(batch, d, device=device), torch.randn(rank, d, device=device), None
     if dtype == torch.int8:
         weight, scale = quantize_rows(weight, dtype)
@@ -57,19 +57,19 @@ def test_short_product(rank, d, batch, dtype, device):
         x, weight = x.to(dtype), weight.to(dtype)
     for relu in (False, True):
         out = torch.full((batch, rank), NAN, device=device)
-        short_product(x, weight, out, scale, relu)
+        predict_down_batch(x, weight, out, scale, relu)
         want = x.double() @ (weight.double() if scale is None else weight.double() * scale[:, None].double()).T
         torch.testing.assert_close(out.double(), want.relu() if relu else want, atol=2e-3, rtol=2e-3)
 
 
 def test_refusals(device):
     x, fc1, bias, _, _, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
-    with pytest.raises(ValueError, match="listed_mlp"):
-        listed_batch(x[:1].contiguous(), fc1, bias, Selection.from_mask(mask[:1]), rows)
-    with pytest.raises(ValueError, match="x must be float16"):
-        listed_batch(x, fc1.half(), bias, Selection.from_mask(mask), rows)
+    with pytest.raises(ValueError, match="sparse_mlp"):
+        fc1_batch(x[:1].contiguous(), fc1, bias, Selection.from_mask(mask[:1]), rows)
+    with pytest.raises(ValueError, match="x: expected float16"):
+        fc1_batch(x, fc1.half(), bias, Selection.from_mask(mask), rows)
     with pytest.raises(ValueError, match="does not fit a weight of 40"):
-        listed_batch(x, fc1, bias, Selection.empty(39, device), rows)
+        fc1_batch(x, fc1, bias, Selection.empty(39, device), rows)
 
 
 @pytest.mark.gpu
@@ -80,8 +80,8 @@ def test_real_widths_replay_bit_for_bit(n, d, batch, dtype):
     selection, out, made = Selection.from_mask(mask), torch.empty(batch, d, device="cuda"), []
 
     def run(pdl: bool) -> None:
-        listed_batch(x, fc1, bias, selection, rows, pdl)
-        packed_batch(rows, fc2, b2, residual, out, pdl)
+        fc1_batch(x, fc1, bias, selection, rows, pdl)
+        fc2_batch(rows, fc2, b2, residual, out, pdl)
 
     for pdl in (False, True, True):
         out.fill_(NAN)
@@ -94,6 +94,6 @@ def test_real_widths_replay_bit_for_bit(n, d, batch, dtype):
         run(True)
     out.fill_(NAN)
     graph.replay()
-    want = packed_batch_reference(listed_batch_reference(x, fc1, bias, mask).to(dtype), fc2, b2, residual)
+    want = fc2_batch_reference(fc1_batch_reference(x, fc1, bias, mask).to(dtype), fc2, b2, residual)
     torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
     assert all(torch.equal(out, other) for other in made)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="assignment"
 """fc1 and fc2 of 2 to 32 batch rows over the union of what they selected, on the tensor cores.
 
-    values[k, b] = relu(sum_j w[i, j] x[b, j] + bias[i]) where row b selected i = ids[k], else 0     (`listed_batch`)
-    out[b, j] = residual[b, j] + bias[j] + sum_k values[k, b] w_t[ids[k], j]                        (`packed_batch`)
+    values[k, b] = relu(sum_j w[i, j] x[b, j] + bias[i]) where row b selected i = ids[k], else 0     (`fc1_batch`)
+    out[b, j] = residual[b, j] + bias[j] + sum_k values[k, b] w_t[ids[k], j]                        (`fc2_batch`)
 
 x (B, d) in the weights' dtype, w and w_t (n, d), values in the weights' dtype, sums in fp32. A program of fc1 takes an
 even, contiguous share of the list, up to ROWS gathered rows as M, the padded batch as N. A list entry that is zero in
@@ -17,23 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    INTERPRET,
-    check_input,
-    check_tensor,
-    list_slots_wide,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
+from kernels.common.launch import list_slots_wide, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 
 @dataclass(frozen=True)
-class BatchRows:
+class BatchActivations:
     """ids (n) int32 and values (n, padded batch) below count (1) int32; scratch of fc2: partials (splits, B, d) fp32,
     tickets (stripes) int32, zero between calls."""
 
@@ -44,7 +34,7 @@ class BatchRows:
     tickets: Tensor
 
     @classmethod
-    def empty(cls, n: int, batch: int, d: int, dtype: torch.dtype, device: torch.device | str) -> "BatchRows":
+    def empty(cls, n: int, batch: int, d: int, dtype: torch.dtype, device: torch.device | str) -> "BatchActivations":
         ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
         values = torch.zeros(n, padded_batch(batch), dtype=dtype, device=device)
         tickets = torch.zeros(-(-d // 16), dtype=torch.int32, device=device)
@@ -63,7 +53,7 @@ SPLITS = 4
 
 
 @triton.jit(do_not_specialize=["n_blocks", "batch"])
-def _listed_batch_kernel(
+def _fc1_batch_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
@@ -71,7 +61,7 @@ def _listed_batch_kernel(
     counts_ptr,
     row_bits_ptr,
     values_ptr,
-    listed_ptr,
+    out_ids_ptr,
     count_ptr,
     n_blocks,
     batch,
@@ -122,14 +112,14 @@ def _listed_batch_kernel(
         y = tl.where((((bits[:, None] >> b[None, :]) & 1) != 0) & there, y, 0.0)
         y = y.to(values_ptr.dtype.element_ty)
         live = tl.sum((y != 0).to(tl.int32), 1) > 0
-        tl.store(listed_ptr + items, tl.where(live, rows, -1), mask=valid)
+        tl.store(out_ids_ptr + items, tl.where(live, rows, -1), mask=valid)
         tl.store(values_ptr + items[:, None] * BATCH + b[None, :], y, mask=valid[:, None])
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _packed_batch_kernel(
+def _fc2_batch_kernel(
     values_ptr,
-    listed_ptr,
+    ids_ptr,
     count_ptr,
     w_ptr,
     bias_ptr,
@@ -158,7 +148,7 @@ def _packed_batch_kernel(
     acc = tl.zeros((STRIPE, BATCH), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
         items = start + r
-        rows = tl.load(listed_ptr + items, mask=items < last, other=-1)
+        rows = tl.load(ids_ptr + items, mask=items < last, other=-1)
         h = tl.load(values_ptr + items[:, None] * BATCH + b[None, :], mask=(items < last)[:, None], other=0.0)
         at = w_ptr + tl.maximum(rows, 0).to(tl.int64)[:, None] * D + columns[None, :]
         if D % STRIPE == 0:
@@ -189,28 +179,28 @@ class BatchSettings:
     stages: int
 
 
-def listed_batch_settings(d: int) -> BatchSettings:
+def fc1_batch_settings(d: int) -> BatchSettings:
     if INTERPRET:
         return BatchSettings(3, min(64, max(16, next_power_of_two(d))), 2)
     return BatchSettings(132, 128, 6) if d <= 5120 else BatchSettings(264, 128, 5)
 
 
-def listed_batch(
-    x: Tensor, weight: Tensor, bias: Tensor, selection: Selection, out: BatchRows, pdl: bool = False
+def fc1_batch(
+    x: Tensor, weight: Tensor, bias: Tensor, selection: Selection, out: BatchActivations, pdl: bool = False
 ) -> None:
     """x (B, d), B > 1, weight (n, d) and bias (n); x and weight of one dtype. Errors: shapes, dtypes."""
     batch, d = check_input("x", x)
     n = weight.shape[0]
-    require(batch > 1, "one batch row has a kernel of its own: listed_mlp")
+    require(batch > 1, "one batch row has a kernel of its own: sparse_mlp")
     check_tensor("weight", weight, (n, d), FLOAT_TYPES, x)
     check_tensor("x", x, (batch, d), (weight.dtype,), x)
     check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     check_tensor("out.values", out.values, (n, padded_batch(batch)), (weight.dtype,), x)
     require(selection.n == n, f"a selection of {selection.n} rows does not fit a weight of {n}")
-    settings = listed_batch_settings(d)
+    settings = fc1_batch_settings(d)
     blocks = selection.counts.numel()
     has_pdl, use_pdl = programmatic(x, pdl)
-    _listed_batch_kernel[(min(settings.programs, n),)](
+    _fc1_batch_kernel[(min(settings.programs, n),)](
         x,
         weight,
         bias,
@@ -235,8 +225,8 @@ def listed_batch(
     )
 
 
-def packed_batch(
-    rows: BatchRows, weight_t: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
+def fc2_batch(
+    rows: BatchActivations, weight_t: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
 ) -> None:
     """weight_t (n, d), bias (d), residual and out (B, d) fp32; bitwise deterministic. Errors: shapes, dtypes."""
     batch, d = check_input("residual", residual)
@@ -250,7 +240,7 @@ def packed_batch(
     has_pdl, use_pdl = programmatic(residual, pdl)
     stripe = 16 if INTERPRET else 64
     wide = weight_t.element_size() > 2
-    _packed_batch_kernel[(-(-d // stripe), SPLITS)](
+    _fc2_batch_kernel[(-(-d // stripe), SPLITS)](
         rows.values,
         rows.ids,
         rows.count,
@@ -273,12 +263,12 @@ def packed_batch(
     )
 
 
-def listed_batch_reference(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+def fc1_batch_reference(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     """(B, n) fp32 in plain torch, zero where mask (B, n) is False."""
     y = (x.float() @ weight.float().T + bias.float()).relu()
     return torch.where(mask, y, torch.zeros_like(y))
 
 
-def packed_batch_reference(h: Tensor, weight_t: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+def fc2_batch_reference(h: Tensor, weight_t: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """(B, d) fp32 in plain torch from dense h (B, n)."""
     return residual + bias.float() + h.float() @ weight_t.float()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE, TOP_P
-from dejavu_train.engine.cpu.rows import SUMS, exp_negative
-from dejavu_train.engine.cpu.team import bits_from_float, compiled
+from dejavu_train.engine.cpu.threads import bits_from_float, compiled
+from dejavu_train.engine.cpu.vector_ops import SUMS, exp_negative
 
 
 @compiled()
@@ -49,12 +49,12 @@ def mass_from(weights, bits):
 
 
 @compiled()
-def top_p_bits(weights, wanted):
-    """The bit pattern of the smallest weight in the smallest set of largest weights whose sum reaches ``wanted``."""
+def top_p_bits(weights, mass):
+    """The bit pattern of the smallest weight in the smallest set of largest weights whose sum reaches ``mass``."""
     low, high = np.int32(0), np.int32(0x3F800001)  # weights lie in 0..1; the sum from low reaches it, from high not
     while high - low > 1:
         middle = low + (high - low) // np.int32(2)
-        if mass_from(weights, middle) >= wanted:
+        if mass_from(weights, middle) >= mass:
             low = middle
         else:
             high = middle

@@ -13,7 +13,7 @@ from typing import Any
 from numba import njit
 
 from dejavu_train.engine.cpu.step import N_STEPS, run
-from dejavu_train.engine.cpu.team import barrier
+from dejavu_train.engine.cpu.threads import barrier
 
 NOTICE_SECONDS = 0.7  # loading from the cache takes less
 
@@ -25,7 +25,7 @@ def _stamp() -> int:
 
 def _entry_point(stamp: int) -> Any:
     @njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
-    def enter(model, plan, state, work, control, command, thread, n_threads):
+    def enter(model, selectors, state, work, control, command, thread, n_threads):
         """Thread 0 runs one command, the others run commands until one sends them home."""
         if stamp < 0:  # never: names the stamp, so that it is part of the cache's key
             return
@@ -33,7 +33,7 @@ def _entry_point(stamp: int) -> Any:
             barrier(control, n_threads)
             if command[N_STEPS] < 0:
                 return
-            run(model, plan, state, work, control, command, thread, n_threads)
+            run(model, selectors, state, work, control, command, thread, n_threads)
             barrier(control, n_threads)
             if thread == 0:
                 return
@@ -47,12 +47,12 @@ enter = _entry_point(_stamp())
 def prepare(arguments: tuple[Any, ...]) -> None:
     """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long."""
 
-    def tell() -> None:
+    def show_notice() -> None:
         print("compiling the CPU engine: about 10 s, once; later starts read it from the cache", file=sys.stderr)
 
     from numba import typeof
 
-    notice = threading.Timer(NOTICE_SECONDS, tell)
+    notice = threading.Timer(NOTICE_SECONDS, show_notice)
     notice.daemon = True
     notice.start()
     try:

@@ -4,7 +4,7 @@
 x (1, d) normalised; w (n, d). Program p takes entries p, p + P, p + 2 P, ... of the list: even shares whatever the
 activity of neighbouring neurons, and addresses that depend on no count. The next row is on its way before the present
 one is summed. A value may be zero: fc2 skips its row.
-fc1 alone, for benchmarks: a decoding step runs fc1 and fc2 in one grid (`listed_mlp`).
+fc1 alone, for benchmarks: a decoding step runs fc1 and fc2 in one grid (`sparse_mlp`).
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import INTERPRET, column_block, load_vector, wait_for_predecessor
-from kernels.mlp.packed_rows import PackedRows, listed_tiles
+from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
+from kernels.mlp.sparse_fc2 import PackedSelection, gathered_tiles
 
 
 @dataclass(frozen=True)
-class ListedSettings:
+class Fc1Settings:
     """programs: grid size, about what fits on the GPU at once; block: columns a piece of a row."""
 
     programs: int
@@ -28,27 +28,27 @@ class ListedSettings:
     warps: int
 
 
-def listed_settings(d: int) -> ListedSettings:
+def fc1_settings(d: int) -> Fc1Settings:
     """Launch settings by width."""
     if INTERPRET:
-        return ListedSettings(5, min(128, column_block(d)), 4)
+        return Fc1Settings(5, min(128, column_block(d)), 4)
     if d <= 2048:
-        return ListedSettings(1056, column_block(d, 8), 8)
+        return Fc1Settings(1056, column_block(d, 8), 8)
     if d <= 4096:
-        return ListedSettings(792, 2048, 8)
+        return Fc1Settings(792, 2048, 8)
     if d < 12288:
-        return ListedSettings(792 if d <= 5120 else 528 if d <= 7168 else 396, 1024, 4)
-    return ListedSettings(264, 2048, 8)
+        return Fc1Settings(792 if d <= 5120 else 528 if d <= 7168 else 396, 1024, 4)
+    return Fc1Settings(264, 2048, 8)
 
 
-def listed_gemv_reference(x, weight, bias, selection, out) -> None:
+def sparse_fc1_reference(x, weight, bias, selection, out) -> None:
     """Plain torch; `out` is the dense (B, n) tensor of the references."""
     y = (torch.nn.functional.linear(x.float(), weight.float()) + bias.float()).relu()
     out.copy_(torch.where(selection.to_mask(len(x)), y, 0.0))
 
 
 @triton.jit(do_not_specialize=["last"])
-def _listed_kernel(
+def _sparse_fc1_kernel(
     x,
     weight,
     bias,
@@ -72,11 +72,11 @@ def _listed_kernel(
     number = tl.load(count)
     row = tl.load(ids + tl.minimum(pid, last))
     next_row = tl.load(ids + tl.minimum(pid + step, last))
-    w = listed_tiles(weight, (row,), (number - pid > 0,), columns, D, BLOCK, 1)
+    w = gathered_tiles(weight, (row,), (number - pid > 0,), columns, D, BLOCK, 1)
     if not EARLY:
         n = load_vector(x, columns, D, BLOCK)
     for item in range(pid, number, step):
-        coming = listed_tiles(weight, (next_row,), (number - item - step > 0,), columns, D, BLOCK, 1)
+        coming = gathered_tiles(weight, (next_row,), (number - item - step > 0,), columns, D, BLOCK, 1)
         far_row = tl.load(ids + tl.minimum(item + 2 * step, last))
         offset = tl.load(bias + row).to(tl.float32)
         products = w[0].to(tl.float32) * n[0].to(tl.float32)
@@ -89,14 +89,14 @@ def _listed_kernel(
         w = coming
 
 
-def listed_gemv(
+def sparse_fc1(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    rows: PackedRows,
+    rows: PackedSelection,
     early: bool = False,
     pdl: bool = False,
-    settings: ListedSettings | None = None,
+    settings: Fc1Settings | None = None,
 ) -> None:
     """One batch row; reads rows.ids and rows.count, writes rows.values. See the module's docstring.
 
@@ -107,10 +107,10 @@ def listed_gemv(
     check_shape("x", x, 1, d)
     check_shape("bias", bias, n)
     check_shape("rows.ids", rows.ids, n)
-    settings = settings or listed_settings(d)
+    settings = settings or fc1_settings(d)
     block = min(settings.block, max(16, triton.next_power_of_2(d)))
     pdl = use_pdl(pdl, x.device)
-    _listed_kernel[(min(settings.programs, n),)](
+    _sparse_fc1_kernel[(min(settings.programs, n),)](
         x,
         weight,
         bias,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.norm_gemv import NormSettings, norm_gemv, norm_gemv_reference, norm_sums
+from kernels.mlp.predict import PredictSettings, norm_sums, predict_down, predict_down_reference
 from kernels.mlp.select import quantize_rows
 
 NAN = float("nan")
@@ -17,9 +17,9 @@ def test_equals_a_layer_norm_and_a_product(device, d, rank, relu):
     ln = LayerNormWeights(torch.rand(d, device=device) + 0.5, torch.randn(d, device=device))
     weight = torch.randn(rank, d, device=device)
     out, normalised = torch.full((1, rank), NAN, device=device), torch.full((1, d), NAN, device=device)
-    norm_gemv(x, ln, weight, norm_sums(weight, ln), out, relu=relu, normalised_out=normalised)
+    predict_down(x, ln, weight, norm_sums(weight, ln), out, relu=relu, normalised_out=normalised)
     torch.testing.assert_close(
-        out.double(), norm_gemv_reference(x.double(), ln, weight, relu=relu), atol=2e-4, rtol=1e-4
+        out.double(), predict_down_reference(x.double(), ln, weight, relu=relu), atol=2e-4, rtol=1e-4
     )
     torch.testing.assert_close(normalised, layer_norm_reference(x, ln), atol=1e-5, rtol=1e-5)
 
@@ -33,8 +33,10 @@ def test_stored_dtypes(device, dtype):
     else:
         weight, scale = quantize_rows(weight, dtype)
     out = torch.full((1, 24), NAN, device=device)
-    norm_gemv(x, ln, weight, norm_sums(weight, ln), out, scale)
-    torch.testing.assert_close(out.double(), norm_gemv_reference(x.double(), ln, weight, scale), atol=1e-3, rtol=1e-3)
+    predict_down(x, ln, weight, norm_sums(weight, ln), out, scale)
+    torch.testing.assert_close(
+        out.double(), predict_down_reference(x.double(), ln, weight, scale), atol=1e-3, rtol=1e-3
+    )
 
 
 def test_a_mean_far_from_zero_and_settings(device):
@@ -42,10 +44,10 @@ def test_a_mean_far_from_zero_and_settings(device):
     x = torch.randn(1, 200, device=device) + 30
     ln = LayerNormWeights(torch.ones(200, device=device), torch.zeros(200, device=device))
     weight = torch.randn(9, 200, device=device)
-    want = norm_gemv_reference(x.double(), ln, weight)
-    for settings in (NormSettings(1, 64, 2), NormSettings(2, 128, 4), NormSettings(6, 32, 1)):
+    want = predict_down_reference(x.double(), ln, weight)
+    for settings in (PredictSettings(1, 64, 2), PredictSettings(2, 128, 4), PredictSettings(6, 32, 1)):
         out = torch.full((1, 9), NAN, device=device)
-        norm_gemv(x, ln, weight, norm_sums(weight, ln), out, settings=settings)
+        predict_down(x, ln, weight, norm_sums(weight, ln), out, settings=settings)
         torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=1e-2)
 
 
@@ -54,11 +56,11 @@ def test_refusals(device):
     ln = LayerNormWeights(torch.ones(16, device=device), torch.zeros(16, device=device))
     out = torch.empty(1, 4, device=device)
     with pytest.raises(ValueError, match="got 2"):
-        norm_gemv(x.repeat(2, 1), ln, weight, norm_sums(weight, ln), out)
+        predict_down(x.repeat(2, 1), ln, weight, norm_sums(weight, ln), out)
     with pytest.raises(ValueError, match="needs a scale"):
-        norm_gemv(x, ln, weight.to(torch.int8), norm_sums(weight, ln), out)
-    with pytest.raises(ValueError, match="sums must have shape"):
-        norm_gemv(x, ln, weight, norm_sums(weight[:3], ln), out)
+        predict_down(x, ln, weight.to(torch.int8), norm_sums(weight, ln), out)
+    with pytest.raises(ValueError, match="sums: expected shape"):
+        predict_down(x, ln, weight, norm_sums(weight[:3], ln), out)
 
 
 @pytest.mark.gpu
@@ -73,8 +75,10 @@ def test_real_widths(d, dtype):
     sums, made = norm_sums(weight, ln), []
     for pdl in (False, True):
         out, normalised = torch.full((1, d // 16), NAN, device="cuda"), torch.full((1, d), NAN, device="cuda").half()
-        norm_gemv(x, ln, weight, sums, out, scale, normalised_out=normalised, pdl=pdl)
+        predict_down(x, ln, weight, sums, out, scale, normalised_out=normalised, pdl=pdl)
         made.append((out, normalised))
-    torch.testing.assert_close(out.double(), norm_gemv_reference(x.double(), ln, weight, scale), atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        out.double(), predict_down_reference(x.double(), ln, weight, scale), atol=2e-3, rtol=1e-3
+    )
     torch.testing.assert_close(normalised, layer_norm_reference(x, ln, torch.float16), atol=4e-3, rtol=2e-3)
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from kernels.mlp.listed_gemv import ListedSettings, listed_gemv, listed_gemv_reference
-from kernels.mlp.packed_rows import PackedRows, PackedSettings, pack, packed_rows, packed_rows_reference, partial_sums
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc1 import Fc1Settings, sparse_fc1, sparse_fc1_reference
+from kernels.mlp.sparse_fc2 import Fc2Settings, PackedSelection, pack, partial_sums, sparse_fc2, sparse_fc2_reference
 
 NAN = float("nan")
 
 
 def poisoned(n, device):
     """Buffers whose ids are in range, as those of an earlier list, and whose values must not be used."""
-    rows = PackedRows.empty(n, device)
+    rows = PackedSelection.empty(n, device)
     rows.ids.fill_(n - 1)
     rows.values.fill_(NAN)
     rows.count.fill_(n)
@@ -30,20 +30,20 @@ def test_pack_of_a_selection(device, n, block, density):
 
 @pytest.mark.parametrize(("density", "early"), [(0.3, False), (0.0, False), (1.0, True), (0.5, True)])
 @pytest.mark.parametrize(("n", "d"), [(70, 48), (130, 257)])
-def test_listed_gemv(device, n, d, density, early):
+def test_sparse_fc1(device, n, d, density, early):
     x = torch.randn(1, d, device=device) * 2 + 1
     weight, bias = torch.randn(n, d, device=device), torch.randn(n, device=device)
     selection = Selection.from_mask(torch.rand(1, n, device=device) < density)
     rows, expected = poisoned(n, device), torch.empty(1, n, device=device)
     pack(selection, rows)
     weight[~selection.to_mask(1)[0]] = NAN  # rows that are not selected are not read
-    listed_gemv(x, weight, bias, rows, early)
-    listed_gemv_reference(x, weight.nan_to_num(), bias, selection, expected)
+    sparse_fc1(x, weight, bias, rows, early)
+    sparse_fc1_reference(x, weight.nan_to_num(), bias, selection, expected)
     torch.testing.assert_close(rows.to_dense(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("n", "d", "density"), [(70, 48, 0.4), (130, 33, 1.0), (40, 64, 0.0), (130, 96, 0.05)])
-def test_packed_rows(device, n, d, density):
+def test_sparse_fc2(device, n, d, density):
     h = torch.where(torch.rand(1, n, device=device) < density, torch.randn(1, n, device=device), 0.0)
     h[0, ::3] = 0  # listed, but zero: not read
     rows = poisoned(n, device)
@@ -52,10 +52,10 @@ def test_packed_rows(device, n, d, density):
     weight, bias = torch.randn(n, d, device=device), torch.randn(d, device=device)
     residual = torch.randn(1, d, device=device)
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    packed_rows_reference(rows.to_dense(), weight, bias, residual, expected)
+    sparse_fc2_reference(rows.to_dense(), weight, bias, residual, expected)
     weight[rows.to_dense()[0] == 0] = NAN
     partials = partial_sums(d, device).fill_(NAN)
-    packed_rows(rows, weight, bias, residual, out, partials)
+    sparse_fc2(rows, weight, bias, residual, out, partials)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -64,20 +64,20 @@ def test_a_list_of_nothing_gives_the_residual(device):
     rows.count.zero_()
     bias, residual = torch.randn(64, device=device), torch.randn(1, 64, device=device)
     out = torch.full((1, 64), NAN, device=device)
-    packed_rows(rows, torch.full((40, 64), NAN, device=device), bias, residual, out)
+    sparse_fc2(rows, torch.full((40, 64), NAN, device=device), bias, residual, out)
     torch.testing.assert_close(out, bias + residual)
 
 
 def test_refusals(device):
     rows, x, weight = (
-        PackedRows.empty(40, device),
+        PackedSelection.empty(40, device),
         torch.randn(1, 16, device=device),
         torch.randn(40, 16, device=device),
     )
     with pytest.raises(ValueError, match=r"expected shape \(39,\)"):
-        listed_gemv(x, weight[:39].contiguous(), weight[:39, 0].contiguous(), rows)
+        sparse_fc1(x, weight[:39].contiguous(), weight[:39, 0].contiguous(), rows)
     with pytest.raises(ValueError, match="residual"):
-        packed_rows(rows, weight, weight[0], x[:, :8].contiguous(), x)
+        sparse_fc2(rows, weight, weight[0], x[:, :8].contiguous(), x)
 
 
 @pytest.mark.gpu
@@ -92,14 +92,14 @@ def test_real_widths_replay_bit_for_bit(n, d):
     selection, rows = Selection.from_mask(mask, 32), poisoned(n, "cuda")
     out, partials = torch.full((1, d), NAN, device="cuda"), partial_sums(d, "cuda")
     expected, h = torch.empty(1, d, device="cuda"), torch.empty(1, n, device="cuda")
-    listed_gemv_reference(x, fc1, bias, selection, h)
-    packed_rows_reference(h, fc2, b2, residual, expected)
+    sparse_fc1_reference(x, fc1, bias, selection, h)
+    sparse_fc2_reference(h, fc2, b2, residual, expected)
     made = []
 
     def run(pdl: bool) -> None:
         pack(selection, rows, pdl)
-        listed_gemv(x, fc1, bias, rows, True, pdl)
-        packed_rows(rows, fc2, b2, residual, out, partials, pdl)
+        sparse_fc1(x, fc1, bias, rows, True, pdl)
+        sparse_fc2(rows, fc2, b2, residual, out, partials, pdl)
 
     for pdl in (False, True, True):
         out.fill_(NAN)
@@ -121,11 +121,11 @@ def test_settings_do_not_change_the_sum_beyond_rounding(device):
     h = torch.randn(1, 90, device=device)
     rows.set_dense(h)
     residual, out = torch.zeros(1, 80, device=device), torch.full((1, 80), NAN, device=device)
-    for settings in (PackedSettings(16, 1, 1), PackedSettings(64, 5, 4), PackedSettings(128, 7, 8)):
-        packed_rows(rows, weight, residual[0], residual, out, settings=settings)
+    for settings in (Fc2Settings(16, 1, 1), Fc2Settings(64, 5, 4), Fc2Settings(128, 7, 8)):
+        sparse_fc2(rows, weight, residual[0], residual, out, settings=settings)
         torch.testing.assert_close(out, h @ weight, atol=1e-4, rtol=1e-4)
     x, bias = torch.randn(1, 80, device=device), torch.zeros(90, device=device)
     for programs in (1, 7, 200):
         rows.values.fill_(NAN)
-        listed_gemv(x, weight, bias, rows, settings=ListedSettings(programs, 32, 4))
+        sparse_fc1(x, weight, bias, rows, settings=Fc1Settings(programs, 32, 4))
         torch.testing.assert_close(rows.to_dense(), (x @ weight.T).relu(), atol=1e-4, rtol=1e-4)

@@ -6,7 +6,7 @@ Plain loops that LLVM turns into vector instructions: sums may be reordered (``S
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
-from dejavu_train.engine.cpu.team import compiled, float_from_bits
+from dejavu_train.engine.cpu.threads import compiled, float_from_bits
 
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
 """What the compiler may do with floating-point sums: reorder and fuse them, and take the sign of zero for either."""

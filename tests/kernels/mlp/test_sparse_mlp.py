@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.listed_mlp import MlpSettings, listed_mlp, listed_mlp_reference
-from kernels.mlp.packed_rows import PackedRows, pack, partial_sums
 from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
+from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
 
 NAN = float("nan")
 
 
 def make_problem(device, n, d, density, dtype=torch.float32, block=16):
     selection = Selection.from_mask(torch.rand(1, n, device=device) < density, block)
-    rows = PackedRows.empty(n, device)
+    rows = PackedSelection.empty(n, device)
     rows.values.fill_(NAN)
     pack(selection, rows)
     x = torch.randn(1, d, device=device).to(dtype)
@@ -24,7 +24,7 @@ def make_problem(device, n, d, density, dtype=torch.float32, block=16):
 
 def reference(selection, x, w1, b1, w2, b2, residual):
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=x.device)
-    listed_mlp_reference(
+    sparse_mlp_reference(
         x.double(), None, w1.double(), b1.double(), w2.double(), b2.double(), residual, selection, want
     )
     return want
@@ -43,7 +43,7 @@ def test_equals_both_products(device, n, d, density):
     near = ((x @ w1.nan_to_num().T + b1)[0].abs() <= 1e-3) & ~unread
     w2[~live & ~near] = NAN
     out, partials = torch.full((1, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
-    listed_mlp(tensors[0], None, *tensors[1:], rows, out, partials)
+    sparse_mlp(tensors[0], None, *tensors[1:], rows, out, partials)
     torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 
@@ -53,7 +53,7 @@ def test_settings_change_nothing_but_the_order(device):
     for settings in (MlpSettings(1, 32, 1, 1), MlpSettings(3, 128, 4, 2), MlpSettings(70, 64, 2, 2)):
         for early in (None, "x", "list"):
             out = torch.full((1, 96), NAN, device=device)
-            listed_mlp(tensors[0], None, *tensors[1:], rows, out, early=early, settings=settings)
+            sparse_mlp(tensors[0], None, *tensors[1:], rows, out, early=early, settings=settings)
             torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 
@@ -65,7 +65,7 @@ def test_with_a_layer_norm(device, n, d, early):
     ln = LayerNormWeights(torch.rand(d, device=device) + 0.5, torch.randn(d, device=device))
     want = reference(selection, layer_norm_reference(x.double(), ln, torch.float64), *tensors)
     out = torch.full((1, d), NAN, device=device)
-    listed_mlp(x, ln, *tensors, rows, out, early=early)
+    sparse_mlp(x, ln, *tensors, rows, out, early=early)
     torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=1e-4)
 
 
@@ -73,7 +73,7 @@ def test_a_nan_is_passed_on(device):
     _, rows, tensors = make_problem(device, 40, 64, 1.0)
     tensors[0][0, 3] = NAN
     out = torch.zeros(1, 64, device=device)
-    listed_mlp(tensors[0], None, *tensors[1:], rows, out)
+    sparse_mlp(tensors[0], None, *tensors[1:], rows, out)
     assert out.isnan().all()
 
 
@@ -82,13 +82,13 @@ def test_errors_name_the_number(device):
     x, w1, b1, w2, b2, residual = tensors
     out = torch.empty(1, 64, device=device)
     with pytest.raises(ValueError, match="w2_t: expected shape"):
-        listed_mlp(x, None, w1, b1, w2[:39].contiguous(), b2, residual, rows, out)
+        sparse_mlp(x, None, w1, b1, w2[:39].contiguous(), b2, residual, rows, out)
     with pytest.raises(ValueError, match="x: expected shape"):
-        listed_mlp(x[:, :63].contiguous(), None, w1, b1, w2, b2, residual, rows, out)
+        sparse_mlp(x[:, :63].contiguous(), None, w1, b1, w2, b2, residual, rows, out)
     with pytest.raises(ValueError, match="early must be"):
-        listed_mlp(x, LayerNormWeights(b2, b2), w1, b1, w2, b2, residual, rows, out, early="x")
+        sparse_mlp(x, LayerNormWeights(b2, b2), w1, b1, w2, b2, residual, rows, out, early="x")
     with pytest.raises(ValueError, match="partials: expected shape"):
-        listed_mlp(tensors[0], None, *tensors[1:], rows, out, torch.empty(3, 64, device=device))
+        sparse_mlp(tensors[0], None, *tensors[1:], rows, out, torch.empty(3, 64, device=device))
 
 
 @pytest.mark.gpu
@@ -102,7 +102,7 @@ def test_real_shapes(d, dtype):
         for pdl in (False, True, True):
             partials.fill_(NAN)
             out = torch.full((1, d), NAN, device="cuda")
-            listed_mlp(tensors[0], None, *tensors[1:], rows, out, partials, pdl=pdl)
+            sparse_mlp(tensors[0], None, *tensors[1:], rows, out, partials, pdl=pdl)
             made.append(out)
         assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
         torch.testing.assert_close(made[0].double(), want, atol=2e-3, rtol=1e-3)
@@ -117,5 +117,5 @@ def test_real_shapes_with_a_layer_norm(d, early):
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     want = reference(selection, layer_norm_reference(x, ln, torch.float16), *tensors)
     out = torch.full((1, d), NAN, device="cuda")
-    listed_mlp(x, ln, *tensors, rows, out, early=early, pdl=True)
+    sparse_mlp(x, ln, *tensors, rows, out, early=early, pdl=True)
     torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=1e-3)  # n rounds otherwise here and there

@@ -1,6 +1,6 @@
 """Dense layers of several batch rows: cuBLAS does the products, two small kernels what lies between them.
 
-    q, k_cache, v_cache <- n W^T + b                      n = LayerNorm(x), head-major rows (`dense_qkv`)
+    q, k_cache, v_cache <- n W^T + b                      n = LayerNorm(x), head-major rows (`qkv_batch`)
     out = residual + bias + y W^T  or  y W                (`dense_add`)
     hidden = act(n W^T + b)                               (`dense_hidden`)
 
@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.common.checks import use_pdl
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
 
 BLOCK = 1024
@@ -68,7 +67,7 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     return n
 
 
-def dense_qkv(
+def qkv_batch(
     x: Tensor,
     ln: LayerNormWeights,
     weight: Tensor,

@@ -10,22 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import (
-    FLOAT_TYPES,
-    INTERPRET,
-    QUANTIZED_TYPES,
-    check_input,
-    check_tensor,
-    dot_type,
-    padded_batch,
-    programmatic,
-    require,
-    wait_for_predecessor,
-)
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, QUANTIZED_TYPES, check_input, check_tensor, require
+from kernels.common.launch import dot_type, padded_batch, programmatic, wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["batch", "n_rows"])
-def _short_kernel(
+def _predict_down_batch_kernel(
     x_ptr,
     w_ptr,
     partials_ptr,
@@ -64,7 +54,7 @@ def _short_kernel(
 
 
 @triton.jit(do_not_specialize=["size", "n_rows"])
-def _short_add_kernel(
+def _add_splits_kernel(
     partials_ptr,
     scale_ptr,
     out_ptr,
@@ -87,7 +77,7 @@ def _short_add_kernel(
     tl.store(out_ptr + i, y, mask=i < size)
 
 
-def short_product(
+def predict_down_batch(
     x: Tensor, weight: Tensor, out: Tensor, scale: Tensor | None = None, relu: bool = False, pdl: bool = False
 ) -> None:
     """out (B, rank) fp32: x (B, d) in fp32 or 16 bits, weight (rank, d) likewise, or int8/fp8 with scale (rank,) fp32.
@@ -105,11 +95,11 @@ def short_product(
     splits = -(-blocks // steps)
     partials = torch.empty(splits, batch, rank, dtype=torch.float32, device=x.device)
     has_pdl, use_pdl = programmatic(x, pdl)
-    _short_kernel[(-(-rank // 16), splits)](
+    _predict_down_batch_kernel[(-(-rank // 16), splits)](
         x, weight, partials, batch, rank, D=d, BATCH=padded_batch(batch), ROWS=16, BLOCK=block, STEPS=steps,
         STAGES=4, DOT=dot_type(x.dtype), PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
-    _short_add_kernel[(-(-batch * rank // 256),)](
+    _add_splits_kernel[(-(-batch * rank // 256),)](
         partials, scale, out, batch * rank, rank, SPLITS=splits, BLOCK=256, RELU=relu, PDL=has_pdl, num_warps=4,
         launch_pdl=use_pdl,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="assignment"
 """fc2 over a packed list, one token: out[j] = residual[j] + bias[j] + sum_k values[k] w_t[ids[k], j].
 
-`pack` closes the gaps of a list in one small kernel, in the list's order. `packed_rows` reads the rows as an unbroken
+`pack` closes the gaps of a list in one small kernel, in the list's order. `sparse_fc2` reads the rows as an unbroken
 stream: a program owns a stripe of columns and every SPLITS-th row, keeps ROWS of them on their way and one accumulator
 a column; nothing is reduced or waited for inside the loop. Rows of zero values are not read. A second kernel adds the
 partial sums in an order that the shape fixes: many narrow programs read them at once, where a last arriver would read
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import INTERPRET, start_dependents_and_wait, wait_for_predecessor
+from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
@@ -25,7 +25,7 @@ MAX_SPLITS = 264  # rows of the scratch for partial sums
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedSelection:
     """ids (n) int32, defined below count (1) int32, old ones beyond it; values (n) fp32, where a kernel wrote some."""
 
     ids: Tensor
@@ -33,7 +33,7 @@ class PackedRows:
     count: Tensor
 
     @classmethod
-    def empty(cls, n: int, device: torch.device | str) -> "PackedRows":
+    def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
         ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
         return cls(ids, torch.zeros(n, device=device), count)
 
@@ -109,7 +109,7 @@ def _pack_kernel(
     )  # fmt: skip
 
 
-def pack(rows: Selection, out: PackedRows, pdl: bool = False) -> None:
+def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
     """Close the gaps of a selection of one batch row: ids and count. Values come from the kernel that makes them."""
     pdl = use_pdl(pdl, rows.ids.device)
     programs, arguments, constants = pack_launch(rows, out)
@@ -117,7 +117,7 @@ def pack(rows: Selection, out: PackedRows, pdl: bool = False) -> None:
 
 
 def pack_launch(
-    rows: Selection, out: PackedRows, entries: int = ENTRIES
+    rows: Selection, out: PackedSelection, entries: int = ENTRIES
 ) -> tuple[int, tuple[Any, ...], dict[str, int]]:
     """(programs, arguments, constants) of `pack_ranges`, the same in every grid that carries it, checked.
 
@@ -137,7 +137,7 @@ def pack_launch(
     return triton.cdiv(n_ranges, ranges), arguments, constants
 
 
-def listed_block(d: int) -> int:
+def packed_block(d: int) -> int:
     """Block of the selections whose list is packed, for one batch row."""
     return 64 if d <= 5120 else 32
 
@@ -156,12 +156,12 @@ def _entries(ids, values, first, n, STRIDE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def listed_tiles(w, rows, wanted, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS listed rows in pieces (BLOCK,), row by row; a row for which `wanted` is zero is not read."""
+def gathered_tiles(w, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS gathered rows in pieces (BLOCK,), row by row; a row for which `live` is zero is not read."""
     tiles = ()
     for r in tl.static_range(ROWS):
         at = w + rows[r].to(tl.int64) * D
-        limit = tl.where(wanted[r] != 0, D, 0)
+        limit = tl.where(live[r] != 0, D, 0)
         for j in tl.static_range((D + BLOCK - 1) // BLOCK):
             c = j * BLOCK + columns
             tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
@@ -169,7 +169,7 @@ def listed_tiles(w, rows, wanted, columns, D: tl.constexpr, BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _packed_kernel(
+def _sparse_fc2_kernel(
     ids,
     values,
     count,
@@ -187,11 +187,11 @@ def _packed_kernel(
     wait_for_predecessor(PDL)
     n = tl.load(count)
     rows, weights = _entries(ids, values, split, n, SPLITS, ROWS)
-    tiles = listed_tiles(weight, rows, weights, columns, D, D, ROWS)
+    tiles = gathered_tiles(weight, rows, weights, columns, D, D, ROWS)
     next_rows, next_weights = _entries(ids, values, split + STEP, n, SPLITS, ROWS)
     acc = tl.zeros((STRIPE,), tl.float32)
     for first in range(split, n, STEP):
-        coming = listed_tiles(weight, next_rows, next_weights, columns, D, D, ROWS)
+        coming = gathered_tiles(weight, next_rows, next_weights, columns, D, D, ROWS)
         far_rows, far_weights = _entries(ids, values, first + 2 * STEP, n, SPLITS, ROWS)
         for k in tl.static_range(ROWS):
             acc += tiles[k].to(tl.float32) * weights[k]
@@ -252,7 +252,7 @@ def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, 
 
 
 @dataclass(frozen=True)
-class PackedSettings:
+class Fc2Settings:
     """stripe: columns of a program; splits: programs a stripe; rows: on their way at once, twice."""
 
     stripe: int
@@ -260,31 +260,31 @@ class PackedSettings:
     rows: int
 
 
-def packed_settings(d: int) -> PackedSettings:
+def fc2_settings(d: int) -> Fc2Settings:
     """Launch settings by width."""
     if INTERPRET:
-        return PackedSettings(32, 3, 2)
+        return Fc2Settings(32, 3, 2)
     stripe = min(1024, triton.next_power_of_2(d))
     stripes = -(-d // stripe)
     if d == 9216:
-        return PackedSettings(stripe, 44, 12)
-    return PackedSettings(stripe, min(132, 66 if d <= 2048 else 528 // stripes), 8)
+        return Fc2Settings(stripe, 44, 12)
+    return Fc2Settings(stripe, min(132, 66 if d <= 2048 else 528 // stripes), 8)
 
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
-    """Scratch for `packed_rows` and `listed_mlp`; shared by calls that run one after another."""
+    """Scratch for `sparse_fc2` and `sparse_mlp`; shared by calls that run one after another."""
     return torch.zeros(MAX_SPLITS, d, device=device)
 
 
-def packed_rows(
-    rows: PackedRows,
+def sparse_fc2(
+    rows: PackedSelection,
     weight: Tensor,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
     partials: Tensor | None = None,
     pdl: bool = False,
-    settings: PackedSettings | None = None,
+    settings: Fc2Settings | None = None,
 ) -> None:
     """weight (n, d), bias (d), residual and out (1, d) fp32; bitwise deterministic. Errors: shapes, a CPU tensor."""
     check_device("rows.ids", rows.ids)
@@ -292,13 +292,13 @@ def packed_rows(
     check_shape("rows.ids", rows.ids, n)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
-    settings = settings or packed_settings(d)
+    settings = settings or fc2_settings(d)
     splits = min(settings.splits, MAX_SPLITS)
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
     pdl = use_pdl(pdl, out.device)
-    _packed_kernel[(triton.cdiv(d, settings.stripe), splits)](
+    _sparse_fc2_kernel[(triton.cdiv(d, settings.stripe), splits)](
         rows.ids,
         rows.values,
         rows.count,
@@ -315,7 +315,7 @@ def packed_rows(
     add_partials(partials, splits, bias, residual, out, pdl)
 
 
-def packed_rows_reference(
+def sparse_fc2_reference(
     h: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, out: Tensor, partials=None, pdl=False
 ) -> None:
     """Plain torch from dense h (B, n)."""

@@ -17,16 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, QUANTIZED_TYPES, check_input, check_tensor, require
 from kernels.common.launch import (
-    FLOAT_TYPES,
-    INTERPRET,
-    QUANTIZED_TYPES,
-    check_input,
-    check_tensor,
     load_vector,
     next_power_of_two,
     programmatic,
-    require,
     start_dependents_and_wait,
     wait_for_predecessor,
 )
@@ -38,7 +33,7 @@ MAX_ROWS = 7
 
 
 @dataclass(frozen=True)
-class NormSettings:
+class PredictSettings:
     """rows: of a program, at most MAX_ROWS; block: columns a piece of a row; warps."""
 
     rows: int
@@ -46,12 +41,12 @@ class NormSettings:
     warps: int
 
 
-def norm_settings(d: int, rank: int) -> NormSettings:
+def predict_settings(d: int, rank: int) -> PredictSettings:
     """Launch settings by shape."""
     if INTERPRET:
-        return NormSettings(1 + rank % MAX_ROWS, min(64, max(16, next_power_of_two(d))), 4)
+        return PredictSettings(1 + rank % MAX_ROWS, min(64, max(16, next_power_of_two(d))), 4)
     block = min(2048, max(16, next_power_of_two(d)))
-    return NormSettings(min(MAX_ROWS, -(-rank // PROGRAMS)), block, 8)
+    return PredictSettings(min(MAX_ROWS, -(-rank // PROGRAMS)), block, 8)
 
 
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
@@ -62,7 +57,7 @@ def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
     return gains, shifts
 
 
-def norm_gemv_reference(
+def predict_down_reference(
     x: Tensor, ln: LayerNormWeights, weight: Tensor, scale: Tensor | None = None, relu: bool = False
 ) -> Tensor:
     """(1, rank) in plain torch; fp64 when x is fp64."""
@@ -223,7 +218,7 @@ def normalised_rows(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _norm_gemv_kernel(
+def _predict_down_kernel(
     x_ptr,
     gain_ptr,
     shift_ptr,
@@ -260,7 +255,7 @@ def _norm_gemv_kernel(
         tl.store(out_ptr + first + r, value, mask=first + r < n_rows)
 
 
-def norm_gemv(
+def predict_down(
     x: Tensor,
     ln: LayerNormWeights,
     weight: Tensor,
@@ -270,7 +265,7 @@ def norm_gemv(
     relu: bool = False,
     normalised_out: Tensor | None = None,
     pdl: bool = False,
-    settings: NormSettings | None = None,
+    settings: PredictSettings | None = None,
 ) -> None:
     """x (1, d) fp32/fp16/bf16; weight (rank, d) as x, or int8/fp8 with scale (rank,) fp32; out (1, rank) fp32.
 
@@ -293,7 +288,7 @@ def norm_gemv(
         check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
     programs, constants, warps = norm_launch(d, rank, settings)
     has_pdl, use_pdl = programmatic(x, pdl)
-    _norm_gemv_kernel[(programs,)](
+    _predict_down_kernel[(programs,)](
         x,
         ln.weight,
         ln.bias,
@@ -312,9 +307,9 @@ def norm_gemv(
     )
 
 
-def norm_launch(d: int, n_rows: int, settings: NormSettings | None = None) -> tuple[int, dict[str, int], int]:
+def norm_launch(d: int, n_rows: int, settings: PredictSettings | None = None) -> tuple[int, dict[str, int], int]:
     """(programs, constants, warps) of `normalised_rows`, the same in every kernel that calls it."""
-    settings = settings or norm_settings(d, n_rows)
+    settings = settings or predict_settings(d, n_rows)
     require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
     programs = -(-n_rows // settings.rows)
     constants = {

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, use_pdl
-from kernels.common.launch import INTERPRET, load_vector, wait_for_predecessor
+from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.launch import load_vector, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.norm_gemv import mean_and_rstd, sums_together
-from kernels.mlp.packed_rows import MAX_SPLITS, PackedRows, add_partials, listed_tiles, partial_sums
+from kernels.mlp.predict import mean_and_rstd, sums_together
+from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
     return MlpSettings(132, 2048, 2, 8) if d <= 8192 and not norm else MlpSettings(132, 4096, 2, 16)
 
 
-def listed_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
+def sparse_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
     """Plain torch over a selection."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
@@ -107,7 +107,7 @@ def _layer_norm(x, gain, shift, D: tl.constexpr, EPS: tl.constexpr, STEPS: tl.co
 
 
 @triton.jit(do_not_specialize=["last"])
-def _listed_mlp_kernel(
+def _sparse_mlp_kernel(
     x,
     norm_weight,
     norm_bias,
@@ -142,7 +142,7 @@ def _listed_mlp_kernel(
     number = tl.load(count, cache_modifier=".cg")
     rows = _ids(ids, pid, step, last, ROWS)
     next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
-    w = listed_tiles(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)
+    w = gathered_tiles(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)
     if EARLY_LIST:
         wait_for_predecessor(PDL)
     if not EARLY_X:
@@ -155,11 +155,11 @@ def _listed_mlp_kernel(
     values = ()
     for _ in tl.static_range(ROWS):
         values = values + (0.0,)
-    second = listed_tiles(w2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS)  # none: zeros
+    second = gathered_tiles(w2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS)  # none: zeros
     for item in range(pid, number, ROWS * step):
         inside = _inside(item, step, number, ROWS)
         after = _inside(item + ROWS * step, step, number, ROWS)
-        coming = listed_tiles(w1, next_rows, after, columns, D, BLOCK, ROWS)
+        coming = gathered_tiles(w1, next_rows, after, columns, D, BLOCK, ROWS)
         far_rows = _ids(ids, item + 2 * ROWS * step, step, last, ROWS)
         offsets = ()
         products = ()
@@ -178,7 +178,7 @@ def _listed_mlp_kernel(
             fresh = fresh + (value,)
             live = live + (value != 0,)
         acc = _added(acc, second, values, STEPS, ROWS)
-        second = listed_tiles(w2, rows, live, columns, D, BLOCK, ROWS)
+        second = gathered_tiles(w2, rows, live, columns, D, BLOCK, ROWS)
         values = fresh
         rows = next_rows
         next_rows = far_rows
@@ -189,7 +189,7 @@ def _listed_mlp_kernel(
         tl.store(partials + pid * D + c, acc[j], mask=c < D)
 
 
-def listed_mlp(
+def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
     w1: Tensor,
@@ -197,7 +197,7 @@ def listed_mlp(
     w2_t: Tensor,
     b2: Tensor,
     residual: Tensor,
-    rows: PackedRows,
+    rows: PackedSelection,
     out: Tensor,
     partials: Tensor | None = None,
     early: str | None = None,
@@ -225,7 +225,7 @@ def listed_mlp(
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
     pdl = use_pdl(pdl, out.device)
-    _listed_mlp_kernel[(programs,)](
+    _sparse_mlp_kernel[(programs,)](
         x,
         None if ln is None else ln.weight,
         None if ln is None else ln.bias,

@@ -1,0 +1,124 @@
+"""Writes the model card of a bundle: what it is, of which model, how it was made, how good it was, how to load it.
+
+The card follows from the bundle alone, without a date, so the same bundle has the same card. Names and paths are the
+user's text: they stand in code spans or in JSON, where Markdown has no markup, and never in the front matter.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dejavu_train.bundle.allocation import read_curve
+from dejavu_train.bundle.spec import Key, PredictorSpec
+from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.version import package_version
+
+_FRONT_MATTER = """---
+library_name: dejavu_train
+tags:
+- opt
+- contextual-sparsity
+---
+"""
+_INTRODUCTION = """# Predictors for contextual sparsity
+
+A small network, the predictor, reads the input of an OPT block and says which MLP neurons and attention heads matter
+for this token; only their weights are read. `predictors.safetensors` holds one predictor for every layer and target,
+`bundle.json` their thresholds and calibration curves. The model itself is not here.
+"""
+_FIGURES = """## Calibration
+
+Measured on documents set aside for calibration, of the same source as those that trained the predictors: **in
+domain**. Other text may be selected less well; `infer.py --text` measures it. Density is the share of units that the
+predictor selects; in a cascade these are candidates, of which a second stage keeps "selected", a share of all units.
+Recall is the share of the active neurons that are selected; for heads, the overlap with equally many heads of the
+largest contribution. Retained mass is the share of all units' contribution that the selected ones carry. A cascade's
+recall and retained mass are those of both stages.
+"""
+_LOADING = """## Loading
+
+MODEL is the model above, on disk or on the hub, and BUNDLE this folder or its id on the hub. Other weights than those
+of the hash are refused.
+
+```python
+from dejavu_train import Bundle, SparseOPTForCausalLM
+
+bundle = Bundle.from_pretrained("BUNDLE"{classes})
+model = SparseOPTForCausalLM.from_pretrained("MODEL", bundle)  # or bundle.at(mlp_density=0.2)
+```
+
+```
+python infer.py --model MODEL --bundle BUNDLE --output results --generate "Once"{flag}
+```
+"""
+
+
+def card(
+    model: str, weight_hash: str, shape: OPTShape, specs: Mapping[Key, PredictorSpec], metadata: Mapping[str, Any]
+) -> str:
+    """The README.md of a bundle with these parts, as :class:`Bundle` has them."""
+    classes = sorted({spec.class_path for spec in specs.values() if spec.class_path is not None})
+    facts = {
+        "model": code(model),
+        "weight hash": code(weight_hash),
+        "sizes": f"{shape.n_layers} layers, d_model {shape.d_model}, d_ffn {shape.d_ffn}, {shape.n_heads} heads",
+        "trained on": _text(metadata.get("text")),
+        "written by": f"dejavu_train {package_version()}",
+    }
+    if classes:
+        facts["classes of one's own, to be passed when loading"] = ", ".join(map(code, classes))
+    stage = metadata.get("stage")
+    settings = stage.get("keys", {}) if isinstance(stage, dict) else {}
+    parts = [
+        _FRONT_MATTER + _INTRODUCTION,
+        "\n".join(f"- {name}: {value}" for name, value in facts.items()) + "\n",
+        _FIGURES,
+        _table(specs),
+        *([f"## Settings of the calibration\n\n```json\n{json.dumps(settings, indent=1)}\n```\n"] if settings else []),
+        _LOADING.format(
+            classes=", predictor_class=CLASS" if classes else "",
+            flag=" --predictor.class_path PACKAGE.CLASS" if classes else "",
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def code(text: str) -> str:
+    """``text`` on one line as a Markdown code span that it cannot end.
+
+    >>> code("a`b")
+    '`` a`b ``'
+    """
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    return f"{fence}{line}{fence}" if len(fence) == 1 and line.strip() else f"{fence} {line} {fence}"
+
+
+def _text(text: Any) -> str:
+    """What the manifest of the activations says of the text; bundles made without one may say anything."""
+    if not isinstance(text, dict):
+        return "not recorded" if text is None else code(str(text))
+    source = text.get("source")
+    said = "text that the model sampled itself"
+    if source != "self":
+        said = code(source if isinstance(source, str) else json.dumps(source))
+    documents = text.get("documents")
+    if isinstance(documents, dict):
+        said += " (documents: " + ", ".join(f"{code(str(name))} {code(str(n))}" for name, n in documents.items()) + ")"
+    return f"{said}, SHA-256 {code(str(text.get('sha256')))}"
+
+
+def _table(specs: Mapping[Key, PredictorSpec]) -> str:
+    columns = ("layer", "target", "kind", "rank", "dtype", "reads", "density", "selected", "recall", "retained mass")
+    rows = [columns, ("---",) * len(columns)]
+    for layer, target in sorted(specs, key=lambda key: (TARGETS.index(key[1]), key[0])):
+        spec = specs[layer, target]
+        cascade = spec.kind == "cascade" and not spec.dense
+        selected = f"{read_curve(spec.curve, spec.density)['selected']:.3f}" if cascade and spec.curve else ""
+        quality = ("dense", "", "", "") if spec.dense else (
+            f"{spec.density:.3f}", selected, f"{spec.recall:.3f}", f"{spec.retained_mass:.3f}"
+        )  # fmt: skip
+        rank = "" if spec.kind == "custom" else str(spec.rank)
+        rows.append((str(layer), target, spec.kind, rank, spec.dtype, f"{spec.site} {spec.site_layer}", *quality))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

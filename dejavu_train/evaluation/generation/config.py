@@ -1,0 +1,82 @@
+"""What is generated and compared, as keys with their defaults. Readable without torch."""
+
+import dataclasses
+from typing import Literal
+
+from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """Continuations of held-out prompts, dense and sparse, side by side."""
+
+    model: str = "checkpoints/opt-mini"
+    """Folder or hub id."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    bundle: str = "checkpoints/demo/bundle"
+    """Folder or hub id."""
+    output: str = "checkpoints/demo"
+    """The folder generation is made in it: generation.json, CSV, SVG and PNG files."""
+    text: str = "installed-docs"
+    """An installed source, a .txt or .jsonl file, or a hub dataset."""
+    text_config: str | None = None
+    """Of a hub dataset."""
+    text_revision: str | None = None
+    """Of a hub dataset."""
+    text_field: str = "text"
+    """Of a hub dataset or a JSONL line."""
+    text_cache: str = "checkpoints/text"
+    """Where installed texts are cached."""
+    text_set: Literal["train", "calibration", "val", "test"] = "test"
+    """Which set of a text that is split."""
+    prompts: int = 32
+    """How many, of as many documents as there are."""
+    prompt: int = 32
+    """Tokens of each prompt, the leading </s> included."""
+    new_tokens: int = 128
+    """Of every continuation; </s> ends none."""
+    decodings: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
+    """Sampled ones draw the same random numbers for every model."""
+    temperature: float = 1.0
+    """Of sampling."""
+    top_p: float = 1.0
+    """Of sampling."""
+    densities: tuple[float, ...] = (0.05, 0.1)
+    """Of the MLPs' candidates, means over the layers."""
+    head_density: float = 1.0
+    """Of the heads."""
+    sparse_from: tuple[Literal["prompt", 0], ...] = ("prompt", 0)
+    """Where sparsity begins: prompt keeps prompts dense, 0 has every token sparse. Guards are compared at prompt."""
+    every: tuple[int, ...] = (8, 16, 32)
+    """Of the guards: every so many-th decoding step is dense; none named: no guards."""
+    control: tuple[bool, ...] = (False, True)
+    """Of the guards: thresholds as the bundle has them, and moved."""
+    batch: int = 32
+    """Rows at once."""
+    backend: Literal["auto", "gather", "triton"] = "auto"
+    """Of all models, the dense one included; auto: the engine on a GPU, gather on a CPU."""
+    device: str = "auto"
+    """Name of the device: auto, cpu or cuda[:N]."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of the weights."""
+    seed: int = 0
+    """Of sampling and of the order of documents."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant."""
+        for name, least in {"prompts": 2, "prompt": 2, "new_tokens": 8, "batch": 1}.items():
+            if getattr(self, name) < least:
+                raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("decodings", "densities", "sparse_from"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is empty; name one")
+        if not all(0 < density <= 1 for density in (*self.densities, self.head_density)):
+            raise UserError("--densities and --head_density must lie above 0 and at most at 1")
+        if self.temperature <= 0 or not 0 < self.top_p <= 1:
+            raise UserError("--temperature must lie above 0, --top_p above 0 and at most at 1")
+        if 0 in self.every:
+            raise UserError("--every must name no 0: the rows without a guard are always there")
+        for every in self.every:
+            Guard(every=every)

@@ -1,0 +1,93 @@
+"""Draws generation under sparsity: when texts part, whether errors accumulate, and what dense tokens buy."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.evaluation.observe.pictures import STYLES, save
+
+BLOCK = 8  # positions that a point of a curve over positions averages
+
+
+def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
+    """Write ``stem``.svg and ``stem``.png; False without matplotlib, nothing is drawn then.
+
+    Args:
+        rows: of :class:`run.GenerationRow`. positions: of :class:`run.PositionRow`.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    decodings = list(dict.fromkeys(row.decoding for row in rows))
+    guarded = any(row.guard_every for row in rows)
+    count = 2 * len(decodings) + guarded * len(decodings)
+    columns = len(decodings)
+    size = (4.6 * columns, 3.3 * count / columns)
+    figure, grid = plt.subplots(count // columns, columns, figsize=size, squeeze=False, layout="constrained")
+    for column, decoding in enumerate(decodings):
+        own = [row for row in positions if row.decoding == decoding and not row.guard_every]
+        parting, drift = grid[0][column], grid[1][column]
+        for (name, points), (colour, marker, line) in zip(_curves(own).items(), STYLES, strict=False):
+            x = [point.position + 1 for point in points]
+            style = {"color": colour, "linestyle": line, "linewidth": 1.5, "label": name}
+            parting.plot(x, [100 * point.same_so_far for point in points], **style)
+            blocks = [points[i : i + BLOCK] for i in range(0, len(points), BLOCK)]
+            excess = [sum(p.nats - p.dense_nats for p in block) / len(block) for block in blocks]
+            middle = [block[len(block) // 2].position + 1 for block in blocks]
+            drift.plot(middle, excess, marker=marker, markersize=4, **style)
+        _label(parting, "tokens behind the prompt", "texts not parted yet, %", f"{decoding}: when texts part")
+        parting.set_ylim(-3, 103)
+        drift.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
+        title = f"{decoding}: under the dense model, over its own text"
+        _label(drift, "tokens behind the prompt", "nats a token", title)
+        if guarded:
+            _draw_guards(grid[2][column], [row for row in rows if row.decoding == decoding], decoding)
+    known: dict[str, Any] = {}
+    for panel in figure.axes:
+        known |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    options = {"loc": "outside lower center", "frameon": False, "handlelength": 3.2, "fontsize": 9, "ncols": 2}
+    figure.legend(known.values(), known.keys(), **options)
+    save(figure, stem)
+    return True
+
+
+def _curves(positions: Sequence[Any]) -> dict[str, list[Any]]:
+    """Rows of positions by what the line is called."""
+    made: dict[str, list[Any]] = {}
+    for row in positions:
+        start = "behind the prompt" if row.sparse_from == "prompt" else "everywhere"
+        made.setdefault(f"{100 * row.mlp_density:g} % of neurons, sparse {start}", []).append(row)
+    return made
+
+
+def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
+    """Median divergence over how often a token is dense."""
+    intervals = sorted({row.guard_every for row in rows if row.guard_every}, reverse=True)
+    places = {every: place for place, every in enumerate([0, *intervals])}
+    pairs = sorted({(row.mlp_density, row.thresholds) for row in rows if row.guard_every})
+    for (density, thresholds), (colour, marker, line) in zip(pairs, STYLES, strict=False):
+        mine = [
+            row
+            for row in rows
+            if row.mlp_density == density
+            and row.sparse_from == "prompt"
+            and (not row.guard_every or row.thresholds == thresholds)
+        ]
+        mine.sort(key=lambda row: places[row.guard_every])
+        style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1.5}
+        name = f"{100 * density:g} %, guard with thresholds {thresholds}"
+        panel.plot([places[r.guard_every] for r in mine], [r.median_divergence for r in mine], label=name, **style)
+    panel.set_xticks(list(places.values()), ["none" if not every else f"1 in {every}" for every in places])
+    _label(panel, "dense tokens", "median divergence, tokens", f"{decoding}: what a guard buys")
+
+
+def _label(panel: Any, x: str, y: str, title: str) -> None:
+    panel.set_xlabel(x, fontsize=10)
+    panel.set_ylabel(y, fontsize=10)
+    panel.set_title(title, fontsize=10)
+    panel.grid(alpha=0.3)
+    panel.tick_params(labelsize=9)

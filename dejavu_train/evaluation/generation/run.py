@@ -1,0 +1,327 @@
+"""Generates from held-out prompts, dense and sparse, and writes how far they are apart.
+
+    python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml
+
+Perplexity of a text that is given does not show how errors accumulate in a text that is being made. The reference is
+the dense model through the same backend, so that all models round alike and draw the same random numbers. Into the
+folder ``generation`` go generation.json (conditions, rows), rows.csv, positions.csv and the picture.
+"""
+
+import dataclasses
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.data.text import TextSource
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.generation import measures
+from dejavu_train.evaluation.generation.config import GenerationConfig
+from dejavu_train.evaluation.generation.picture import draw
+from dejavu_train.evaluation.observe.rows import write_csv
+from dejavu_train.evaluation.perplexity import increase
+from dejavu_train.evaluation.provenance import hashes, versions
+from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
+from dejavu_train.files import write_json
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.parser import parse
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+FOLDER = "generation"
+ONE_WINDOW_EACH = 1 << 40  # over how many documents the prompts are spread
+NO_GUARD = Guard(every=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A sparse model; ``thresholds`` are ``still`` (the bundle's) or ``moved``, and ``guard_every`` is 0 without one."""
+
+    mlp_density: float
+    sparse_from: str
+    guard_every: int
+    thresholds: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """What a model made of all prompts: tokens (P, N), their nats and greedy choices under the dense model (P, N)."""
+
+    tokens: Tensor
+    nats: Tensor
+    greedy: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRow:
+    """A sparse model under one decoding, beside the dense one.
+
+    ``agreement`` is the mean over positions, ``late_agreement`` over the last quarter. ``median_divergence`` counts the
+    tokens that are the same before the first other one; it is ``new_tokens`` where half the texts never part.
+    ``dense_choice`` (greedy) is the share of tokens that the dense model would have chosen behind the same past: it does
+    not sink only because two texts have parted. ``perplexity`` is of the generated text under the dense model, ``change``
+    that over the dense model's own text, with the error of a paired bootstrap over prompts. ``repetition`` is the share
+    of repeated 4-grams. ``candidates`` and ``retained_mass`` are what a guard measured on its dense tokens.
+    """
+
+    decoding: str
+    mlp_density: float
+    head_density: float
+    sparse_from: str
+    guard_every: int
+    thresholds: str
+    prompts: int
+    new_tokens: int
+    agreement: float
+    late_agreement: float
+    median_divergence: float
+    diverged: float
+    dense_choice: float | None
+    perplexity: float
+    dense_perplexity: float
+    change: float
+    error: float | None
+    repetition: float
+    dense_repetition: float
+    candidates: float | None
+    retained_mass: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionRow:
+    """The same at one position behind the prompt, from 0 on; ``nats`` are means under the dense model."""
+
+    decoding: str
+    mlp_density: float
+    sparse_from: str
+    guard_every: int
+    thresholds: str
+    position: int
+    agreement: float
+    same_so_far: float
+    dense_choice: float | None
+    nats: float
+    dense_nats: float
+
+
+def read_config(argv: Sequence[str] | None) -> GenerationConfig:
+    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    config = parse(GenerationConfig, argv, "python -m dejavu_train.evaluation.generation", str(GenerationConfig.__doc__))
+    config.check()
+    return config
+
+
+def variants(config: GenerationConfig) -> list[Variant]:
+    """All that is compared: without a guard from every start, then with guards from the prompt on."""
+    made = [Variant(d, str(start), 0, "still") for d in config.densities for start in config.sparse_from]
+    guards = [(every, control) for control in config.control for every in config.every]
+    return made + [Variant(d, "prompt", n, "moved" if c else "still") for d in config.densities for n, c in guards]
+
+
+def compare_generation(
+    config: GenerationConfig, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle
+) -> tuple[EvalText, list[GenerationRow], list[PositionRow]]:
+    """Generate with the dense model and with every variant.
+
+    Args:
+        dense: in evaluation mode, on its device; the backend lays some of its weights out anew, in place.
+    Raises:
+        UserError: what :func:`load_text` raises, too few prompts, a bundle or backend that cannot do what is asked.
+    """
+    config.check()
+    if config.prompt + config.new_tokens > dense.config.max_position_embeddings:
+        raise UserError(f"--prompt {config.prompt} and --new_tokens {config.new_tokens} exceed the model's"
+                        f" {dense.config.max_position_embeddings} positions")  # fmt: skip
+    backend = config.backend
+    if backend == "auto":
+        backend = "triton" if dense.device.type == "cuda" else "gather"
+    for density in config.densities:  # before anything slow: what the bundle lacks is told here
+        bundle.at(density, config.head_density)
+    text, prompts = load_prompts(config, tokenizer, bundle)
+    reference = SparseOPTForCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
+    own = {decoding: _continue(config, reference, dense, prompts, decoding) for decoding in config.decodings}
+    rows: list[GenerationRow] = []
+    positions: list[PositionRow] = []
+    asked = variants(config)
+    for number, (variant, model) in enumerate(_models(config, dense, bundle, backend, asked), 1):
+        for decoding in config.decodings:
+            model.reset_guard()
+            model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
+            made = _continue(config, model, dense, prompts, decoding)
+            rows.append(_row(config, variant, decoding, made, own[decoding], model.guard_report()))
+            positions += _positions(variant, decoding, made, own[decoding])
+        logger.info("%d of %d: %s", number, len(asked), variant)
+    return text, rows, positions
+
+
+def _models(
+    config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle, backend: str, asked: Sequence[Variant]
+) -> Iterator[tuple[Variant, SparseOPTForCausalLM]]:
+    """A model for every variant; two that differ in where sparsity begins share one."""
+    before: tuple[float, Guard] | None = None
+    for variant in asked:
+        guard = Guard(variant.guard_every, variant.thresholds == "moved") if variant.guard_every else NO_GUARD
+        if before != (variant.mlp_density, guard):
+            before = (variant.mlp_density, guard)
+            moved = bundle.at(variant.mlp_density, config.head_density)
+            model = SparseOPTForCausalLM.from_model(dense, moved, backend, guard=guard)
+        yield variant, model
+
+
+def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tuple[EvalText, Tensor]:
+    """The text, and (P, T) ids from </s> on: beginnings of documents, and further pieces where these are too few."""
+    source = TextSource(
+        source=config.text,
+        config=config.text_config,
+        revision=config.text_revision,
+        field=config.text_field,
+        cache=config.text_cache,
+    )
+    trained = trained_text(bundle, config.bundle)
+    tokens = 2 * config.prompts * (config.prompt - 1)  # some windows are the short ends of documents
+    options = (config.text_set, config.model, trained, tokenizer, config.prompt, tokens, config.seed, ONE_WINDOW_EACH)
+    text = load_text(config.text, source, *options)
+    whole = [window for window in text.held.windows if len(window) == config.prompt][: config.prompts]
+    if len(whole) < config.prompts:
+        raise UserError(f"{config.text} has {len(whole)} prompts of {config.prompt} tokens, not {config.prompts}")
+    return text, torch.tensor(whole)
+
+
+def _continue(
+    config: GenerationConfig, model: SparseOPTForCausalLM, dense: OPTForCausalLM, prompts: Tensor, decoding: str
+) -> Continued:
+    torch.manual_seed(config.seed)  # the same draws for every model
+    settings: dict[str, Any] = {"do_sample": False}
+    if decoding == "sampled":
+        settings = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
+    settings |= {"max_new_tokens": config.new_tokens, "eos_token_id": None, "pad_token_id": 1}
+    made = []
+    for ids in prompts.split(config.batch):
+        ids = ids.to(model.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        made.append(out[:, ids.shape[1] :].cpu())
+    tokens = torch.cat(made)
+    return Continued(tokens, *measures.score(dense, prompts, tokens))
+
+
+def _row(
+    config: GenerationConfig,
+    variant: Variant,
+    decoding: str,
+    made: Continued,
+    dense: Continued,
+    watched: dict[str, Any] | None,
+) -> GenerationRow:
+    tokens, reference = made.tokens, dense.tokens
+    n_prompts, n = tokens.shape
+    parted, same = measures.divergence(tokens, reference), measures.agreement(tokens, reference)
+    nats = (made.nats.sum(1).numpy(), dense.nats.sum(1).numpy())
+    change, error = increase(*nats, [n] * n_prompts)
+    measured = (watched or {}).get("mlp", {})
+    return GenerationRow(
+        decoding=decoding,
+        **dataclasses.asdict(variant),
+        head_density=config.head_density,
+        prompts=n_prompts,
+        new_tokens=n,
+        agreement=float(same.mean()),
+        late_agreement=float(same[-(n // 4) :].mean()),
+        median_divergence=float(parted.double().quantile(0.5)),
+        diverged=float((parted < n).double().mean()),
+        dense_choice=float(made.greedy.double().mean()) if decoding == "greedy" else None,
+        perplexity=math.exp(float(made.nats.mean())),
+        dense_perplexity=math.exp(float(dense.nats.mean())),
+        change=change,
+        error=error,
+        repetition=float(measures.repetition(tokens).mean()),
+        dense_repetition=float(measures.repetition(reference).mean()),
+        candidates=measured.get("candidates"),
+        retained_mass=measured.get("retained_mass"),
+    )
+
+
+def _positions(variant: Variant, decoding: str, made: Continued, dense: Continued) -> list[PositionRow]:
+    columns = {
+        "agreement": measures.agreement(made.tokens, dense.tokens),
+        "same_so_far": measures.same_so_far(made.tokens, dense.tokens),
+        "nats": made.nats.mean(0),
+        "dense_nats": dense.nats.mean(0),
+    }
+    chosen = made.greedy.double().mean(0) if decoding == "greedy" else None
+    return [
+        PositionRow(
+            decoding=decoding,
+            **dataclasses.asdict(variant),
+            position=i,
+            dense_choice=None if chosen is None else float(chosen[i]),
+            **{name: float(values[i]) for name, values in columns.items()},
+        )
+        for i in range(made.tokens.shape[1])
+    ]
+
+
+def write_generation(
+    config: GenerationConfig, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle
+) -> tuple[Path, list[GenerationRow]]:
+    """Measure and write; the folder and its rows. Raises as :func:`compare_generation`."""
+    folder = Path(config.output) / FOLDER
+    if Path(config.output).is_file() or folder.is_file():
+        raise UserError(f"--output {config.output} must be a folder in which the folder {FOLDER} can be made")
+    text, rows, positions = compare_generation(config, dense, tokenizer, bundle)
+    write_csv(folder / "rows.csv", rows)
+    write_csv(folder / "positions.csv", positions)
+    drawn = draw(rows, positions, folder / "generation")
+    found = {
+        "schema": SCHEMA,
+        "model": config.model,
+        "bundle": config.bundle,
+        "hashes": hashes(config.model, config.revision, config.bundle),
+        "versions": versions(),
+        "device": str(dense.device),
+        "config": dataclasses.asdict(config),
+        "text": {"name": text.name, "sha256": text.sha256, "set_name": text.set_name, "domain": text.domain},
+        "picture": drawn,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    write_json(folder / "generation.json", found)
+    return folder, rows
+
+
+def table(rows: Sequence[GenerationRow]) -> str:
+    """Rows as Markdown."""
+    heads = ["decoding", "neurons, %", "sparse from", "guard", "same tokens, %", "median divergence"]
+    heads += ["dense's choice, %", "perplexity", "over dense's own, %", "repeated, %", "dense, %"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " --- |" * (len(heads) - 1)]
+    for row in rows:
+        guard = f"1 in {row.guard_every}, {row.thresholds}" if row.guard_every else ""
+        choice = "" if row.dense_choice is None else f"{100 * row.dense_choice:.1f}"
+        cells = [row.decoding, f"{100 * row.mlp_density:g}", row.sparse_from, guard, f"{100 * row.agreement:.1f}"]
+        cells += [f"{row.median_divergence:g}", choice, f"{row.perplexity:.3g}"]
+        cells += [f"{100 * row.change:+.1f} ± {100 * (row.error or 0):.1f}", f"{100 * row.repetition:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{100 * row.dense_repetition:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, generate, write."""
+    config = read_config(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    transformers.utils.logging.disable_progress_bar()
+    bundle = Bundle.from_pretrained(config.bundle)
+    bundle.check_model(config.model, config.revision)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    dense = load_opt(config.model, config.dtype, resolve_device(config.device), None, config.revision)
+    folder, rows = write_generation(config, dense, tokenizer, bundle)
+    print(table(rows))
+    logger.info("wrote %s", folder)

@@ -1,0 +1,102 @@
+"""The package as a stranger meets it: version, what is missing, examples, the troubleshooting page."""
+
+import ast
+import re
+import runpy
+from importlib.metadata import version
+
+import pytest
+from bundles import make_bundle
+from conftest import REPOSITORY
+from test_imports import TRAINING_ONLY, python
+
+import dejavu_train
+from dejavu_train.cli import parse_config
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.cli import read_config
+
+
+def test_version_is_that_of_the_installation_and_read_when_asked_for():
+    assert dejavu_train.__version__ == version("dejavu-train")
+    said = python("import dejavu_train, sys; print('importlib.metadata' in sys.modules, dejavu_train.__version__)")
+    assert said.split() == ["False", dejavu_train.__version__]
+
+
+def test_without_the_training_packages_train_says_what_to_install():
+    code = """
+import contextlib, io, sys
+from dejavu_train.cli import main
+from dejavu_train.errors import exit_on_user_error
+for argv in ([], ["--trainer.help"]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert exit_on_user_error(main, argv) == 2
+    print(said.getvalue(), end="")
+assert "torch" not in sys.modules
+"""
+    line = "error: training needs lightning, torchmetrics, h5py: pip install 'dejavu-train[train]'"
+    assert python(code, TRAINING_ONLY).splitlines() == [line, line]
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(tiny_opt, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples") / "bundle"
+    make_bundle(tiny_opt).at(mlp_density=0.2).save_pretrained(folder)
+    return folder
+
+
+def example(name, *argv) -> int:
+    path = REPOSITORY / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 40
+    return exit_on_user_error(runpy.run_path(str(path))["main"], [str(value) for value in argv])
+
+
+def test_the_example_that_generates(tiny_opt, bundle_folder, capsys):
+    assert example("generate", tiny_opt, bundle_folder, "--prompt=the model", "--tokens=4", "--backend=gather") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["dense", "sparse"]
+    assert all("the model" in line for line in lines)
+
+
+def test_the_example_that_scores(tiny_opt, bundle_folder, text_file, capsys):
+    assert example("densities", tiny_opt, bundle_folder, text_file, "--densities", "1.0", "0.2", "--tokens=64") == 0
+    found = re.findall(r"density (\S+): perplexity (\S+) on 63 tokens", capsys.readouterr().out)
+    assert [density for density, _ in found] == ["1.00", "0.20"] and found[0][1] != found[1][1]
+    assert example("densities", tiny_opt, bundle_folder / "nowhere", text_file) == 2
+
+
+def code_texts() -> list[str]:
+    """Every string of dejavu_train as one, with U+2026 where a value is put in."""
+    found = []
+    for path in (REPOSITORY / "dejavu_train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[.0-9]*[sdfg]", "…", node.value))
+    return found
+
+
+PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return code_texts()
+
+
+@pytest.mark.parametrize("quoted", re.findall(r"^> (.+)$", PAGE, re.MULTILINE))
+def test_a_line_of_the_troubleshooting_page_stands_in_the_code(texts, quoted):
+    plain = quoted.strip("… :")
+    assert len(plain) > 20
+    assert any(plain in text for text in texts), quoted
+
+
+def test_every_flag_of_the_troubleshooting_page_exists(capsys):
+    for parse in (parse_config, read_config):
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+    known = capsys.readouterr().out
+    flags = {flag for flag in re.findall(r"`(--[a-z_.]+)", PAGE)}
+    assert len(flags) > 8
+    assert [flag for flag in sorted(flags) if not re.search(rf"{re.escape(flag)}\b", known)] == []
