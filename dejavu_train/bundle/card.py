@@ -29,9 +29,9 @@ for this token; only their weights are read. `predictors.safetensors` holds one 
 """
 _FIGURES = """## Calibration
 
-Measured on documents set aside for calibration, of the same source as those that trained the predictors: **in
-domain**. Other text may be selected less well; `infer.py --text` measures it. Density is the share of units that the
-predictor selects; in a cascade these are candidates, of which a second stage keeps "selected", a share of all units.
+**In domain**: measured on documents set aside for calibration, of the same source as those that trained the
+predictors. On other text the selection may be worse; `infer.py --text` measures it. Density is the share of units that
+the predictor selects; in a cascade these are candidates, of which a second stage keeps "selected", a share of all.
 Recall is the share of the active neurons that are selected; for heads, the overlap with equally many heads of the
 largest contribution. Retained mass is the share of all units' contribution that the selected ones carry. A cascade's
 recall and retained mass are those of both stages.
@@ -49,7 +49,7 @@ model = SparseOPTForCausalLM.from_pretrained("MODEL", bundle)  # or bundle.at(ml
 ```
 
 ```
-python infer.py --model MODEL --bundle BUNDLE --output results --generate "Once"{flag}
+python infer.py --model MODEL --bundle BUNDLE --output results --text heldout.txt --generate "Once"{flag}
 ```
 """
 

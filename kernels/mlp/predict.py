@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment, misc"
-"""A short matrix times a normalised vector, the LayerNorm folded into the product: y[r] = act(sum_j w[r, j] n[j]).
+"""A predictor's first product, one token, with the LayerNorm folded in: y[r] = act(sum_j w[r, j] n[j]).
 
     n = LayerNorm(x) = (x - mean) rstd g + b,  so  y[r] = rstd (sum_j w[r, j] g[j] x[j] - mean sum_j w[r, j] g[j])
                                                           + sum_j w[r, j] b[j]

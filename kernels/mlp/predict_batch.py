@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""A short matrix times several rows: out[b, r] = act(scale[r] sum_j w[r, j] x[b, j]), a predictor's first product.
+"""A predictor's first product for several rows: out[b, r] = act(scale[r] sum_j w[r, j] x[b, j]).
 
 A few hundred rows are too few programs for a GPU, so several share the columns of a row; a second kernel adds their
 partial sums in a fixed order. x (B, d), w (rank, d), sums in fp32.

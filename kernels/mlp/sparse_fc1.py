@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""Rows named by a packed list times one vector: values[k] = relu(sum_j w[ids[k], j] x[j] + bias[ids[k]]).
+"""fc1 over a packed list, one token: values[k] = relu(sum_j w[ids[k], j] x[j] + bias[ids[k]]).
 
 x (1, d) normalised; w (n, d). Program p takes entries p, p + P, p + 2 P, ... of the list: even shares whatever the
 activity of neighbouring neurons, and addresses that depend on no count. The next row is on its way before the present
