@@ -110,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             row |= {"perplexity": math.exp(nats[mine].mean()), "dense": math.exp(dense[mine].mean())}
             row |= {"increase": change, "error": error, "torch": torch.__version__, "commit": at, "date": date}
             append_row(args.output, five_digits(row), list(row))
-            print(f"{name}, {kind}: {row['perplexity']:.1f}, {100 * change:+.1f} ± {100 * (error or 0):.1f} %", flush=True)
+            print(
+                f"{name}, {kind}: {row['perplexity']:.1f}, {100 * change:+.1f} ± {100 * (error or 0):.1f} %", flush=True
+            )
 
 
 if __name__ == "__main__":

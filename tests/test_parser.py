@@ -128,7 +128,10 @@ def test_a_mapping_that_may_be_null_is_switched_on_by_its_name():
     assert read_config([]).observe is None and read_config(["--observe"]).observe == {}
     assert read_config(["--observe", "--observe.tokens", "9"]).observe == {"tokens": 9}
     paper = str(CONFIGS / "infer/paper.yaml")
-    assert read_config(["--config", paper]).paper == {} and read_config(["--config", paper, "--paper", "null"]).paper is None
+    assert (
+        read_config(["--config", paper]).paper == {}
+        and read_config(["--config", paper, "--paper", "null"]).paper is None
+    )
 
 
 def test_lists_come_with_commas_and_files_one_by_one():

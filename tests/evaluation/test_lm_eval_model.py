@@ -228,7 +228,11 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h2>Tasks</h2>" in page and "The paper&#x27;s tables that are about tasks" in page
     rows = json.loads((tmp_path / "tasks/results.json").read_text())["rows"]
-    assert {row["task"] for row in rows} == {"piqa", "cb", "mean"} and "| mean | 0 | acc | 4 |" in capsys.readouterr().out
+    assert {row["task"] for row in rows} == {
+        "piqa",
+        "cb",
+        "mean",
+    } and "| mean | 0 | acc | 4 |" in capsys.readouterr().out
     assert exit_on_user_error(main, [*flags, "--paper.tables=table9"]) == 2
     assert "--paper: --tables: table9 is none of" in capsys.readouterr().err
 

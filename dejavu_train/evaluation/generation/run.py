@@ -117,7 +117,9 @@ class PositionRow:
 
 def read_config(argv: Sequence[str] | None) -> GenerationConfig:
     """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
-    config = parse(GenerationConfig, argv, "python -m dejavu_train.evaluation.generation", str(GenerationConfig.__doc__))
+    config = parse(
+        GenerationConfig, argv, "python -m dejavu_train.evaluation.generation", str(GenerationConfig.__doc__)
+    )
     config.check()
     return config
 
