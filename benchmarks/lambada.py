@@ -1,4 +1,4 @@
-"""Where the last word of LAMBADA's passages loses: heads layer by layer, words that the passage holds already, remedies.
+"""Where the last word of LAMBADA's passages loses: heads layer by layer, words that the passage holds, remedies.
 
     python -m benchmarks.lambada --file FOLDER/tasks/lambada_openai_test.jsonl --first 100 --passages 100
 
@@ -110,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             row |= {"perplexity": math.exp(nats[mine].mean()), "dense": math.exp(dense[mine].mean())}
             row |= {"increase": change, "error": error, "torch": torch.__version__, "commit": at, "date": date}
             append_row(args.output, five_digits(row), list(row))
-            print(
-                f"{name}, {kind}: {row['perplexity']:.1f}, {100 * change:+.1f} ± {100 * (error or 0):.1f} %", flush=True
-            )
+            told = f"{100 * change:+.1f} ± {100 * (error or 0):.1f} %"
+            print(f"{name}, {kind}: {row['perplexity']:.1f}, {told}", flush=True)
 
 
 if __name__ == "__main__":

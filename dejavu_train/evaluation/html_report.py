@@ -3,8 +3,8 @@
     python -m dejavu_train.evaluation.html_report RESULTS_FOLDER [--wandb PROJECT]
 
 Made of the files alone: results.json, and if they lie there observations/ (of evaluation.observe), generation/ (of
-evaluation.generation), tasks/results.json and paper/paper.json (of evaluation.lm_eval). So it can be made anew at any time. All text is escaped; the one script
-sorts tables.
+evaluation.generation), tasks/results.json and paper/paper.json (of evaluation.lm_eval). So it can be made anew at any
+time. All text is escaped; the one script sorts tables.
 """
 
 import argparse

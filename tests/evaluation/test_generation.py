@@ -124,7 +124,8 @@ def test_the_command_writes_rows_pictures_and_a_section(settings, tmp_path, caps
     flags = [f"--{name}={value}" for name, value in settings.items()]
     assert exit_on_user_error(main, [*flags, "--densities", "0.1", "--every", "3", "--control", "false"]) == 0
     found = json.loads((tmp_path / "generation/generation.json").read_text())
-    assert [(row["sparse_from"], row["guard_every"]) for row in found["rows"][::2]] == [("prompt", 0), ("0", 0), ("prompt", 3)]  # fmt: skip
+    asked = [(row["sparse_from"], row["guard_every"]) for row in found["rows"][::2]]
+    assert asked == [("prompt", 0), ("0", 0), ("prompt", 3)]
     assert 0 < found["rows"][-1]["retained_mass"] <= 1 and found["rows"][0]["retained_mass"] is None
     with open(tmp_path / "generation/positions.csv", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 9 * len(found["rows"])

@@ -46,7 +46,7 @@ NO_GUARD = Guard(every=0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A sparse model; ``thresholds`` are ``still`` (the bundle's) or ``moved``, and ``guard_every`` is 0 without one."""
+    """A sparse model; ``thresholds`` are ``still`` (the bundle's) or ``moved``; ``guard_every`` 0 is no guard."""
 
     mlp_density: float
     sparse_from: str
@@ -69,10 +69,10 @@ class GenerationRow:
 
     ``agreement`` is the mean over positions, ``late_agreement`` over the last quarter. ``median_divergence`` counts the
     tokens that are the same before the first other one; it is ``new_tokens`` where half the texts never part.
-    ``dense_choice`` (greedy) is the share of tokens that the dense model would have chosen behind the same past: it does
-    not sink only because two texts have parted. ``perplexity`` is of the generated text under the dense model, ``change``
-    that over the dense model's own text, with the error of a paired bootstrap over prompts. ``repetition`` is the share
-    of repeated 4-grams. ``candidates`` and ``retained_mass`` are what a guard measured on its dense tokens.
+    ``dense_choice`` (greedy) is the share of tokens that the dense model would have chosen behind the same past: it
+    does not sink only because two texts have parted. ``perplexity`` is of the generated text under the dense model,
+    ``change`` that over the dense model's own text, with the error of a paired bootstrap over prompts. ``repetition``
+    is the share of repeated 4-grams. ``candidates`` and ``retained_mass`` are what a guard measured on dense tokens.
     """
 
     decoding: str
@@ -117,9 +117,8 @@ class PositionRow:
 
 def read_config(argv: Sequence[str] | None) -> GenerationConfig:
     """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
-    config = parse(
-        GenerationConfig, argv, "python -m dejavu_train.evaluation.generation", str(GenerationConfig.__doc__)
-    )
+    name = "python -m dejavu_train.evaluation.generation"
+    config = parse(GenerationConfig, argv, name, str(GenerationConfig.__doc__))
     config.check()
     return config
 
@@ -261,16 +260,12 @@ def _positions(variant: Variant, decoding: str, made: Continued, dense: Continue
         "dense_nats": dense.nats.mean(0),
     }
     chosen = made.greedy.double().mean(0) if decoding == "greedy" else None
-    return [
-        PositionRow(
-            decoding=decoding,
-            **dataclasses.asdict(variant),
-            position=i,
-            dense_choice=None if chosen is None else float(chosen[i]),
-            **{name: float(values[i]) for name, values in columns.items()},
-        )
-        for i in range(made.tokens.shape[1])
-    ]
+    rows = []
+    for i in range(made.tokens.shape[1]):
+        values: dict[str, Any] = {name: float(column[i]) for name, column in columns.items()}
+        values |= {"position": i, "dense_choice": None if chosen is None else float(chosen[i])}
+        rows.append(PositionRow(decoding=decoding, **dataclasses.asdict(variant), **values))
+    return rows
 
 
 def write_generation(
