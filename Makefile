@@ -28,8 +28,8 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 		--output $(DEMO) --tokens 4000 --slow_tokens 1000 --parts residual,units,attention,union,selections,predictors
 	.venv/bin/python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16
-	$(if $(TASKS),.venv/bin/python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml \
-		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder $(TASKS) --limit 50 --shots 0)
+	test -z "$(TASKS)" || .venv/bin/python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml \
+		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --limit 50 --shots 0
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
 test: .venv/dev lint

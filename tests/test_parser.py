@@ -15,6 +15,9 @@ from dejavu_train.config import LOSSES, RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.cli import read_config
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.further import plan
+from dejavu_train.evaluation.generation.run import read_config as read_generation
+from dejavu_train.evaluation.observe.__main__ import read_config as read_observe
 from dejavu_train.parser import merged, parse
 
 CONFIGS = REPOSITORY / "configs"
@@ -58,13 +61,15 @@ def test_a_shipped_config_says_only_what_differs(path):
     assert alone.calibrate.dtype == "int4" and alone.heads.init == "small" and alone.trainer["logger"]
 
 
-def _commands() -> list[list[str]]:
-    """The commands of train.py and infer.py in README, Makefile, cards and docs."""
+def _commands(command: str = r"(?:train|infer)\.py") -> list[list[str]]:
+    """Commands of python, those of train.py and infer.py, in README, Makefile, cards and docs."""
     files = [REPOSITORY / "README.md", REPOSITORY / "Makefile", *(REPOSITORY / "docs").glob("*.md")]
     files += [REPOSITORY / "checkpoints/opt-mini/README.md", *CONFIGS.rglob("*.yaml")]
     found = []
     for path in files:
-        found += re.findall(r"python (?:train|infer)\.py[^`\n;|]*", path.read_text())
+        text = re.sub(r"\\\n\s*", "", path.read_text())  # lines that go on
+        text = text.replace("$(DEMO)", "checkpoints/demo")
+        found += re.findall(rf"python {command}(?= )[^`\n;|]*", text)
     return [shlex.split(line.rstrip(".,").removeprefix("python ")) for line in found]
 
 
@@ -74,7 +79,59 @@ def test_every_command_of_the_documentation_parses():
     for name, *flags in commands:
         if {"...", "--help", "my_run.yaml"} & set(flags) or "--text" in flags and name == "train.py":
             continue
-        (parse_config if name == "train.py" else read_config)(flags)
+        config = (parse_config if name == "train.py" else read_config)(flags)
+        if name == "infer.py" and (config.tasks, config.paper) == (None, None):
+            plan(config)
+
+
+def test_every_command_of_evaluation_in_the_documentation_parses():
+    parsers = {"observe": read_observe, "generation": read_generation}
+    try:
+        from dejavu_train.evaluation.lm_eval.paper import PaperConfig
+        from dejavu_train.evaluation.lm_eval.run import TasksConfig
+        from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
+    except ImportError:
+        pass  # without the extra eval
+    else:
+        parsers["lm_eval"] = lambda flags: read_tasks(TasksConfig, flags, "")
+        parsers["lm_eval.paper"] = lambda flags: read_tasks(PaperConfig, flags, "")
+    for room, read in parsers.items():
+        commands = _commands(rf"-m dejavu_train\.evaluation\.{re.escape(room)}")
+        assert commands, room
+        for _, _, *flags in commands:
+            read(flags)
+
+
+def test_commands_of_task_rows_in_the_documentation_parse():
+    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    from dejavu_train.evaluation.lm_eval.paper import PaperConfig
+    from dejavu_train.evaluation.lm_eval.run import TasksConfig
+    from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
+
+    commands = _commands(r"-m benchmarks\.tasks")
+    assert commands
+    for _, _, *flags in commands:
+        word = flags.pop(0) if flags[0] in ("paper", "engine") else "tasks"
+        if flags:
+            read_tasks(PaperConfig if word == "paper" else TasksConfig, flags, "")
+
+
+def test_names_come_with_commas_or_repeated_and_none_is_empty():
+    read = read_observe(["--parts", "residual,units", "--parts", "union", "--heads", "L1H1,", "--losses=0.1,0.2"])
+    assert read.parts == ("residual", "units", "union") and read.heads == ("L1H1",) and read.losses == (0.1, 0.2)
+    for empty in (["--heads", "[]"], ["--heads="], ["--heads", ""], ["--heads=[]"]):
+        assert read_observe(empty).heads == ()
+    assert read_observe(["--parts=[residual, union]"]).parts == ("residual", "union")
+
+
+def test_a_mapping_that_may_be_null_is_switched_on_by_its_name():
+    assert read_config([]).observe is None and read_config(["--observe"]).observe == {}
+    assert read_config(["--observe", "--observe.tokens", "9"]).observe == {"tokens": 9}
+    paper = str(CONFIGS / "infer/paper.yaml")
+    assert (
+        read_config(["--config", paper]).paper == {}
+        and read_config(["--config", paper, "--paper", "null"]).paper is None
+    )
 
 
 def test_lists_come_with_commas_and_files_one_by_one():

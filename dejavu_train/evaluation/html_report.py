@@ -238,8 +238,8 @@ def _generated(results: Results) -> str:
     picture = ""
     if made["svg"] is not None:
         caption = (
-            "When continuations part from the dense model's, what they lose under it by position, and how a guard's"
-            " dense tokens move the median divergence."
+            "When continuations part from the dense model's, what they lose under it by position, and what a guard's"
+            " dense tokens gain."
         )
         picture = _figure("generation", "Generation under sparsity", made["svg"], caption)
     return about + folded + picture + _table(made["table"], sortable=True)

@@ -216,6 +216,27 @@ def test_the_papers_tables(tiny_opt, bundle_folder, data, tmp_path, capsys):
     assert "| fig7 | oracle, sequential" in capsys.readouterr().out
 
 
+def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path, capsys):
+    from dejavu_train.evaluation.cli import main
+
+    (tmp_path / "text.txt").write_text(make_text(500), encoding="utf-8")
+    flags = [f"--model={tiny_opt}", f"--bundle={bundle_folder}", f"--output={tmp_path}", f"--text={tmp_path}/text.txt"]
+    flags += ["--window=64", "--tokens=0", "--timing=false", "--device=cpu"]
+    common = [f"folder={data}", f"include_path={REPOSITORY / 'configs/tasks'}", "limit=2", "shots=0", "texts=[]"]
+    flags += [f"--{part}.{option}" for part in ("tasks", "paper") for option in [*common, "tasks=piqa,cb"]]
+    assert exit_on_user_error(main, [*flags, "--paper.tables=table4"]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h2>Tasks</h2>" in page and "The paper&#x27;s tables that are about tasks" in page
+    rows = json.loads((tmp_path / "tasks/results.json").read_text())["rows"]
+    assert {row["task"] for row in rows} == {
+        "piqa",
+        "cb",
+        "mean",
+    } and "| mean | 0 | acc | 4 |" in capsys.readouterr().out
+    assert exit_on_user_error(main, [*flags, "--paper.tables=table9"]) == 2
+    assert "--paper: --tables: table9 is none of" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, data, tmp_path, capsys):
     from conftest import save_tiny_opt
 

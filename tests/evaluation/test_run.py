@@ -154,6 +154,18 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert json.loads((tmp_path / "out/results.json").read_text()) == found
 
 
+def test_observations_and_generation_appear_in_the_report(arguments, short_text, tmp_path, capsys):
+    asked = {"observe.text": short_text, "observe.window": "32", "observe.tokens": "100", "observe.parts": "residual"}
+    asked |= {"generation.text": short_text, "generation.prompts": "2", "generation.new_tokens": "8"}
+    asked |= {"generation.prompt": "8", "generation.densities": "0.5", "generation.every": "[]"}
+    assert run(arguments, tokens=0, timing="false", **asked) == 0
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "<h2>Observations</h2>" in page and "<h2>Generation</h2>" in page
+    assert "2 prompts of 8 tokens" in page and "there is no paper/paper.json" in page
+    assert json.loads((tmp_path / "out/observations/observations.json").read_text())["model"] == arguments["model"]
+    assert "| greedy | 50 | prompt |" in capsys.readouterr().out
+
+
 def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     values = arguments | {"densities": "0.3", "curve_densities": "", "selections": "predicted", "timing": "false"}
@@ -203,6 +215,11 @@ def error_line(capsys) -> str:
         ({"new_tokens": "0"}, "--new_tokens"),
         ({"generate": "the " * 600}, "--generate"),
         ({"guard.every": "4"}, "give a prompt with --generate"),
+        ({"observe.tokns": "3"}, "--observe: unknown option --tokns; did you mean tokens?"),
+        ({"observe.parts": "all"}, "--observe: --parts must be some of"),
+        ({"observe.model": "other"}, "--observe.model is that of the run; give --model"),
+        ({"observe": "3"}, "--observe"),
+        ({"generation.every": "1"}, "--generation: guard.every must be at least 2"),
         ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
         ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
         ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.observe.pictures import STYLES, save
+from dejavu_train.evaluation.observe.pictures import BLACK, BLUE, PINK, STYLES, save
 
-BLOCK = 8  # positions that a point of a curve over positions averages
+BLOCK = 16  # positions that a point of a curve over positions averages
 
 
 def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
@@ -65,24 +65,23 @@ def _curves(positions: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
-    """Median divergence over how often a token is dense."""
+    """What texts lose under the dense model over how often a token is dense; bars are paired errors."""
     intervals = sorted({row.guard_every for row in rows if row.guard_every}, reverse=True)
     places = {every: place for place, every in enumerate([0, *intervals])}
     pairs = sorted({(row.mlp_density, row.thresholds) for row in rows if row.guard_every})
-    for (density, thresholds), (colour, marker, line) in zip(pairs, STYLES, strict=False):
-        mine = [
-            row
-            for row in rows
-            if row.mlp_density == density
-            and row.sparse_from == "prompt"
-            and (not row.guard_every or row.thresholds == thresholds)
-        ]
+    colours = dict(zip(sorted({density for density, _ in pairs}), (PINK, BLACK), strict=False))
+    for i, (density, thresholds) in enumerate(pairs):
+        mine = [row for row in rows if row.mlp_density == density and row.sparse_from == "prompt"]
+        mine = [row for row in mine if not row.guard_every or row.thresholds == thresholds]
         mine.sort(key=lambda row: places[row.guard_every])
-        style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1.5}
-        name = f"{100 * density:g} %, guard with thresholds {thresholds}"
-        panel.plot([places[r.guard_every] for r in mine], [r.median_divergence for r in mine], label=name, **style)
+        x = [places[row.guard_every] + 0.06 * (i - (len(pairs) - 1) / 2) for row in mine]
+        moved = thresholds == "moved"
+        style = {"color": colours.get(density, BLUE), "marker": "P" if moved else "x", "linewidth": 1.4, "capsize": 2.5}
+        style |= {"linestyle": "-" if moved else ":", "label": f"{100 * density:g} %, guard, thresholds {thresholds}"}
+        panel.errorbar(x, [100 * r.change for r in mine], [100 * (r.error or 0) for r in mine], **style)
+    panel.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
     panel.set_xticks(list(places.values()), ["none" if not every else f"1 in {every}" for every in places])
-    _label(panel, "dense tokens", "median divergence, tokens", f"{decoding}: what a guard buys")
+    _label(panel, "dense tokens", "perplexity over dense's, %", f"{decoding}: what a guard buys")
 
 
 def _label(panel: Any, x: str, y: str, title: str) -> None:

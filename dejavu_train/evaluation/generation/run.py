@@ -46,7 +46,7 @@ NO_GUARD = Guard(every=0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A sparse model; ``thresholds`` ``still`` (the bundle's) or ``moved``; ``guard_every`` is 0 without a guard."""
+    """A sparse model; ``thresholds`` are ``still`` (the bundle's) or ``moved``; ``guard_every`` 0 is no guard."""
 
     mlp_density: float
     sparse_from: str
