@@ -117,7 +117,7 @@ def test_merging():
         (["--mlp.learning_rate=.nan"], "--mlp.learning_rate must be a finite number"),
         (["--calibrate.dense_layers=a"], "--calibrate.dense_layers must be a list, each item a whole number"),
         (["--calibrate.dtype=int3"], "--calibrate.dtype must be one of float32, float16, bfloat16, int8, int4, got"),
-        (["--collect.train_tokens=-5"], "collect.train_tokens must be positive or null, got -5"),
+        (["--collect.train_tokens=-5"], "collect.train_tokens must be at least 2, got -5"),
         (["--mlp={rank: 3}"], "unknown option --mlp"),
         (["--trainer.a=1", "--trainer.a.b=2"], "a holds 1, so a.b cannot be set"),
         (["extra"], "expected an option such as --name, got extra"),

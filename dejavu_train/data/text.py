@@ -22,6 +22,7 @@ import numpy as np
 from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
 from dejavu_train.files import replacing, sha256_file, sha256_text
+from dejavu_train.ranges import COUNT, SEED, SHARE, Range, check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,11 @@ class SampleConfig:
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value out of range."""
-        for name, least in (("tokens", 2), ("length", 2), ("prompt_tokens", 1), ("batch_size", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"text.sample.{name} must be at least {least}, got {value}")
-        if self.batch_size > 32:
-            raise UserError(f"text.sample.batch_size must be at most 32, got {self.batch_size}")
-        if not 0 < self.temperature < float("inf"):
-            raise UserError(f"text.sample.temperature must be a number above 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"text.sample.top_p must lie above 0 and at most at 1, got {self.top_p}")
+        ranges = {
+            "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT, "seed": SEED,
+            "batch_size": Range(1, 32), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
+        }  # fmt: skip
+        check_ranges(self, "text.sample.", ranges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +101,11 @@ class TextSource:
     """Seed of that draw."""
     cache: str = "checkpoints/text"
     """Folder where installed sources and the model's own text are cached."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value out of range."""
+        check_ranges(self, "text.", {"documents": COUNT, "seed": SEED})
+        self.sample.check()
 
     @property
     def key(self) -> str:
