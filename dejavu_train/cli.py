@@ -4,9 +4,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from dejavu_train.check import check
 from dejavu_train.config import RunConfig
-from dejavu_train.models.shape import read_shape
-from dejavu_train.parser import parse
+from dejavu_train.parser import parse, take_check
 
 
 def parse_config(argv: Sequence[str] | None) -> RunConfig:
@@ -16,7 +16,8 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
         argv,
         "train.py",
         "Train the predictors of an OPT: collect, train every (layer, target), calibrate, write the bundle. Does"
-        " whatever is missing; the same command goes on after an interruption.",
+        " whatever is missing; the same command goes on after an interruption. --check only looks for mistakes and"
+        " prints what would be done.",
     )
 
 
@@ -34,9 +35,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print_help()
         return
+    only_check, arguments = take_check(arguments)
     config = parse_config(arguments)
-    config.check(read_shape(config.model, config.revision))
+    check(config)
     set_up_logging()
-    from dejavu_train.pipeline import run  # imports torch and lightning, which takes seconds
+    if only_check:
+        from dejavu_train.plan import print_plan  # imports torch and lightning, which takes seconds
+
+        print_plan(config)
+        return
+    from dejavu_train.pipeline import run  # likewise
 
     run(config)

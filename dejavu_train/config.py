@@ -206,12 +206,21 @@ class RunConfig:
             raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
         if self.text.source == SELF and (sample.tokens or 4 * length) < 4 * length:
             raise UserError(
-                f"text.sample.tokens is {sample.tokens}, fewer than four samples of {length} tokens, which the sets need"
+                f"text.sample.tokens is {sample.tokens}, fewer than the four samples of {length} tokens that the sets"
+                " need; raise it"
             )
         if self.collect.window > shape.max_positions:
             raise UserError(
-                f"collect.window is {self.collect.window}, but the model has {shape.max_positions} positions; choose less"
+                f"collect.window is {self.collect.window}, but the model has {shape.max_positions} positions;"
+                " choose less"
             )
+        for name in ("train", "val", "calibration"):
+            tokens = self.collect.budget(name)
+            if tokens is not None and tokens < self.collect.window:
+                raise UserError(
+                    f"collect.{name}_tokens is {tokens}, fewer than one sequence of collect.window"
+                    f" {self.collect.window}; raise the one or lower the other"
+                )
         self.calibrate.check(shape)
         self._check_budget(shape)
         self.tune.check()

@@ -48,9 +48,7 @@ class CalibrateConfig:
     def check(self, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
         shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
-        check_ranges(
-            self, "calibrate.", shares | {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER}
-        )
+        check_ranges(self, "calibrate.", shares | {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER})
         for layer in self.dense_layers:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")

@@ -160,11 +160,15 @@ class TextManifest:
         return dataclasses.asdict(self)
 
 
-def _read_local(path: Path) -> str:
+def _read_local(path: Path, most: int = -1) -> str:
+    """The text of a file; with ``most``, its whole lines among the first so many bytes."""
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:
-            return file.read().decode("utf-8-sig").replace("\r\n", "\n")
+            data = file.read(most)
+        if len(data) == most:
+            data = data[: data.rfind(b"\n") + 1]
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"the text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
     except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -202,9 +206,14 @@ def cut_plain_text(text: str) -> list[Document]:
     return documents
 
 
-def _local_documents(path: Path, field: str) -> list[Document]:
-    text = _read_local(path)
-    if not text.strip():
+def read_beginning(path: Path, field: str, most: int) -> list[Document]:
+    """The documents among the first ``most`` bytes of a file; raises as :func:`load_documents`."""
+    return _local_documents(path, field, most)
+
+
+def _local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
+    text = _read_local(path, most)
+    if not text.strip() and most < 0:
         raise UserError(f"the text file {path} is empty")
     if ".jsonl" not in path.suffixes:
         return cut_plain_text(text)
