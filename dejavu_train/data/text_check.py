@@ -31,7 +31,7 @@ def check_source(source: TextSource) -> list[Document] | None:
     if source.file is not None:
         path = Path(source.file)
         if not path.is_file():
-            raise UserError(f"there is no text file {path}")
+            raise UserError(f"there is no text file {source.file}")
         if source.source == SELF or path.stat().st_size > SMALL or path.suffix in (".gz", ".xz"):
             read_beginning(path, source.field, SMALL // 8)
             return None

@@ -1,24 +1,22 @@
-"""What infer.py looks at before it imports torch: all that needs neither a model nor a GPU; and what --check prints."""
+"""What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
 
 from pathlib import Path
+from typing import Any
 
-from dejavu_train.data.text import INSTALLED, TextSource
+from dejavu_train.data.text import TextSource
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
 from dejavu_train.files import probe_folder, read_json
 from dejavu_train.machine import check_device_name, require_package
-from dejavu_train.models.shape import OPTShape, read_shape
+from dejavu_train.models.shape import read_shape
 from dejavu_train.models.stored import check_folder, read_header
 
 BUNDLE_FILES = ("bundle.json", "predictors.safetensors")
 
 
-def check(config: InferConfig) -> OPTShape:
+def check(config: InferConfig) -> None:
     """Compare the configuration with the folders of model, bundle and results, the texts and the installed packages.
-
-    Returns:
-        The sizes of the model.
 
     Raises:
         UserError: the first mistake, by name.
@@ -39,10 +37,9 @@ def check(config: InferConfig) -> OPTShape:
             f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the model has"
             f" {shape.max_positions} positions"
         )
-    for source in text_sources(config).values():
-        check_source(source)
+    for source in name_texts(config.text).values():
+        check_source(text_source(config, source))
     probe_folder(config.output)
-    return shape
 
 
 def check_bundle(name: str) -> None:
@@ -51,7 +48,7 @@ def check_bundle(name: str) -> None:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.parent.is_dir()
     if not folder.is_dir():
         if looks_local:
-            raise UserError(f"there is no bundle {name}; train.py writes one, or give a hub id")
+            raise UserError(f"there is no bundle folder {name}; python train.py makes one")
         return
     absent = [part for part in BUNDLE_FILES if not (folder / part).is_file()]
     if absent:
@@ -61,10 +58,12 @@ def check_bundle(name: str) -> None:
     read_header(folder / BUNDLE_FILES[1])
 
 
-def text_sources(config: InferConfig) -> dict[str, TextSource]:
-    """The texts that are named by ``--text``, as the readers of text want them."""
-    about = {
-        "config": config.text_config, "revision": config.text_revision, "field": config.text_field,
-        "cache": config.text_cache,
-    }  # fmt: skip
-    return {name: TextSource(source=source, **about) for name, source in name_texts(config.text).items()}  # type: ignore[arg-type]
+def text_source(config: InferConfig, source: str | dict[str, Any]) -> TextSource:
+    """A text of ``--text`` or ``--own_text`` as the readers of text want it."""
+    return TextSource(
+        source=source,
+        config=config.text_config,
+        revision=config.text_revision,
+        field=config.text_field,
+        cache=config.text_cache,
+    )

@@ -25,8 +25,9 @@ class InferConfig:
     """Commit or tag of a hub model."""
     bundle: str = "checkpoints/demo/bundle"
     """Folder or hub id of predictors and thresholds, as train.py writes them."""
-    output: str = "checkpoints/demo"
-    """Folder of results.json and curve.png."""
+    output: str = ""
+    """Folder of results.json and curve.png; empty: the one that the bundle's folder lies in, for a bundle of the hub
+    checkpoints/NAME. Results of an earlier run there are kept under another name."""
     predictor: dict[str, Any] | None = None
     """class_path (PACKAGE.CLASS, several with commas) of predictors of one's own in the bundle: docs/extend.md."""
     text: str | tuple[str, ...] = INSTALLED
@@ -99,6 +100,10 @@ class InferConfig:
     def __post_init__(self) -> None:
         if isinstance(self.text, str):
             object.__setattr__(self, "text", (self.text,))
+        if not self.output:
+            folder = Path(self.bundle)
+            beside = folder.parent if folder.is_dir() else Path("checkpoints") / folder.name
+            object.__setattr__(self, "output", str(beside))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
