@@ -189,6 +189,12 @@ def test_names_that_stand_twice_agree():
         ["train.py", "--model", "./nowhere"],
         ["infer.py", "--tokens=-3"],
         ["infer.py", "--model", "./nowhere"],
+        ["infer.py", "--bundle", "./nowhere"],
+        ["train.py", "--layers", "0-99999999"],
+        ["train.py", "--mlp.learning_rate", "1e30"],
+        ["train.py", "--text.source", "nowhere.txt"],
+        ["train.py", "--calibrate.budget", "5%", "--calibrate.sensitivity_tokens", "0"],
+        ["train.py", "--collect.device", "meta"],
     ],
     ids=" ".join,
 )

@@ -106,7 +106,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["schema"] == 2
     measured = {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing", "read_gb_s"}
-    assert measured | {"config", "hashes", "not_measured"} == set(found)
+    assert measured | {"run", "config", "hashes", "not_measured"} == set(found)
     assert found["config"]["tokens"] == int(arguments["tokens"]) and len(found["hashes"]["model"]) == 64
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "there is no tasks/results.json" in page and found["hashes"]["bundle"] in page
