@@ -33,7 +33,7 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
 test: .venv/dev lint
-	.venv/bin/python -m pytest --cov=dejavu_train --cov-report=term --cov-fail-under=85
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --cov=dejavu_train --cov-report=term --cov-fail-under=85
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)

@@ -1,16 +1,12 @@
 """The command line of train.py."""
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
 
+from dejavu_train.check import check, check_packages
 from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError
-from dejavu_train.models.shape import read_shape
-from dejavu_train.parser import parse
-
-TRAINING_PACKAGES = ("lightning", "torchmetrics", "h5py")
+from dejavu_train.parser import parse, take_check
 
 
 def parse_config(argv: Sequence[str] | None) -> RunConfig:
@@ -20,15 +16,9 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
         argv,
         "train.py",
         "Train the predictors of an OPT: collect, train every (layer, target), calibrate, write the bundle. Does"
-        " whatever is missing; the same command goes on after an interruption.",
+        " whatever is missing; the same command goes on after an interruption. --check only looks for mistakes and"
+        " prints what would be done.",
     )
-
-
-def check_packages() -> None:
-    """Raise :class:`UserError` where only what inference needs is installed; nothing is imported."""
-    missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"training needs {', '.join(missing)}: pip install 'dejavu-train[train]'")
 
 
 def set_up_logging() -> None:
@@ -46,10 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print_help()
         return
+    only_check, arguments = take_check(arguments)
     config = parse_config(arguments)
-    config.check(read_shape(config.model, config.revision))
-    check_packages()
+    check(config)
     set_up_logging()
-    from dejavu_train.pipeline import run  # imports torch and lightning, which takes seconds
+    if only_check:
+        from dejavu_train.plan import print_plan  # imports torch and lightning, which takes seconds
+
+        print_plan(config)
+        return
+    from dejavu_train.pipeline import run  # likewise
 
     run(config)

@@ -10,6 +10,7 @@ from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
 
 LOSSES = ("paper", "pos_weight", "contribution", "listwise", "regression", "log_contribution")  # in predictors.losses
 
@@ -61,19 +62,20 @@ class PredictorConfig:
 
     def check(self, section: str, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
-        if self.lookahead < 0:
-            raise UserError(f"{section}.lookahead must not be negative, got {self.lookahead}")
-        for name, least in (("rank", 1), ("steps", 0), ("validations", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{section}.{name} must be at least {least}, got {getattr(self, name)}")
+        ranges = {
+            "rank": COUNT, "steps": NUMBER, "validations": COUNT, "patience": NUMBER, "density": SHARE,
+            "learning_rate": RATE, "weight_decay": Range(0, 100), "lookahead": Range(0, 2 * shape.n_layers),
+        }  # fmt: skip
+        check_ranges(self, f"{section}.", ranges)
+        for rank in self.ranks.values():
+            if rank < 1:
+                raise UserError(f"{section}.ranks must be at least 1, got {rank}")
         for rank in (self.rank, *self.ranks.values()):
             if self.predictor is None and rank > shape.d_model:
                 raise UserError(f"{section}.rank is {rank}, above the model's width {shape.d_model}; choose less")
         for layer in self.ranks:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"{section}.ranks: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
-        if self.density is not None and not 0.0 < self.density <= 1.0:
-            raise UserError(f"{section}.density must lie above 0 and at most at 1, got {self.density}")
         if not 0.0 <= self.warmup < 1.0:
             raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
         if section == "heads" and self.init in ("svd", "whitened_svd") and self.predictor is None:
@@ -129,14 +131,9 @@ class TuneConfig:
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
-        if self.steps < 0 or min(self.tokens, self.batch_tokens) < 1:
-            raise UserError("tune.steps must not be negative, tune.tokens and tune.batch_tokens be at least 1")
-        if self.density is not None and not 0 < self.density <= 1:
-            raise UserError(f"tune.density must lie above 0 and at most at 1, got {self.density:g}")
-        for name in ("learning_rate", "width", "price"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"tune.{name} must be above 0, got {value:g}")
+        positive = Range(0, 10**12, above=True)
+        ranges = {"steps": NUMBER, "density": SHARE, "learning_rate": RATE, "tokens": COUNT, "batch_tokens": COUNT}
+        check_ranges(self, "tune.", ranges | {"width": positive, "price": positive})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +183,7 @@ class RunConfig:
 
     def check(self, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that does not fit the model."""
+        check_ranges(self, "", {"seed": SEED})
         parse_layers(self.layers, shape.n_layers)
         for target in parse_targets(self.targets):
             if not self.predictor(target).enabled and self.targets == target:
@@ -197,7 +195,7 @@ class RunConfig:
             self.predictor(target).site(target, layer)
         if not any(self.predictor(target).enabled for target in TARGETS):
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
-        self.text.sample.check()
+        self.text.check()
         length = self.text.sample.length or self.collect.window
         sample = self.text.sample
         if sample.prompts is not None and sample.prompt_tokens + 1 >= length:
@@ -206,6 +204,23 @@ class RunConfig:
             )
         if self.text.source == SELF and length > shape.max_positions:
             raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
+        if self.text.source == SELF and (sample.tokens or 4 * length) < 4 * length:
+            raise UserError(
+                f"text.sample.tokens is {sample.tokens}, fewer than the four samples of {length} tokens that the sets"
+                " need; raise it"
+            )
+        if self.collect.window > shape.max_positions:
+            raise UserError(
+                f"collect.window is {self.collect.window}, but the model has {shape.max_positions} positions;"
+                " choose less"
+            )
+        for name in ("train", "val", "calibration"):
+            tokens = self.collect.budget(name)
+            if tokens is not None and tokens < self.collect.window:
+                raise UserError(
+                    f"collect.{name}_tokens is {tokens}, fewer than one sequence of collect.window"
+                    f" {self.collect.window}; raise the one or lower the other"
+                )
         self.calibrate.check(shape)
         self._check_budget(shape)
         self.tune.check()
@@ -261,11 +276,12 @@ def parse_layers(text: str | int | None, n_layers: int) -> list[int]:
     layers: set[int] = set()
     for part in str(text).split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        ends = [first, last] if dash else [first]
+        if not all(end.isdecimal() and len(end) < 10 for end in ends) or int(ends[-1]) < int(first):
             raise UserError(f"--layers must look like 0-5 or 0,2,4, got {text}")
-        layers.update(range(int(first), int(last if dash else first) + 1))
-    if max(layers) >= n_layers:
-        raise UserError(f"--layers {text}: the model has layers 0 to {n_layers - 1}, got {max(layers)}")
+        if int(ends[-1]) >= n_layers:  # before a range of any length is made
+            raise UserError(f"--layers {text}: the model has layers 0 to {n_layers - 1}, got {ends[-1]}")
+        layers.update(range(int(first), int(ends[-1]) + 1))
     return sorted(layers)
 
 

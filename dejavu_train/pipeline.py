@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.calibration.calibrate import calibrate
 from dejavu_train.calibration.config import CalibrateConfig
+from dejavu_train.check import check
 from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import LoadSets, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
@@ -27,10 +29,10 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.files import probe_folder, read_json, read_sealed, replacing, sha256_file, write_sealed
+from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
+from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
@@ -56,18 +58,27 @@ def run(config: RunConfig) -> None:
     Raises:
         UserError: a mistake in the configuration, or a folder that holds something else.
     """
-    shape = read_shape(config.model, config.revision)
-    config.check(shape)
-    check_classes(config, shape)
-    jobs = config.all_jobs(shape.n_layers)
-    probe_folder(config.output)
-    config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))
-    check_trainer(config, jobs[0])
+    config, shape = checked(config)
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.
     stages = {target: train_stage(config, target) for target in TARGETS}
     with claimed_folder(config) as resolved:
-        _run(config, resolved, stages, jobs, config.own_jobs(shape.n_layers))
+        _run(config, resolved, stages, config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers))
+
+
+def checked(config: RunConfig) -> tuple[RunConfig, OPTShape]:
+    """The configuration with the trainer's arguments written out, and the model's sizes, after all checks before work.
+
+    Raises:
+        UserError: as :func:`dejavu_train.check.check`; a class, a logger or an argument of the trainer that cannot be;
+            a device that is not there.
+    """
+    shape = check(config)
+    resolve_device(config.collect.device)
+    check_classes(config, shape)
+    config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))
+    check_trainer(config, config.all_jobs(shape.n_layers)[0])
+    return config, shape
 
 
 def _run(
@@ -248,7 +259,8 @@ def check_trainer(config: RunConfig, job: Job) -> None:
     Raises:
         UserError: as :func:`dejavu_train.training.trainer.build_trainer`.
     """
-    build_trainer(config, job, Path(config.output), [])
+    with tempfile.TemporaryDirectory() as folder:  # loggers make folders
+        build_trainer(dataclasses.replace(config, output=folder), job, Path(folder), [])
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

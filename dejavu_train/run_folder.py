@@ -44,6 +44,19 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
 
 def _described(config: RunConfig, output: Path, whole: Stage) -> RunConfig:
     """Write ``run.json``, or refuse the folder; the configuration with its open densities filled in."""
+    resolved, described = check_run_folder(config, whole)
+    if _stored(output) != described:
+        write_json(output / "run.json", described)
+    return resolved
+
+
+def check_run_folder(config: RunConfig, whole: Stage) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration with its open densities filled in, and what ``run.json`` says of it; nothing is written.
+
+    Raises:
+        UserError: the folder holds activations of other text or another model, or a run of another schema.
+    """
+    output = Path(config.output)
     stored = _stored(output)
     collect = collect_stage(config)
     has_output = (output / "activations" / "manifest.json").exists() or (output / "predictors").exists()
@@ -68,13 +81,12 @@ def _described(config: RunConfig, output: Path, whole: Stage) -> RunConfig:
         },
         "calibrate": whole.to_json(),
     }
-    if stored != described:
-        write_json(output / "run.json", described)
-    return dataclasses.replace(
+    resolved = dataclasses.replace(
         config,
         mlp=dataclasses.replace(config.mlp, density=densities["mlp"]),
         heads=dataclasses.replace(config.heads, density=densities["heads"]),
     )
+    return resolved, described
 
 
 def _stored(output: Path) -> dict[str, Any]:

@@ -1,19 +1,28 @@
 """What a person gets wrong, as a table: each mistake is one line with its remedy; our own bugs keep their traceback."""
 
+import dataclasses
 import errno
+import functools
+import importlib.util
 import json
+import math
 import os
 import shutil
+import typing
+from pathlib import Path
 
 import pytest
 from conftest import save_tiny_opt
 from small_runs import activations, flags
 
-from dejavu_train import files, pipeline
+from dejavu_train import files, machine, pipeline
 from dejavu_train.cli import main
-from dejavu_train.errors import describe, exit_on_user_error
+from dejavu_train.config import RunConfig
+from dejavu_train.errors import UserError, describe, exit_on_user_error
+from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.opt import load_opt, read_shape
+from dejavu_train.models.stored import check_folder
 
 
 def one_line(capsys, argv, *words):
@@ -135,3 +144,135 @@ def test_a_changed_predictor_is_trained_anew(run, tiny_opt, text_file, tmp_path,
     path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     assert exit_on_user_error(main, run(*few)) == 0
     assert path.read_bytes() == before
+
+
+def numbers(kind, prefix=""):
+    """Dotted names of the fields that hold numbers."""
+    for name, hint in typing.get_type_hints(kind).items():
+        parts = {hint, *typing.get_args(hint)}
+        if dataclasses.is_dataclass(hint):
+            yield from numbers(hint, f"{prefix}{name}.")
+        elif parts & {int, float} and str not in parts and typing.get_origin(hint) is not dict:
+            yield prefix + name
+
+
+def replaced(config, names, value):
+    first, *inner = names
+    return dataclasses.replace(config, **{first: replaced(getattr(config, first), inner, value) if inner else value})
+
+
+@pytest.mark.parametrize("kind", [RunConfig, InferConfig])
+def test_every_number_has_a_range(kind, tiny_opt):
+    """A number that cannot be meant is refused, and the line names its key."""
+    shape = [read_shape(str(tiny_opt))] if kind is RunConfig else []
+    rank = {name: dataclasses.replace(getattr(RunConfig(), name), rank=4) for name in ("mlp", "heads")}
+    good = RunConfig(**rank) if kind is RunConfig else InferConfig()
+    names = list(numbers(kind))
+    assert len(names) > 12
+    for name in names:
+        many = isinstance(functools.reduce(getattr, name.split("."), good), tuple)
+        for value in (-7, 10**30, 1e30, math.nan, math.inf):
+            with pytest.raises(UserError) as caught:
+                replaced(good, name.split("."), (value,) if many else value).check(*shape)
+            assert name.split(".")[-1] in str(caught.value), (name, value, caught.value)
+
+
+def test_what_is_too_small_for_what_follows(run, capsys, tmp_path):
+    one_line(capsys, run("--collect.calibration_tokens=20"), "collect.calibration_tokens is 20", "sequence")
+    one_line(capsys, run("--calibrate.budget=5%"), "sensitivity_tokens above 0")
+    one_line(capsys, run("--layers=0-99999999"), "layers 0 to 1")
+    one_line(capsys, run("--layers=\u00b2"), "--layers must look like")
+    few = ["--text.source=self", "--text.sample.tokens=100"]
+    one_line(capsys, run(*few), "four samples of 64 tokens")
+    path = tmp_path / "few.txt"
+    path.write_text("\n\n".join("word " * 5 * (1 + i % 2) + "." * 3995 for i in range(60)))
+    one_line(capsys, run(f"--text.source={path}", "--collect.window=512", "--text.documents=2"), "none falls into")
+    assert not (tmp_path / "run").exists()
+
+
+def damaged(folder, name, change):
+    path = folder / name
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+MODEL_MISTAKES = {
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+    "empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is damaged"),
+    "small vocabulary": (
+        lambda f: damaged(f, "tokenizer.json", lambda v: v | {"added_tokens": [{"id": 9999}]}), "the token 9999"
+    ),
+    "a list": (lambda f: (f / "config.json").write_text("[1]"), "must hold keys and values"),
+    "text for a size": (lambda f: damaged(f, "config.json", lambda v: v | {"ffn_dim": "96"}), "ffn_dim of"),
+    "no layers": (lambda f: damaged(f, "config.json", lambda v: v | {"num_hidden_layers": 0}), "num_hidden_layers of"),
+    "heads": (lambda f: damaged(f, "config.json", lambda v: v | {"num_attention_heads": 5}), "do not divide"),
+    "fewer layers": (lambda f: damaged(f, "config.json", lambda v: v | {"num_hidden_layers": 1}), "layers.1."),
+    "another size": (lambda f: damaged(f, "config.json", lambda v: v | {"ffn_dim": 80}), "96x48, its config asks"),
+    "untied head": (lambda f: damaged(f, "config.json", lambda v: v | {"tie_word_embeddings": False}), "lm_head"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no *.safetensors"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 9000), "truncated"),
+    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("{]"), "weight index"),
+    "index without a file": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        "lacks b.safetensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODEL_MISTAKES)
+def test_a_model_folder_that_is_not_complete(name, tiny_opt, tmp_path, run, capsys):
+    folder = tmp_path / "opt"
+    shutil.copytree(tiny_opt, folder, ignore=shutil.ignore_patterns("activations"))
+    check_folder(str(folder), read_shape(str(folder)))
+    change, words = MODEL_MISTAKES[name]
+    change(folder)
+    one_line(capsys, run(f"--model={folder}"), words)
+
+
+@pytest.mark.parametrize(
+    ("package", "more", "words"),
+    [
+        ("lightning", (), "train.py needs the package lightning, which is not installed: pip install 'dejavu-train[tr"),
+        ("h5py", (), "pip install 'dejavu-train[train]'"),
+        ("wandb", ("--trainer.logger=WandbLogger",), "the logger WandbLogger needs the package wandb"),
+        ("datasets", ("--text.source=some/set",), "there is no text file some/set; a hub dataset needs the package"),
+        ("accelerate", ("--collect.device_map=auto",), "dejavu-train[large]"),
+    ],
+)
+def test_a_package_that_is_missing(package, more, words, run, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    one_line(capsys, run(*more), words)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["devices=foo"], ["devices=-2"], ["accumulate_grad_batches=0"], ["val_check_interval=-1"], ["max_steps=5"],
+        ["gradient_clip_val=x"], ["precision=7"], ["callbacks=[{class_path: no.Such}]"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_trainer_arguments_that_cannot_be(more, run, capsys, tmp_path):
+    one_line(capsys, run(*(f"--trainer.{flag}" for flag in more)), "trainer")
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_prints_the_plan_and_leaves_nothing(run, capsys, tmp_path, tiny_opt, text_file):
+    main(run("--check"))
+    printed = capsys.readouterr().out
+    assert "16,000 tokens" in printed and "2 predictors of 80 steps" in printed and "minutes: about" in printed
+    assert not (tmp_path / "run").exists()
+    shutil.copytree(activations(tiny_opt, text_file), tmp_path / "run" / "activations")
+    before = sorted(path for path in (tmp_path / "run").rglob("*"))
+    main(run("--check"))
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["collect", "reused"]
+    assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_results_lie_beside_the_bundle(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "bundle").mkdir(parents=True)
+    assert InferConfig(bundle=str(tmp_path / "mine" / "bundle")).output == str(tmp_path / "mine")
+    assert InferConfig(bundle="someone/opt-bundle").output == "checkpoints/opt-bundle"
+    monkeypatch.chdir(tmp_path / "mine")
+    assert Path(InferConfig(bundle="bundle").output) == Path(".")
+    assert InferConfig(bundle="bundle", output="x").output == "x"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dejavu_train.errors import UserError
+from dejavu_train.ranges import COUNT, NUMBER, check_ranges
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Guard:
     memory: int = 512
 
     def __post_init__(self) -> None:
-        if self.every < 2 and self.every != 0:
+        check_ranges(self, "guard.", {"every": NUMBER})
+        if self.every == 1:
             raise UserError(
                 f"guard.every must be at least 2 (1 would be the dense model), or 0 for no guard, got {self.every}"
             )
         if self.retained_mass is not None and not 0 < self.retained_mass < 1:
             raise UserError(f"guard.retained_mass must lie between 0 and 1, got {self.retained_mass}")
-        if self.memory < 1:
-            raise UserError(f"guard.memory must be at least 1 token, got {self.memory}")
+        check_ranges(self, "guard.", {"memory": COUNT})

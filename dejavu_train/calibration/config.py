@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from dejavu_train.bundle.allocation import parse_budget
 from dejavu_train.errors import UserError
 from dejavu_train.models.shape import OPTShape
+from dejavu_train.ranges import COUNT, NUMBER, SHARE, check_ranges
 
 PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
@@ -46,20 +47,18 @@ class CalibrateConfig:
 
     def check(self, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
-        for name in ("mlp_density", "head_density", "retained_mass", "cascade"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value <= 1.0:
-                raise UserError(f"calibrate.{name} must lie above 0 and at most at 1, got {value:g}")
+        shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
+        check_ranges(self, "calibrate.", shares | {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER})
         for layer in self.dense_layers:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
-        if self.rows < 1 or self.batch_size < 1:
-            raise UserError("calibrate.rows and calibrate.batch_size must be at least 1")
         if self.cascade is not None and shape.d_model % 8:
             raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
         if self.selection not in ("threshold", "top_k"):
             raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
         if self.budget is not None:
             parse_budget(self.budget)
+            if self.sensitivity_tokens == 0:
+                raise UserError("calibrate.budget needs sensitivities; set calibrate.sensitivity_tokens above 0")
         if self.dtype not in get_args(PredictorDtype):
             raise UserError(f"calibrate.dtype must be one of {', '.join(get_args(PredictorDtype))}, got {self.dtype}")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from dejavu_train.errors import UserError
+from dejavu_train.ranges import COUNT, NUMBER, Range, check_ranges
 
 Storage = Literal["float16", "bfloat16"]
 
@@ -41,13 +41,10 @@ class CollectConfig:
     """As in transformers (for instance auto) for a model larger than one GPU; needs accelerate."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "shard_tokens", "batch_size"):
-            if getattr(self, name) < 2 - (name == "batch_size"):
-                raise UserError(f"collect.{name} is too small: {getattr(self, name)}")
-        for name in ("train_tokens", "val_tokens", "calibration_tokens", "windows_per_document"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"collect.{name} must be positive or null, got {value}")
+        least = Range(2, COUNT.most)  # </s> and a token
+        tokens = dict.fromkeys(("window", "train_tokens", "val_tokens", "calibration_tokens", "shard_tokens"), least)
+        others = dict.fromkeys(("windows_per_document", "batch_size", "mean_tokens"), COUNT)
+        check_ranges(self, "collect.", tokens | others)
 
     def budget(self, set_name: str) -> int | None:
         return getattr(self, f"{set_name}_tokens")
@@ -74,5 +71,5 @@ class DataConfig:
     """Blocks (of about 1 MB) whose rows are shuffled together."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.pool_blocks < 1 or self.num_workers < 0:
-            raise UserError("data.batch_size and data.pool_blocks must be at least 1, data.num_workers at least 0")
+        ranges = {"batch_size": COUNT, "pool_blocks": COUNT, "num_workers": Range(0, 1024), "memory_gb": NUMBER}
+        check_ranges(self, "data.", ranges)

@@ -22,6 +22,7 @@ import numpy as np
 from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
 from dejavu_train.files import replacing, sha256_file, sha256_text
+from dejavu_train.ranges import COUNT, SEED, SHARE, Range, check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,11 @@ class SampleConfig:
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value out of range."""
-        for name, least in (("tokens", 2), ("length", 2), ("prompt_tokens", 1), ("batch_size", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"text.sample.{name} must be at least {least}, got {value}")
-        if self.batch_size > 32:
-            raise UserError(f"text.sample.batch_size must be at most 32, got {self.batch_size}")
-        if not 0 < self.temperature < float("inf"):
-            raise UserError(f"text.sample.temperature must be a number above 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"text.sample.top_p must lie above 0 and at most at 1, got {self.top_p}")
+        ranges = {
+            "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT, "seed": SEED,
+            "batch_size": Range(1, 32), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
+        }  # fmt: skip
+        check_ranges(self, "text.sample.", ranges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +101,11 @@ class TextSource:
     """Seed of that draw."""
     cache: str = "checkpoints/text"
     """Folder where installed sources and the model's own text are cached."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value out of range."""
+        check_ranges(self, "text.", {"documents": COUNT, "seed": SEED})
+        self.sample.check()
 
     @property
     def key(self) -> str:
@@ -159,11 +160,15 @@ class TextManifest:
         return dataclasses.asdict(self)
 
 
-def _read_local(path: Path) -> str:
+def _read_local(path: Path, most: int = -1) -> str:
+    """The text of a file; with ``most``, its whole lines among the first so many bytes."""
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:
-            return file.read().decode("utf-8-sig").replace("\r\n", "\n")
+            data = file.read(most)
+        if len(data) == most:
+            data = data[: data.rfind(b"\n") + 1]
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"the text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
     except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -201,9 +206,14 @@ def cut_plain_text(text: str) -> list[Document]:
     return documents
 
 
-def _local_documents(path: Path, field: str) -> list[Document]:
-    text = _read_local(path)
-    if not text.strip():
+def read_beginning(path: Path, field: str, most: int) -> list[Document]:
+    """The documents among the first ``most`` bytes of a file; raises as :func:`load_documents`."""
+    return _local_documents(path, field, most)
+
+
+def _local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
+    text = _read_local(path, most)
+    if not text.strip() and most < 0:
         raise UserError(f"the text file {path} is empty")
     if ".jsonl" not in path.suffixes:
         return cut_plain_text(text)

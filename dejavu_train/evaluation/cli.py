@@ -4,23 +4,27 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.models.shape import read_shape
-from dejavu_train.parser import parse
+from dejavu_train.parser import parse, take_check
 
 
 def read_config(argv: Sequence[str] | None) -> InferConfig:
     """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
-    config = parse(InferConfig, argv, "infer.py", "Score, time and run a sparse OPT.")
+    config = parse(InferConfig, argv, "infer.py", "Score, time and run a sparse OPT. --check only looks for mistakes.")
     config.check()
     return config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check what needs no model, and run; see :func:`dejavu_train.evaluation.run.run`."""
-    config = read_config(argv)
-    read_shape(config.model, config.revision)
+    only_check, arguments = take_check(sys.argv[1:] if argv is None else argv)
+    config = read_config(arguments)
+    check(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    from dejavu_train.evaluation.run import run  # imports torch and transformers, which takes seconds
+    from dejavu_train.evaluation.run import print_plan, run  # imports torch and transformers, which takes seconds
 
-    run(config)
+    if only_check:
+        print_plan(config)
+    else:
+        run(config)

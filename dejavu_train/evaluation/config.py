@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
+from dejavu_train.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
 
 Selection = Literal["dense", "predicted", "oracle", "random", "static", "noncontextual"]
 Timed = Literal["dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"]
@@ -24,8 +25,9 @@ class InferConfig:
     """Commit or tag of a hub model."""
     bundle: str = "checkpoints/demo/bundle"
     """Folder or hub id of predictors and thresholds, as train.py writes them."""
-    output: str = "checkpoints/demo"
-    """Folder of results.json and curve.png."""
+    output: str = ""
+    """Folder of results.json and curve.png; empty: the one that the bundle's folder lies in, for a bundle of the hub
+    checkpoints/NAME. Results of an earlier run there are kept under another name."""
     predictor: dict[str, Any] | None = None
     """class_path (PACKAGE.CLASS, several with commas) of predictors of one's own in the bundle: docs/extend.md."""
     text: str | tuple[str, ...] = INSTALLED
@@ -106,20 +108,17 @@ class InferConfig:
     def __post_init__(self) -> None:
         if isinstance(self.text, str):
             object.__setattr__(self, "text", (self.text,))
+        if not self.output:
+            folder = Path(self.bundle)
+            beside = folder.parent if folder.is_dir() else Path("checkpoints") / folder.name
+            object.__setattr__(self, "output", str(beside))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
-        for name in ("densities", "curve_densities", "head_densities", "timing_mlp_density", "timing_head_density"):
-            value = getattr(self, name)
-            for density in value if isinstance(value, tuple) else (value,):
-                if not 0 < density <= 1:
-                    raise UserError(f"--{name}: a density must lie above 0 and at most at 1, got {density}")
-        least_of = {"tokens": 0, "window": 2, "batch_tokens": 1, "batch": 1, "prompt": 1, "new_tokens": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-        if any(start < 0 for start in self.sparse_from):
-            raise UserError("--sparse_from must not be negative")
+        densities = ("densities", "curve_densities", "head_densities", "timing_mlp_density", "timing_head_density")
+        counts = ("batch_tokens", "batch", "prompt", "new_tokens")
+        others = {"tokens": NUMBER, "window": Range(2, COUNT.most), "sparse_from": NUMBER, "seed": SEED}
+        check_ranges(self, "--", dict.fromkeys(densities, SHARE) | dict.fromkeys(counts, COUNT) | others)
         if self.guard.every and self.generate is None:
             raise UserError("--guard.every watches generated text; give a prompt with --generate")
         if self.guard.every and self.backend not in ("auto", "gather", "triton"):

@@ -1,6 +1,8 @@
 """What a result was made of: versions of the packages, hashes of the weights and of the bundle."""
 
+import datetime
 import platform
+import secrets
 from pathlib import Path
 
 import torch
@@ -18,6 +20,12 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def new_run() -> dict[str, str]:
+    """A name for the rows of one invocation, which no other has, and when it began (UTC)."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {"id": f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", "date": now.isoformat(timespec="seconds")}
 
 
 def hashes(model: str, revision: str | None, bundle: str | None) -> dict[str, str | None]:

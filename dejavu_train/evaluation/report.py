@@ -1,6 +1,7 @@
 """Reads scored rows and timings, writes results.json and the tables that say the same."""
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetti
 from dejavu_train.evaluation.provenance import versions
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
-from dejavu_train.files import write_json
+from dejavu_train.files import read_json, write_json
 from dejavu_train.predictors.metrics import SelectionSums, total
 
 SCHEMA = 2
@@ -305,5 +306,13 @@ def _percent(value: float | None) -> str:
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:
-    """Write results.json atomically."""
-    write_json(Path(folder) / "results.json", found)
+    """Write results.json atomically; one of another run is renamed to results-ID.json first, so no row is lost."""
+    path = Path(folder) / "results.json"
+    if path.is_file():
+        before = read_json(path, "results.json of an earlier run")
+        run = before.get("run") if isinstance(before, dict) else None
+        if run is None or run != found.get("run"):
+            earlier = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+            name = run["id"] if isinstance(run, dict) and "id" in run else f"{earlier:%Y%m%d-%H%M%S}"
+            path.rename(path.with_name(f"results-{name}.json"))
+    write_json(path, found)

@@ -13,15 +13,16 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.spec import check_low_rank
-from dejavu_train.data.text import TextSource, import_text
+from dejavu_train.data.text import import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
+from dejavu_train.evaluation.check import check, text_source
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
 from dejavu_train.evaluation.further import measure, plan
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
-from dejavu_train.evaluation.provenance import hashes
+from dejavu_train.evaluation.provenance import hashes, new_run
 from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
 from dejavu_train.evaluation.timing import (
     CPU,
@@ -33,7 +34,6 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
-from dejavu_train.files import probe_folder, read_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
@@ -70,29 +70,20 @@ def run(config: InferConfig) -> None:
     """Everything that infer.py does. Raises :class:`UserError` for what the user can mend."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
-    _check_output(config)
+    bundle, device = checked(config)
     further = plan(config)
-    bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
-    if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
-        raise UserError(
-            f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
-        )
-    bundle.check_model(config.model, config.revision)
     tokenizer = load_tokenizer(config.model, config.revision)
-    device = resolve_device(config.device)
-    _check_densities(config, bundle)
-    _check_engines(config, bundle)
     texts = _load_texts(config, bundle, tokenizer)
     dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
-    if config.window - 1 > dense.config.max_position_embeddings:
-        raise UserError(
-            f"--window {config.window} exceeds the model's {dense.config.max_position_embeddings} positions"
-        )
     prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
     if config.timing:
         _check_room(config, dense, texts[0].held)
     shown = config.densities[0] if config.densities else None
-    about = {"config": dataclasses.asdict(config), "hashes": hashes(config.model, config.revision, config.bundle)}
+    about = {
+        "run": new_run(),
+        "config": dataclasses.asdict(config),
+        "hashes": hashes(config.model, config.revision, config.bundle),
+    }
     scored = _score(config, dense, bundle, texts, about) if config.tokens != 0 else []
     not_measured: list[dict[str, str]] = []
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
@@ -130,17 +121,43 @@ def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, Predicto
     return classes if len(classes) > 1 else classes[names[0]]
 
 
-def _check_output(config: InferConfig) -> None:
-    """Refuse a folder with the results of another model or bundle, and a path that is no folder."""
-    folder = Path(config.output)
-    probe_folder(folder)
-    if (folder / "results.json").is_file():
-        other = read_json(folder / "results.json", "results.json of an earlier run")
-        before = (other.get("model"), other.get("bundle")) if isinstance(other, dict) else None
-        if before != (config.model, config.bundle):
-            raise UserError(
-                f"{config.output} holds the results of another run (model and bundle {before}); give another --output"
-            )
+def checked(config: InferConfig) -> tuple[Bundle, torch.device]:
+    """The bundle and the device, after all checks that need no model.
+
+    Raises:
+        UserError: as :func:`dejavu_train.evaluation.check.check`; a bundle that is damaged, of another model, or cannot
+            give what is asked; a device that is not there.
+    """
+    check(config)
+    bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
+    if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
+        raise UserError(
+            f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
+        )
+    bundle.check_model(config.model, config.revision)
+    _check_densities(config, bundle)
+    _check_engines(config, bundle)
+    return bundle, resolve_device(config.device)
+
+
+def print_plan(config: InferConfig) -> None:
+    """Check everything that needs no model, then print what would be scored, timed and written; writes nothing.
+
+    Raises:
+        UserError: as :func:`checked`.
+    """
+    _, device = checked(config)
+    names = list(name_texts(config.text)) + (["a text of your own"] if config.own_text is not None else [])
+    tokens = "all" if config.tokens is None else f"about {config.tokens:,}"
+    for number, name in enumerate(names if config.tokens != 0 else []):
+        rows = quality_rows(config, first=number == 0)
+        print(f"score {name}: {tokens} tokens, {len(rows)} rows, {passes(rows)} passes of the model")
+    if config.timing:
+        asked = config.timing_backends or ("dense", "the engines of this device")
+        print(f"time {', '.join(asked)}: {config.new_tokens} tokens behind a prompt of {config.prompt}")
+    if config.generate is not None:
+        print(f"generate {config.new_tokens} tokens with {config.backend}")
+    print(f"on {device}, results in {config.output}; no mistake was found, the same command without --check begins")
 
 
 def _check_densities(config: InferConfig, bundle: Bundle) -> None:
@@ -175,14 +192,7 @@ def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[Eva
         sources.insert(0, (str(config.own_text.get("class_path")).rpartition(".")[2], config.own_text))
     texts = []
     for name, source in sources:
-        asked = TextSource(
-            source=source,
-            config=config.text_config,
-            revision=config.text_revision,
-            field=config.text_field,
-            cache=config.text_cache,
-        )
-        texts.append(load_text(name, asked, *options))
+        texts.append(load_text(name, text_source(config, source), *options))
     return texts
 
 

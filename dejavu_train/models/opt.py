@@ -1,7 +1,6 @@
 """Reads an OPT model (Hugging Face format, folder or hub id): its weights, and a hash that names them."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import AutoTokenizer, OPTForCausalLM
 
 from dejavu_train.errors import UserError
 from dejavu_train.models.shape import OPTShape, check_exists, read_shape
+from dejavu_train.models.stored import read_header, weight_files
 
 __all__ = [
     "DTYPES",
@@ -52,6 +52,8 @@ def resolve_device(name: str) -> torch.device:
         raise UserError(f"device must be auto, cpu or cuda[:N], got {name}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name} was asked for, but torch sees no GPU here; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} GPUs, from cuda:0 on")
     return device
 
 
@@ -136,44 +138,16 @@ def _stored_files(name: str, revision: str | None) -> list[Path]:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"cannot fetch the weights of {name}: {str(error).splitlines()[0]}") from None
         return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / part for part in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise UserError(f"the model folder {name} lacks {absent[0]}, which its index names")
-    if not files:
-        raise UserError(
-            f"the model folder {name} has no *.safetensors (pickled weights are not read);"
-            " save the model with save_pretrained"
-        )
-    return files
+    return weight_files(folder)
 
 
 def _hash_safetensors(file: Path, full: bool) -> list[tuple[str, bytes]]:
     rows = []
     with open(file, "rb") as stored:
-        size = file.stat().st_size
-        header_bytes = int.from_bytes(stored.read(8), "little")
-        if header_bytes > size:
-            raise UserError(f"the weights file {file} is truncated or not safetensors; fetch or save it again")
-        try:
-            header = json.loads(stored.read(header_bytes))
-        except ValueError:
-            raise UserError(f"the weights file {file} is damaged; fetch or save it again") from None
-        base = 8 + header_bytes
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if base + end > size:
-                raise UserError(f"the weights file {file} is truncated at tensor {name}; fetch or save it again")
-            digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
-            for start, stop in _samples(end - begin, full):
-                stored.seek(base + begin + start)
+        for name, entry in read_header(file).items():
+            digest = hashlib.sha256(f"{name} {entry.dtype} {list(entry.shape)}".encode())
+            for start, stop in _samples(entry.end - entry.begin, full):
+                stored.seek(entry.begin + start)
                 digest.update(stored.read(stop - start))
             rows.append((name, digest.digest()))
     return rows

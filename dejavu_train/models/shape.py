@@ -24,6 +24,11 @@ _DEFAULTS: dict[str, Any] = {
     "activation_function": "relu",
 }
 
+_SIZES = (
+    "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"
+)  # fmt: skip
+_LARGEST = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class OPTShape:
@@ -64,6 +69,15 @@ class OPTShape:
             raise UserError(
                 f"{name} uses the activation {values['activation_function']}; contextual sparsity here needs relu"
             )
+        sizes = {key: values[key] for key in _SIZES}
+        for key, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
+                raise UserError(f"{key} of {name} must be a whole number of at least 1, got {size!r}")
+        if values["hidden_size"] % values["num_attention_heads"]:
+            raise UserError(
+                f"{name} has the hidden_size {values['hidden_size']}, which its {values['num_attention_heads']}"
+                " num_attention_heads do not divide; give the config that belongs to the weights"
+            )
         return cls(
             d_model=values["hidden_size"],
             d_ffn=values["ffn_dim"],
@@ -85,7 +99,7 @@ def read_shape(name: str, revision: str | None = None) -> OPTShape:
         UserError: nothing there, or as :meth:`OPTShape.from_values`.
     """
     check_exists(name)
-    values = _folder_values(Path(name)) if Path(name).is_dir() else _hub_values(name, revision)
+    values = config_values(Path(name)) if Path(name).is_dir() else _hub_values(name, revision)
     if "model_type" not in values:
         raise UserError(f"the config.json of {name} names no model_type; only OPT models are supported")
     return OPTShape.from_values(values, name)
@@ -107,10 +121,15 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
 
 
-def _folder_values(folder: Path) -> dict[str, Any]:
+def config_values(folder: Path) -> dict[str, Any]:
+    """What the config.json of a folder holds.
+
+    Raises:
+        UserError: it cannot be read, or is no mapping.
+    """
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the config of {folder}: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"cannot read the config of {folder}: config.json must hold keys and values")

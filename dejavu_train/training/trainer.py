@@ -91,6 +91,9 @@ def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"the Trainer of Lightning has no argument trainer.{name}; {meant}")
         if name in REFUSED and value is not None and value != parameters[name].default:
             raise UserError(f"trainer.{name} has no use here: {REFUSED[name]}")
+    accumulated = trainer.get("accumulate_grad_batches", 1)
+    if isinstance(accumulated, int) and accumulated < 1:  # Lightning divides by it, in the first step
+        raise UserError(f"trainer.accumulate_grad_batches must be at least 1, got {accumulated}")
     # A logger is given its folder and name by build_loggers, so what is written of it need not be complete.
     given = copy.deepcopy({name: value for name, value in trainer.items() if name != "logger"})  # it is written into
     parsed: Any = _TrainerParser.of_trainer().parse_object({"trainer": given})
@@ -165,13 +168,17 @@ def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbac
         # The data module splits by rank itself; whatever else Lightning writes belongs to this job.
         arguments |= {"use_distributed_sampler": False, "default_root_dir": folder}
         with quiet():
-            return lightning.Trainer(
-                **arguments,
-                logger=loggers,
-                callbacks=extra + callbacks,
-                plugins=[*plugins, AtomicCheckpointIO()],
+            return _made(
+                arguments, logger=loggers, callbacks=extra + callbacks, plugins=[*plugins, AtomicCheckpointIO()]
             )
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
+        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+
+
+def _made(arguments: dict[str, Any], **ours: Any) -> lightning.Trainer:
+    try:
+        return lightning.Trainer(**arguments, **ours)
+    except TypeError as error:  # so Lightning refuses a number of devices
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
 
 

@@ -106,7 +106,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["schema"] == 2
     measured = {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing", "read_gb_s"}
-    assert measured | {"config", "hashes", "not_measured"} == set(found)
+    assert measured | {"run", "config", "hashes", "not_measured"} == set(found)
     assert found["config"]["tokens"] == int(arguments["tokens"]) and len(found["hashes"]["model"]) == 64
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "there is no tasks/results.json" in page and found["hashes"]["bundle"] in page
@@ -144,14 +144,11 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert (tmp_path / "out/curve.png").read_bytes()[:4] == b"\x89PNG"
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
-    # The same command again writes over its own results, another model's are left alone.
+    # The same command again is another run: the rows of the first are kept under its id.
     assert run(arguments, tokens=0, timing="false") == 0
-    assert json.loads((tmp_path / "out/results.json").read_text())["quality"] == []
-    found["model"] = "another"
-    (tmp_path / "out/results.json").write_text(json.dumps(found))
-    assert run(arguments) == 2
-    assert "another run" in capsys.readouterr().err
-    assert json.loads((tmp_path / "out/results.json").read_text()) == found
+    again = json.loads((tmp_path / "out/results.json").read_text())
+    assert again["quality"] == [] and again["run"]["id"] != found["run"]["id"]
+    assert json.loads((tmp_path / f"out/results-{found['run']['id']}.json").read_text()) == found
 
 
 def test_observations_and_generation_appear_in_the_report(arguments, short_text, tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_what_cannot_be_tuned(folder):
             finetune(model, wrong, windows(), TuneConfig(steps=1))
     with pytest.raises(UserError, match="no windows"):
         finetune(model, bundle.at(0.3), [], TuneConfig(steps=1))
-    with pytest.raises(UserError, match="tune.width must be above 0"):
+    with pytest.raises(UserError, match="tune.width must lie above 0"):
         TuneConfig(width=0).check()
 
 

@@ -1,0 +1,51 @@
+"""What train.py looks at before it imports torch and Lightning: all that needs neither a model nor a GPU."""
+
+from dejavu_train.config import RunConfig
+from dejavu_train.data.text_check import check_sets
+from dejavu_train.errors import UserError
+from dejavu_train.files import probe_folder
+from dejavu_train.machine import check_device_name, has_package, require_package
+from dejavu_train.models.shape import OPTShape, read_shape
+from dejavu_train.models.stored import check_folder
+
+TRAIN_EXTRA = "'dejavu-train[train]'"
+
+
+def check(config: RunConfig) -> OPTShape:
+    """Compare the configuration with the model's folder, the text, the output and the installed packages.
+
+    Returns:
+        The sizes of the model.
+
+    Raises:
+        UserError: the first mistake, by name.
+        OSError: the output cannot be written.
+    """
+    check_packages()
+    _check_asked_packages(config)
+    check_device_name(config.collect.device, "collect.device")
+    shape = read_shape(config.model, config.revision)
+    config.check(shape)
+    check_folder(config.model, shape)
+    check_sets(config.text, config.model, config.collect.window, ("train", "calibration", "val"))
+    probe_folder(config.output)
+    return shape
+
+
+def check_packages() -> None:
+    """Raise :class:`UserError` where only what inference needs is installed; nothing is imported."""
+    missing = [name for name in ("lightning", "torchmetrics", "h5py") if not has_package(name)]
+    if missing:
+        raise UserError(f"training needs {', '.join(missing)}: pip install {TRAIN_EXTRA}")
+
+
+def _check_asked_packages(config: RunConfig) -> None:
+    if config.collect.device_map is not None:
+        require_package("accelerate", "collect.device_map", "'dejavu-train[large]'")
+    loggers = config.trainer.get("logger")
+    for entry in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
+        path = str(entry.get("class_path") if isinstance(entry, dict) else entry)
+        if path.endswith("WandbLogger"):
+            require_package("wandb", f"the logger {path}", TRAIN_EXTRA)
+        if path.endswith("TensorBoardLogger") and not has_package("tensorboardX"):
+            require_package("tensorboard", f"the logger {path}", "tensorboard")

@@ -1,0 +1,69 @@
+"""What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.data.text import TextSource
+from dejavu_train.data.text_check import check_source
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.config import InferConfig, name_texts
+from dejavu_train.files import probe_folder, read_json
+from dejavu_train.machine import check_device_name, require_package
+from dejavu_train.models.shape import read_shape
+from dejavu_train.models.stored import check_folder, read_header
+
+BUNDLE_FILES = ("bundle.json", "predictors.safetensors")
+
+
+def check(config: InferConfig) -> None:
+    """Compare the configuration with the folders of model, bundle and results, the texts and the installed packages.
+
+    Raises:
+        UserError: the first mistake, by name.
+        OSError: the output cannot be written.
+    """
+    if config.wandb is not None:
+        require_package("wandb", "--wandb", "'dejavu-train[train]'")
+    if config.device_map is not None:
+        require_package("accelerate", "--device_map", "'dejavu-train[large]'")
+    check_device_name(config.device, "--device")
+    check_bundle(config.bundle)
+    shape = read_shape(config.model, config.revision)
+    check_folder(config.model, shape)
+    if config.window - 1 > shape.max_positions:
+        raise UserError(f"--window {config.window} exceeds the model's {shape.max_positions} positions")
+    if config.timing and config.prompt + config.new_tokens > shape.max_positions:
+        raise UserError(
+            f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the model has"
+            f" {shape.max_positions} positions"
+        )
+    for source in name_texts(config.text).values():
+        check_source(text_source(config, source))
+    probe_folder(config.output)
+
+
+def check_bundle(name: str) -> None:
+    """Raise :class:`UserError` for a folder that cannot hold a bundle; a hub id passes."""
+    folder = Path(name)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.parent.is_dir()
+    if not folder.is_dir():
+        if looks_local:
+            raise UserError(f"there is no bundle folder {name}; python train.py makes one")
+        return
+    absent = [part for part in BUNDLE_FILES if not (folder / part).is_file()]
+    if absent:
+        raise UserError(f"the bundle {name} lacks {absent[0]}; give the folder that train.py wrote")
+    if not isinstance(read_json(folder / BUNDLE_FILES[0], "the bundle"), dict):
+        raise UserError(f"the bundle {name}: {BUNDLE_FILES[0]} must hold keys and values; train it again")
+    read_header(folder / BUNDLE_FILES[1])
+
+
+def text_source(config: InferConfig, source: str | dict[str, Any]) -> TextSource:
+    """A text of ``--text`` or ``--own_text`` as the readers of text want it."""
+    return TextSource(
+        source=source,
+        config=config.text_config,
+        revision=config.text_revision,
+        field=config.text_field,
+        cache=config.text_cache,
+    )

@@ -1,0 +1,164 @@
+"""Reads what a model's folder holds without torch: weight files, their headers, the tokenizer; refuses what is missing.
+
+Headers alone are read, so that a folder of any size is checked in well under a second.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.shape import OPTShape, config_values
+
+INDEX = "model.safetensors.index.json"
+LEARNED_POSITIONS_OFFSET = 2  # rows of OPT's position embedding before that of the first position
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a safetensors file; ``begin`` and ``end`` are places in the file, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def check_folder(name: str, shape: OPTShape) -> None:
+    """Compare a model's folder with its config: every tensor there with its size, a tokenizer; a hub id passes.
+
+    Raises:
+        UserError: what is missing, surplus, damaged or of another size, by name.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    found: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        found |= read_header(file)
+    _check_tensors(name, found, expected_tensors(config_values(folder), shape), shape)
+    _check_tokenizer(folder, shape)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder, those that its index names where there is one.
+
+    Raises:
+        UserError: there is none, one is missing, or the index cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / part for part in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"the weight index {index} is damaged; fetch it again, or save the model again") from None
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UserError(f"the model folder {folder} lacks {absent[0]}, which its index names")
+    if not files:
+        raise UserError(
+            f"the model folder {folder} has no *.safetensors (pickled weights are not read);"
+            " save the model with save_pretrained"
+        )
+    return files
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        UserError: the file is truncated or damaged.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as stored:
+        header_bytes = int.from_bytes(stored.read(8), "little")
+        if header_bytes > size:
+            raise UserError(f"the weights file {file} is truncated or not safetensors; fetch or save it again")
+        raw = stored.read(header_bytes)
+    base = 8 + header_bytes
+    found = {}
+    try:
+        for name, entry in json.loads(raw).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                shape = tuple(int(length) for length in entry["shape"])
+                found[name] = Stored(str(entry["dtype"]), shape, base + begin, base + end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"the weights file {file} is damaged; fetch or save it again") from None
+    for name, entry in found.items():
+        if entry.end > size:
+            raise UserError(f"the weights file {file} is truncated at tensor {name}; fetch or save it again")
+    return found
+
+
+def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a pre-norm OPT of this config.json stores, by their names in transformers' OPTModel.
+
+    ``lm_head.weight`` is among them where it is not the embedding.
+    """
+    d, n = shape.d_model, shape.d_ffn
+    parts = {f"self_attn.{name}_proj": (d, d) for name in "kvqo"} | {"fc1": (n, d), "fc2": (d, n)}
+    parts["self_attn.out_proj"] = parts.pop("self_attn.o_proj")
+    made: dict[str, tuple[int, ...]] = {
+        "decoder.embed_tokens.weight": (shape.vocab_size, d),
+        "decoder.embed_positions.weight": (shape.max_positions + LEARNED_POSITIONS_OFFSET, d),
+    }
+    norms = [] if values.get("_remove_final_layer_norm") else ["decoder.final_layer_norm"]
+    for layer in range(shape.n_layers):
+        prefix = f"decoder.layers.{layer}."
+        for name, size in parts.items():
+            made[f"{prefix}{name}.weight"] = size
+            if values.get("enable_bias", True):
+                made[f"{prefix}{name}.bias"] = size[:1]
+        norms += [prefix + "self_attn_layer_norm", prefix + "final_layer_norm"]
+    if values.get("layer_norm_elementwise_affine", True):
+        made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
+    if not values.get("tie_word_embeddings", True):
+        made["lm_head.weight"] = (shape.vocab_size, d)
+    return made
+
+
+def _check_tensors(
+    model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: OPTShape
+) -> None:
+    stored = {name.removeprefix("model."): entry for name, entry in found.items()}
+    missing = sorted(set(expected) - set(stored))
+    if missing:
+        raise UserError(f"the weights of {model} lack {len(missing)} tensors of its config, first {missing[:1]}")
+    for name, size in expected.items():
+        if stored[name].shape != size:
+            got = "x".join(map(str, stored[name].shape))
+            raise UserError(f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}")
+    surplus = sorted(name for name in stored if ".layers." in name and name not in expected)
+    if surplus:
+        raise UserError(
+            f"the weights of {model} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
+            f" {shape.n_layers}); give the config that belongs to them"
+        )
+
+
+def _check_tokenizer(folder: Path, shape: OPTShape) -> None:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return
+        raise UserError(
+            f"the model folder {folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt);"
+            " save one beside the model with save_pretrained"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        ids = [*values["model"]["vocab"].values(), *(token["id"] for token in values.get("added_tokens") or ())]
+        largest = max(ids)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"the tokenizer {path} is damaged; fetch it again, or save it again") from None
+    if largest >= shape.vocab_size:
+        raise UserError(
+            f"the tokenizer of {folder} has the token {largest}, the model {shape.vocab_size} embeddings;"
+            " give the tokenizer that belongs to the model"
+        )
