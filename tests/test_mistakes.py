@@ -231,7 +231,7 @@ def test_a_model_folder_that_is_not_complete(name, tiny_opt, tmp_path, run, caps
 @pytest.mark.parametrize(
     ("package", "more", "words"),
     [
-        ("lightning", (), "train.py needs the package lightning, which is not installed: pip install 'dejavu-train[tr"),
+        ("lightning", (), "training needs lightning: pip install 'dejavu-train[train]'"),
         ("h5py", (), "pip install 'dejavu-train[train]'"),
         ("wandb", ("--trainer.logger=WandbLogger",), "the logger WandbLogger needs the package wandb"),
         ("datasets", ("--text.source=some/set",), "there is no text file some/set; a hub dataset needs the package"),

@@ -71,5 +71,5 @@ class DataConfig:
     """Blocks (of about 1 MB) whose rows are shuffled together."""
 
     def __post_init__(self) -> None:
-        ranges = {"batch_size": COUNT, "pool_blocks": COUNT, "num_workers": Range(0, 1024), "memory_gb": NUMBER}
+        ranges = {"batch_size": COUNT, "pool_blocks": COUNT, "num_workers": Range(0, 10_000), "memory_gb": NUMBER}
         check_ranges(self, "data.", ranges)

@@ -351,7 +351,7 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/infer").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_are_read(path):
     config = read_config(["--config", str(path)])
-    assert set(yaml.safe_load(path.read_text())) <= set(InferConfig.__dataclass_fields__)
+    assert set(yaml.safe_load(path.read_text())) <= {"base", *InferConfig.__dataclass_fields__}
     assert quality_rows(config)[0].selection == "dense"
 
 
