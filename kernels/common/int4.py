@@ -1,0 +1,50 @@
+"""4-bit weights as the kernels read them: rows of int32 words, eight codes a word, fp16 scales for groups of columns.
+
+    weight[r, j] = code[r, j] * scale[r, j // group],   code in -8..7, stored as code + 8
+
+Columns 8 w .. 8 w + 7 of a row are word w. Column 8 w + 2 i + s lies in the nibble at bit 4 i + 16 s: a mask of
+0x000F000F over the word, shifted by 4 i, leaves two neighbouring columns in the two halves of a register, as products
+of fp16 pairs want them. The scale may be negative, so that code -8 falls on whichever extreme is larger.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.common.checks import require
+
+COLUMNS_PER_WORD = 8
+SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes (n, d) in -8..7 -> words (n, d / 8) int32.
+
+    Raises:
+        ValueError: d is no multiple of 8, or a code lies outside -8..7.
+
+    >>> hex(pack_int4(torch.tensor([[-8, -7, -6, -5, -4, -3, -2, -1]])).item())
+    '0x75316420'
+    """
+    n, d = codes.shape
+    require(d % COLUMNS_PER_WORD == 0, f"codes have {d} columns, expected a multiple of {COLUMNS_PER_WORD}")
+    raised = codes.to(torch.int32) + 8
+    require(not bool(((raised < 0) | (raised > 15)).any()), "codes must lie in -8..7")
+    words = torch.zeros(n, d // COLUMNS_PER_WORD, dtype=torch.int32, device=codes.device)
+    for column, shift in enumerate(SHIFTS):
+        words |= raised[:, column::COLUMNS_PER_WORD] << shift
+    return words
+
+
+def unpack_int4(words: Tensor) -> Tensor:
+    """Words (n, d / 8) int32 -> codes (n, d) int8 in -8..7, the inverse of :func:`pack_int4`."""
+    shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts & 15) - 8).to(torch.int8).flatten(1)
+
+
+def dequantise(words: Tensor, scales: Tensor) -> Tensor:
+    """Words (n, d / 8) int32 and scales (n, groups) fp16 -> weights (n, d) fp32, exactly code * scale."""
+    codes = unpack_int4(words)
+    n, d = codes.shape
+    group = d // scales.shape[1]
+    require(group * scales.shape[1] == d, f"{scales.shape[1]} groups do not divide {d} columns")
+    return (codes.view(n, -1, group) * scales.float()[..., None]).view(n, d)
