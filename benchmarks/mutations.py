@@ -180,6 +180,8 @@ def called(work: Callable[[], int]) -> tuple[int | str, str]:
 
 
 def code_of(code: int | str, said: str) -> str:
+    if code in (130, 143):  # somebody wants us to end, not the command
+        raise SystemExit(code)
     if code == 2 and said.count("error: ") == 1:
         return "refused"
     return code if isinstance(code, str) else f"code {code}: {said[-200:]}"

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ def _run(argv: Sequence[str], log: str) -> None:
     from dejavu_train.training import finetune, job
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the benchmark runs in the background
     job.SAVE_SECONDS = finetune.SAVE_SECONDS = 0.2  # a fit of a second is saved some times, as one of an hour is
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)

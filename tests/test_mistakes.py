@@ -21,7 +21,7 @@ from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError, describe, exit_on_user_error
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
-from dejavu_train.models.opt import load_opt, read_shape
+from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
 from dejavu_train.models.stored import check_folder
 
 
@@ -205,6 +205,12 @@ MODEL_MISTAKES = {
     "text for a size": (lambda f: damaged(f, "config.json", lambda v: v | {"ffn_dim": "96"}), "ffn_dim of"),
     "no layers": (lambda f: damaged(f, "config.json", lambda v: v | {"num_hidden_layers": 0}), "num_hidden_layers of"),
     "heads": (lambda f: damaged(f, "config.json", lambda v: v | {"num_attention_heads": 5}), "do not divide"),
+    "a number for a switch": (lambda f: damaged(f, "config.json", lambda v: v | {"use_cache": 3.5}), "use_cache of"),
+    "a share of 7": (lambda f: damaged(f, "config.json", lambda v: v | {"dropout": 7}), "dropout of"),
+    "no such token": (
+        lambda f: damaged(f, "generation_config.json", lambda v: v | {"eos_token_id": [2, 99999]}), "a token below"
+    ),
+    "generation's list": (lambda f: (f / "generation_config.json").write_text("[]"), "must hold keys and values"),
     "fewer layers": (lambda f: damaged(f, "config.json", lambda v: v | {"num_hidden_layers": 1}), "layers.1."),
     "another size": (lambda f: damaged(f, "config.json", lambda v: v | {"ffn_dim": 80}), "96x48, its config asks"),
     "untied head": (lambda f: damaged(f, "config.json", lambda v: v | {"tie_word_embeddings": False}), "lm_head"),
@@ -226,6 +232,20 @@ def test_a_model_folder_that_is_not_complete(name, tiny_opt, tmp_path, run, caps
     change, words = MODEL_MISTAKES[name]
     change(folder)
     one_line(capsys, run(f"--model={folder}"), words)
+
+
+TOKENIZER_MISTAKES = {
+    "a decoder of no type": ("tokenizer.json", lambda v: v | {"decoder": v["decoder"] | {"type": ""}}),
+    "a number for a token": ("tokenizer_config.json", lambda v: v | {"eos_token": 3.5}),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_MISTAKES)
+def test_a_tokenizer_that_the_package_cannot_read(name, tiny_opt, tmp_path):
+    folder = shutil.copytree(tiny_opt, tmp_path / "opt", ignore=shutil.ignore_patterns("activations"))
+    damaged(folder, *TOKENIZER_MISTAKES[name])
+    with pytest.raises(UserError, match="cannot load a tokenizer from"):
+        load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize(
