@@ -46,7 +46,7 @@ def _run(argv: Sequence[str], log: str) -> None:
     import torch
 
     from dejavu_train.cli import main
-    from dejavu_train.errors import exit_on_user_error
+    from dejavu_train.errors import GOES_ON, exit_on_user_error
     from dejavu_train.training import finetune, job
 
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def _run(argv: Sequence[str], log: str) -> None:
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(exit_on_user_error(main, argv))
+    sys.exit(exit_on_user_error(main, argv, GOES_ON))
 
 
 def start(argv: Sequence[str], log: Path) -> Any:

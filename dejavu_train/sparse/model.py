@@ -278,7 +278,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
         if self.backend == "mask":
             assert self._selector is not None
-            if self.is_gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if self.training and torch.is_grad_enabled() and _checkpoints_gradients(self):
                 raise UserError(
                     "the backend mask takes units out during the forward pass alone, so gradient checkpointing, which"
                     " repeats it during the backward pass, is not for it; call model.gradient_checkpointing_disable()"
@@ -399,6 +399,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             yield
         finally:
             self.sparse_from, self._ending_tokens, self._gathering = before, None, False
+
+
+def _checkpoints_gradients(model: torch.nn.Module) -> bool:
+    """As transformers' property, whose name changes between its versions."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 class _RefuseGradient(torch.autograd.Function):

@@ -32,7 +32,7 @@ from dejavu_train.data.text import (
     windows,
     write_paragraph_hashes,
 )
-from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.errors import GOES_ON, UserError, exit_on_user_error
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
@@ -455,4 +455,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_user_error(main))
+    sys.exit(exit_on_user_error(main, after_signal=GOES_ON))
