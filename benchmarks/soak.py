@@ -86,11 +86,12 @@ class Soak:
             process.join()
             if process.exitcode == 0:  # perhaps it was done before the signal came
                 break
+            said = log.read_text() if log.is_file() else ""
             by_signal[asked.name] += 1
-            phases[phase(log.read_text())] += 1
-            if process.exitcode != SIGNALS[asked]:
-                wrong.append(f"{asked.name}: code {process.exitcode}: {log.read_text()[-500:]}")
-                if process.exitcode > 0:
+            phases[phase(said)] += 1
+            if process.exitcode != (SIGNALS[asked] if said else -asked):  # the command had not begun to listen
+                wrong.append(f"{asked.name}: code {process.exitcode}: {said[-500:]}")
+                if process.exitcode > 0:  # it ended by a mistake of its own
                     break
         same = process.exitcode == 0 and bundle_bytes(output) == self.reference
         return {
