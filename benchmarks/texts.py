@@ -204,7 +204,9 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     train_tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["set"] == "train")
     bundle = Bundle.from_pretrained(work / "bundle")
     if not options.keep:
-        for shards in (work / "activations").glob("layer_*"):  # the manifest stays: the rows say how much was trained on
+        for shards in (work / "activations").glob(
+            "layer_*"
+        ):  # the manifest stays: the rows say how much was trained on
             shutil.rmtree(shards)
     device = resolve_device("auto")
     model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)

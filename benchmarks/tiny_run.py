@@ -37,7 +37,8 @@ def flags(model: Path, text: Path, output: Path, *more: str) -> list[str]:
         "collect.device": "cpu", "collect.batch_size": 4, "data.batch_size": 512, "mlp.rank": 8, "mlp.steps": 60,
         "mlp.validations": 3, "heads.rank": 4, "heads.steps": 60, "heads.validations": 3, "mlp.density": 0.4,
         "heads.density": 0.75, "calibrate.mlp_density": 0.4, "calibrate.head_density": 0.75,
-        "calibrate.sensitivity_tokens": 300, "tune.steps": 12, "tune.tokens": 128, "tune.batch_tokens": 128, "trainer.accelerator": "cpu",
+        "calibrate.sensitivity_tokens": 300, "tune.steps": 12, "tune.tokens": 128, "tune.batch_tokens": 128,
+        "trainer.accelerator": "cpu",
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in values.items()] + list(more)
 

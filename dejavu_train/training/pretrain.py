@@ -378,8 +378,8 @@ def _check_same_run(before: Any, now: dict[str, Any], path: Path) -> None:
     changed = next((key for key in now if before.get(key) != now[key]), None)
     if changed is not None:
         raise UserError(
-            f"{path} was begun with {changed} {before.get(changed)}, not {now[changed]}; go on with that, choose another"
-            " --output, or delete it to start anew"
+            f"{path} was begun with {changed} {before.get(changed)}, not {now[changed]}; go on with that, choose"
+            " another --output, or delete it to start anew"
         )
 
 
