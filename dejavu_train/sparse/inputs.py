@@ -15,9 +15,11 @@ def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
     """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``; "prompt": those behind a cache of ``past``.
 
     Raises:
-        UserError: starts for another number of rows.
+        UserError: another word, or starts for another number of rows.
     """
     if isinstance(start, str):
+        if start != "prompt":
+            raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {start}")
         return torch.full_like(positions, past > 0, dtype=torch.bool)
     if isinstance(start, Tensor):
         start = start.to(positions.device).reshape(-1)

@@ -384,6 +384,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             cache.finished = None
         if self.backend != "mask":
             refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
+            if setting("cache_implementation") is not None:
+                raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
         start = self.sparse_from
         if isinstance(start, str):
