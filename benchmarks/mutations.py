@@ -2,51 +2,76 @@
 
     python -m benchmarks.mutations --count 1000 --seed 0 --out benchmarks/results/mutations.jsonl
 
-Each mutation is one of: a byte changed, the file cut, a JSON value replaced by another one or by another type, a key
-left out. Then train.py calibrates from the run once more, into a bundle of another name, and infer's reader reads the
-bundle. Each mutation must be refused (one line, exit 2), or leave the new bundle as it was, byte for byte (what was
-damaged was made anew, or is not read).
+Each mutation is one of: a byte changed, the file cut, a value of JSON or YAML replaced by another one or by another
+type, a key left out. Then the commands are called as before: train.py goes on in the folder, and what infer.py does
+with model and bundle is done. It must end in one of
+
+    refused      one line, exit 2
+    reported     a changed configuration: the log says what is made anew, and because of which key
+    same         the bundle is the same, byte for byte, and so are tokens, logits and what is generated
+
+Anything else (``different``, ``traceback``, another exit code, no end within two minutes of CPU time) is a defect and
+stands in the row. A row is appended for every fifty mutations; with the same seed and file the command goes on behind
+the rows that are there.
 """
 
 import argparse
 import collections
 import contextlib
 import copy
+import hashlib
 import io
 import json
 import logging
+import os
 import random
 import shutil
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_run import flags, make_inputs
+import torch
+import yaml
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # where a mutated name could be one of the hub, nobody is asked
+
+from benchmarks.tiny_run import bundle_bytes, flags, make_inputs
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main as train
 from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.check import check
+from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 VALUES: list[Any] = [None, True, -1, 0, 3, 3.5, 1e300, float("nan"), "x", "", [], {}, [1], {"a": 1}]
 KINDS = {
-    "bundle": "bundle/*", "manifest": "activations/*.json", "shards": "activations/layer_*/*", "run": "run.json",
-    "predictors": "predictors/layer_*/*/*[jr]s*", "model": "model/*",
+    "config": "run.yaml", "bundle": "run/bundle/*", "manifest": "run/activations/*.json",
+    "shards": "run/activations/layer_*/*", "run": "run/run.json", "predictors": "run/predictors/layer_*/*/*[jr]s*",
+    "model": "model/*",
 }  # fmt: skip
+SUFFIXES = (".yaml", ".json", ".h5", ".safetensors")
+SENTENCE = "the model reads a token and each layer keeps those rows"
+ROW_OF = 50
+LONGEST_CPU_SECONDS = 120
 
 
 def mutated(path: Path, draw: random.Random) -> tuple[bytes, str]:
     """The file's bytes with one change, and what it is."""
     data = path.read_bytes()
-    kind = draw.choice(["byte", "cut"] + ["value", "key"] * 3 if path.suffix == ".json" else ["byte"] * 3 + ["cut"])
+    structured = path.suffix in (".json", ".yaml")
+    kind = draw.choice(["byte", "cut"] + ["value", "key"] * 3 if structured else ["byte"] * 3 + ["cut"])
     if kind in ("value", "key"):
-        whole = json.loads(data)
-        value = copy.deepcopy(whole)
-        inside = value
+        whole = yaml.safe_load(data) if path.suffix == ".yaml" else json.loads(data)
+        changed = copy.deepcopy(whole)
+        inside, names = changed, []
         while True:
-            keys = list(range(len(inside))) if isinstance(inside, list) else list(inside)
-            key = draw.choice(keys)
+            key = draw.choice(list(range(len(inside))) if isinstance(inside, list) else list(inside))
+            names.append(str(key))
             if not isinstance(inside[key], (dict, list)) or not inside[key] or draw.random() < 0.3:
                 break
             inside = inside[key]
@@ -54,98 +79,178 @@ def mutated(path: Path, draw: random.Random) -> tuple[bytes, str]:
             del inside[key]
         else:
             inside[key] = draw.choice(VALUES)
-        return json.dumps(value).encode(), f"{kind} {key}"
+        text = yaml.safe_dump(changed) if path.suffix == ".yaml" else json.dumps(changed)
+        return text.encode(), f"{kind} {'.'.join(names)}" + (f" = {inside[key]}" if kind == "value" else "")
     if kind == "cut":
-        return data[: draw.randrange(len(data))], "cut"
-    place = draw.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :], f"byte {place}"
+        place = draw.randrange(len(data))
+        return data[:place], f"cut at {place}"
+    place, bit = draw.randrange(len(data)), draw.randrange(8)
+    return data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :], f"bit {bit} of byte {place}"
 
 
-def outcome(argv: Sequence[str], output: Path, reference: tuple[bytes, bytes]) -> str:
-    """refused, same, different, or traceback with its last line."""
-    errors = io.StringIO()
+class Run:
+    """A finished tiny run in ``folder``: model, text, run.yaml and the run itself, restored before every mutation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model, text = make_inputs(folder)
+        short = ("--mlp.steps=6", "--heads.steps=6", "--mlp.validations=1", "--heads.validations=1", "--tune.steps=0")
+        argv = [*flags(model, text, folder / "run", *short), "--calibrate.sensitivity_tokens=0"]
+        values: dict[str, Any] = {}
+        for name, _, value in (flag[2:].partition("=") for flag in argv):
+            *outer, last = name.split(".")
+            section = values
+            for key in outer:
+                section = section.setdefault(key, {})
+            section[last] = yaml.safe_load(value)
+        (folder / "run.yaml").write_text(yaml.safe_dump(values))
+        self.argv = ["--config", str(folder / "run.yaml")]
+        assert exit_on_user_error(train, self.argv) == 0
+        self.bundle = bundle_bytes(folder / "run")
+        self.parts = ("run", "model", "run.yaml", "text.txt")
+        for name in self.parts:
+            (folder / name).rename(folder / f"whole-{name}")
+        self.restore()
+        self.answers = self.infer()
+
+    def restore(self) -> None:
+        for path in self.folder.iterdir():
+            if not path.name.startswith("whole-"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in self.parts:
+            whole = self.folder / f"whole-{name}"
+            if whole.is_dir():
+                shutil.copytree(whole, self.folder / name, ignore=shutil.ignore_patterns("csv", ".holders"))
+            else:
+                shutil.copy(whole, self.folder / name)
+
+    def infer(self) -> str:
+        """A digest of what infer.py reads and reckons: tokens, logits of every position, and text that goes on."""
+        model, bundle = str(self.folder / "model"), str(self.folder / "run/bundle")
+        check(InferConfig(model=model, bundle=bundle, text=str(self.folder / "text.txt"), timing=False, window=64))
+        found = Bundle.from_pretrained(bundle)
+        found.check_model(model)
+        ids = torch.tensor([load_tokenizer(model)(SENTENCE)["input_ids"]])
+        sparse = SparseOPTForCausalLM.from_pretrained(model, found, backend="mask")
+        with torch.no_grad():
+            logits = sparse(ids).logits
+        written = sparse.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        parts = (ids.numpy(), logits.numpy(), written.numpy())
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+
+    def outcome(self, kind: str) -> str:
+        """What the commands make of the files as they are now; see the head of this file."""
+        if kind != "bundle":  # train.py writes a damaged bundle anew: tests/test_pipeline.py
+            code, said = called(lambda: exit_on_user_error(train, [*self.argv, *self.again(kind)]))
+            if code != 0:
+                return code_of(code, said)
+            name = "bundle" if kind == "config" else "again"
+            if self.read(name) != self.bundle:
+                return "reported" if kind == "config" and " anew" in said else "different: " + said[-200:]
+        answers: list[str] = []
+        code, said = called(lambda: exit_on_user_error(lambda _: answers.append(self.infer())))
+        if code != 0:
+            return code_of(code, said)
+        if answers != [self.answers] and not (kind == "config" and " anew" in said):
+            return "different answers"
+        return "same"
+
+    def again(self, kind: str) -> list[str]:
+        """Damaged parts of a run are read for a bundle of another name; a changed configuration, for the same one."""
+        return [] if kind == "config" else ["--bundle=again"]
+
+    def read(self, bundle: str) -> tuple[bytes, ...]:
+        names = ("bundle.json", "predictors.safetensors")
+        return tuple((self.folder / "run" / bundle / name).read_bytes() for name in names)
+
+
+def called(work: Callable[[], int]) -> tuple[int | str, str]:
+    """The exit code, or the last line of a traceback, and what was logged and printed."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger = logging.getLogger("dejavu_train")
+    logger.addHandler(handler)
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            code = exit_on_user_error(train, argv)
-            if code == 0:
-                Bundle.from_pretrained(output / "again")
-    except ValueError as error:
-        return "refused" if type(error).__name__ == "UserError" else "traceback " + traceback.format_exc(limit=-1)
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), limited():
+            return work(), said.getvalue()
     except BaseException:
-        return "traceback " + traceback.format_exc(limit=-1)
-    if code:
-        return "refused" if errors.getvalue().count("error: ") == 1 else f"code {code}"
-    contents = [(output / "again" / name).read_bytes() for name in ("bundle.json", "predictors.safetensors")]
-    return "same" if tuple(contents) == reference else "different"
+        return "traceback " + " ".join(traceback.format_exc(limit=-2).split())[-300:], said.getvalue()
+    finally:
+        logger.removeHandler(handler)
 
 
-def mutate(count: int, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
-    """Mutate so many times, or for so long; returns counts by kind and outcome, and what went wrong."""
-    draw = random.Random(seed)
-    logging.disable(logging.CRITICAL)
-    model, text = make_inputs(folder)
-    whole = folder / "whole"
-    shutil.move(model, folder / "model-0")
-    short = ("--mlp.steps=6", "--heads.steps=6", "--mlp.validations=1", "--heads.validations=1")
-    argv = [*flags(folder / "model", text, folder / "run", *short), "--calibrate.sensitivity_tokens=0"]
-    shutil.copytree(folder / "model-0", folder / "model")
-    assert exit_on_user_error(train, argv) == 0 and exit_on_user_error(train, [*argv, "--bundle=again"]) == 0
-    names = ("bundle.json", "predictors.safetensors")
-    reference = tuple((folder / "run/again" / name).read_bytes() for name in names)
-    shutil.rmtree(folder / "run/again")
-    shutil.move(folder / "run", whole)
+def code_of(code: int | str, said: str) -> str:
+    if code in (130, 143):  # somebody wants us to end, not the command
+        raise SystemExit(code)
+    if code == 2 and said.count("error: ") == 1:
+        return "refused"
+    return code if isinstance(code, str) else f"code {code}: {said[-200:]}"
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Raise where the block takes too long, counted in CPU time: the machine may be busy with other things."""
+
+    def hung(*_: object) -> None:
+        raise RuntimeError(f"no end within {LONGEST_CPU_SECONDS} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, hung)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def mutate(run: Run, count: int, seed: int, first: int = 0) -> dict[str, Any]:
+    """Mutate ``count`` times, the mutations with the numbers ``first`` and up; counts by kind, and what went wrong."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     wrong: list[str] = []
-    until = time.monotonic() + seconds
-    for number in range(count):
-        if time.monotonic() > until:
-            break
+    for number in range(first, first + count):
+        draw = random.Random(f"{seed} {number}")
         kind = list(KINDS)[number % len(KINDS)]
-        shutil.rmtree(folder / "run", ignore_errors=True)
-        shutil.rmtree(folder / "model")
-        shutil.copytree(folder / "model-0", folder / "model")
-        shutil.copytree(whole, folder / "run", ignore=shutil.ignore_patterns("csv", ".holders"))
-        base = folder if kind == "model" else folder / "run"
-        files = sorted(p for p in base.glob(KINDS[kind]) if p.suffix in (".json", ".h5", ".safetensors"))
-        path = draw.choice(files)
+        run.restore()
+        path = draw.choice(sorted(p for p in run.folder.glob(KINDS[kind]) if p.suffix in SUFFIXES))
         data, what = mutated(path, draw)
         path.unlink()
         path.write_bytes(data)
-        if kind == "bundle":  # what infer.py does
-            result = outcome_of_bundle(folder / "run/bundle")
-        else:
-            result = outcome([*argv, "--bundle=again"], folder / "run", reference)
-        found[kind][result.split()[0]] += 1
-        if result.split()[0] not in ("refused", "same"):
-            wrong.append(f"{kind}: {path.relative_to(folder)}: {what}: {' '.join(result.split())[-200:]}")
-    logging.disable(logging.NOTSET)
-    return {"count": sum(sum(c.values()) for c in found.values()), "seed": seed, "found": found, "wrong": wrong}
-
-
-def outcome_of_bundle(folder: Path) -> str:
-    """Of a bundle that infer.py reads."""
-    return "refused" if exit_quietly(lambda _: Bundle.from_pretrained(folder)) else "same"
-
-
-def exit_quietly(read: Any) -> int:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return exit_on_user_error(read)
+        result = run.outcome(kind)
+        name = result.split()[0].rstrip(":")
+        found[kind][name] += 1
+        if name not in ("refused", "reported", "same"):
+            wrong.append(f"{number}: {kind}: {path.relative_to(run.folder)}: {what}: {' '.join(result.split())}")
+    return {"seed": seed, "first": first, "count": count, "found": found, "wrong": wrong}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        found = mutate(options.count, options.seed, Path(folder), options.seconds)
-    row = json.dumps(found | {"date": time.strftime("%Y-%m-%d")})
-    print(json.dumps(found, indent=1))
-    if options.out:
-        with open(options.out, "a") as file:
-            file.write(row + "\n")
+    rows = []
+    if options.out and options.out.is_file():
+        rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    done = sum(row["count"] for row in rows if row["seed"] == options.seed and row["first"] >= options.first)
+    quiet_logs()
+    out = options.out and options.out.absolute()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # a mutated path may be a relative one
+        run = Run(Path(folder))
+        for first in range(options.first + done, options.first + options.count, ROW_OF):
+            row = mutate(run, min(ROW_OF, options.first + options.count - first), options.seed, first)
+            line = json.dumps(row | {"torch": torch.__version__, "date": time.strftime("%F")})
+            print(line, flush=True)
+            if out:
+                with open(out, "a") as file:
+                    file.write(line + "\n")
+
+
+def quiet_logs() -> None:
+    """Our own log goes to what :func:`called` collects; libraries' logs nowhere."""
+    logging.getLogger().handlers = [logging.NullHandler()]
+    logging.getLogger("dejavu_train").setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
 wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl; where to get them: docs/texts.md).
 `run` goes the whole way that a user's `train.py` goes, then scores 100,000 tokens of every text (all of a shorter one)
-through `mask`, appending a row per text and selection to docs/texts/<model>.csv.
+through `mask`, appending a row per text and selection to docs/texts/<model>.csv. Interrupted, the same command goes on
+behind the last text that was scored.
 """
 
 import argparse
@@ -203,11 +204,16 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     train_tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["set"] == "train")
     bundle = Bundle.from_pretrained(work / "bundle")
     if not options.keep:
-        shutil.rmtree(work / "activations")
+        for shards in (work / "activations").glob(
+            "layer_*"
+        ):  # the manifest stays: the rows say how much was trained on
+            shutil.rmtree(shards)
     device = resolve_device("auto")
     model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
     settings = rows_of(bundle, options.recipe, options.yardsticks)
-    for name in options.texts.split(","):
+    scored_before = work / "scored.txt"
+    before = scored_before.read_text("utf-8").split() if scored_before.is_file() else []
+    for name in (name for name in options.texts.split(",") if name not in before):
         documents: list[Document] = load_documents(TextSource(source=f"{options.data}/{name}.jsonl"))[0]
         corpus = hold_out(documents, tokenizer, WINDOW, options.tokens)
         scored = evaluate(model, bundle, corpus, settings, options.batch_tokens)
@@ -249,7 +255,11 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
                 what = f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}"
                 line = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
                 print(f"{what}: {line}", flush=True)
-    shutil.rmtree(work / "activations", ignore_errors=True)
+        with open(scored_before, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
+    scored_before.unlink(missing_ok=True)
+    for shards in (work / "activations").glob("layer_*"):
+        shutil.rmtree(shards)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

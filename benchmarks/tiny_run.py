@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ def flags(model: Path, text: Path, output: Path, *more: str) -> list[str]:
         "collect.device": "cpu", "collect.batch_size": 4, "data.batch_size": 512, "mlp.rank": 8, "mlp.steps": 60,
         "mlp.validations": 3, "heads.rank": 4, "heads.steps": 60, "heads.validations": 3, "mlp.density": 0.4,
         "heads.density": 0.75, "calibrate.mlp_density": 0.4, "calibrate.head_density": 0.75,
-        "calibrate.sensitivity_tokens": 300, "trainer.accelerator": "cpu",
+        "calibrate.sensitivity_tokens": 300, "tune.steps": 12, "tune.tokens": 128, "tune.batch_tokens": 128,
+        "trainer.accelerator": "cpu",
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in values.items()] + list(more)
 
@@ -45,15 +47,16 @@ def _run(argv: Sequence[str], log: str) -> None:
     import torch
 
     from dejavu_train.cli import main
-    from dejavu_train.errors import exit_on_user_error
-    from dejavu_train.training import job
+    from dejavu_train.errors import GOES_ON, exit_on_user_error
+    from dejavu_train.training import finetune, job
 
     torch.set_num_threads(1)
-    job.SAVE_SECONDS = 0.2  # a fit of a second is saved some times, as one of an hour is
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the benchmark runs in the background
+    job.SAVE_SECONDS = finetune.SAVE_SECONDS = 0.2  # a fit of a second is saved some times, as one of an hour is
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(exit_on_user_error(main, argv))
+    sys.exit(exit_on_user_error(main, argv, GOES_ON))
 
 
 def start(argv: Sequence[str], log: Path) -> Any:

@@ -12,8 +12,18 @@ class UserError(ValueError):
     """A mistake of the person who called us. The message is one line: what was expected, what was got, the remedy."""
 
 
-def exit_on_user_error(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
-    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 130 or 143."""
+GOES_ON = "the same command goes on from the last complete piece"
+BEGINS_ANEW = "what was written until then is kept, the same command begins anew"
+
+
+def exit_on_user_error(
+    main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None, after_signal: str = BEGINS_ANEW
+) -> int:
+    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 130 or 143.
+
+    Args:
+        after_signal: what the line after a signal says of the same command.
+    """
     try:
         with heard():
             main(argv)
@@ -26,7 +36,7 @@ def exit_on_user_error(main: Callable[[Sequence[str] | None], None], argv: Seque
         return 2
     except (Interrupted, KeyboardInterrupt) as error:
         name = str(error) or "SIGINT"
-        print(f"interrupted by {name}; the same command goes on from the last complete piece", file=sys.stderr)
+        print(f"interrupted by {name}; {after_signal}", file=sys.stderr)
         return error.exit_code if isinstance(error, Interrupted) else 130
     return 0
 

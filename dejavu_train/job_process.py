@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from dejavu_train.cli import parse_config, set_up_logging
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import GOES_ON, exit_on_user_error
 from dejavu_train.locks import claim
 from dejavu_train.training.job import fit
 
@@ -36,4 +36,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_user_error(main))
+    sys.exit(exit_on_user_error(main, after_signal=GOES_ON))

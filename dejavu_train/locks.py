@@ -119,19 +119,6 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
     folder = Path(folder)
     holder = Holder(os.getpid(), socket.gethostname(), _machine(), _started(os.getpid()) or "", identity, note)
     path = folder / f"{holder.host}-{holder.pid}-{uuid.uuid4().hex[:8]}.json"
-    for left in reversed(range(TRIES)):
-        write_text(path, json.dumps(dataclasses.asdict(holder)))
-        try:
-            others = [other for other in holders(folder, path) if identity is None or other.identity != identity]
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        if not others:
-            break
-        path.unlink(missing_ok=True)
-        if not left:
-            raise Held(others[0])
-        time.sleep(random.uniform(0.01, 0.1))
     done = threading.Event()
 
     def touch() -> None:
@@ -139,14 +126,24 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
             with contextlib.suppress(OSError):
                 os.utime(path)
 
-    threading.Thread(target=touch, name="holder", daemon=True).start()
-    if identity is not None:
-        _ours[str(folder)] = identity
-    try:
+    try:  # around the first writing too: a signal may come at any moment
+        for left in reversed(range(TRIES)):
+            write_text(path, json.dumps(dataclasses.asdict(holder)))
+            others = [other for other in holders(folder, path) if identity is None or other.identity != identity]
+            if not others:
+                break
+            path.unlink(missing_ok=True)
+            if not left:
+                raise Held(others[0])
+            time.sleep(random.uniform(0.01, 0.1))
+        threading.Thread(target=touch, name="holder", daemon=True).start()
+        if identity is not None:
+            _ours[str(folder)] = identity
         yield
     finally:
         done.set()
-        _ours.pop(str(folder), None)
+        if _ours.get(str(folder)) == identity:
+            _ours.pop(str(folder), None)
         path.unlink(missing_ok=True)
 
 

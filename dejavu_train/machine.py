@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 from dejavu_train.errors import UserError
 
@@ -26,3 +27,12 @@ def check_device_name(name: str, key: str) -> None:
     """Raise :class:`UserError` for a device that cannot be one; whether it is there torch says."""
     if not _DEVICE.fullmatch(name):
         raise UserError(f"{key} must be auto, cpu, cuda or cuda:N, got {name}")
+
+
+def free_memory() -> int | None:
+    """Bytes that can be taken without swapping, as the kernel reckons; None where it does not say."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else 1024 * int(found[1])

@@ -12,6 +12,7 @@ Mappings are merged, any other value replaces the one before; so does a mapping 
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -167,6 +168,9 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     instances = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
     fields = {field.name: instances[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     config = kind(**fields | free)
+    for name, hint in parser.types.items():  # jsonargparse lets a null of YAML pass for a text
+        if type(None) not in typing.get_args(hint) and functools.reduce(getattr, name.split("."), config) is None:
+            raise UserError(f"--{name} must be {_described(hint)}, got null")
     _check_finite(dataclasses.asdict(config), "")  # type: ignore[call-overload]
     return config
 

@@ -217,7 +217,16 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
             finetune_all(config, output, jobs, calibrated(folder, settings), tuning)
         folder = output / "tuned"
     bundle = calibrated(folder, config.calibrate)
-    bundle = dataclasses.replace(bundle, metadata=bundle.metadata | {"stage": stage.to_json()})
+    about: dict[str, Any] = {"stage": stage.to_json()}
+    if config.tune.steps and (untuned := untuned_layers(folder, bundle)):
+        about["untuned_layers"] = untuned
+        names = ", ".join(map(str, untuned))
+        logger.warning(
+            "layers %s were dense when the others were tuned and keep their predictors as trained; set tune.density to"
+            " tune at the densities of this bundle",
+            names,
+        )
+    bundle = dataclasses.replace(bundle, metadata=bundle.metadata | about)
     bundle.save_pretrained(output / config.bundle)
     columns, rows = summary_rows(output, jobs)
     with replacing(output / "predictors" / "summary.csv") as path:
@@ -233,7 +242,8 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
     device = start_device(config.trainer)
     model = load_opt(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
-    tuned, metrics = finetune(model, bundle, windows, config.tune, config.seed)
+    state = output / "tuning.ckpt"
+    tuned, metrics = finetune(model, bundle, windows, config.tune, config.seed, state)
     folder = output / ".tmp-tuned"
     shutil.rmtree(folder, ignore_errors=True)
     for layer, target in jobs:
@@ -248,9 +258,17 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
             metadata = read_sealed(own / "predictor.json", "a finished predictor")
             metadata |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": metrics[-1]}
             write_sealed(own / "predictor.json", metadata)
-    write_sealed(folder / "stage.json", stage.to_json())
+    write_sealed(folder / "stage.json", stage.to_json() | {"layers": sorted(tuned)})
     shutil.rmtree(output / "tuned", ignore_errors=True)
     folder.rename(output / "tuned")
+    state.unlink(missing_ok=True)
+
+
+def untuned_layers(tuned: Path, bundle: Bundle) -> list[int]:
+    """Layers whose neurons ``bundle`` selects by predictors as trained: they were dense when the others were tuned."""
+    layers = (stored_stage(tuned) or {}).get("layers")
+    sparse = [layer for (layer, target), spec in bundle.specs.items() if target == "mlp" and not spec.dense]
+    return [] if layers is None else sorted(set(sparse) - set(layers))
 
 
 def check_trainer(config: RunConfig, job: Job) -> None:

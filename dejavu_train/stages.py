@@ -4,16 +4,19 @@
 
 A stage's identity is the hash of its own keys and of the identities of the stages before it, so a changed key makes
 anew what depends on it and nothing else. How a run runs (devices, workers, layers of this invocation, loggers) is in
-no identity.
+no identity. The file of a class of one's own is a key: an edited class is trained anew.
 """
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from dejavu_train.config import RunConfig
+from dejavu_train.files import sha256_file
 
 # How a run runs, not what it makes.
 _NOT_KEYS = {
@@ -94,13 +97,28 @@ def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:
 
     def add(prefix: str, part: Mapping[str, Any]) -> None:
         for name, value in part.items():
+            if isinstance(value, dict) and isinstance(value.get("class_path"), str):
+                flat[f"{prefix}.{name}.file_sha256"] = _file_digest(value["class_path"])
             if isinstance(value, dict) and value:
                 add(f"{prefix}.{name}", value)
             else:
                 flat[f"{prefix}.{name}"] = value
 
     add(section, {name: value for name, value in values[section].items() if name not in left_out})
+    if section == "trainer":  # its classes are Lightning's for the most part, and change with its version
+        flat = {name: value for name, value in flat.items() if not name.endswith(".file_sha256")}
     return flat
+
+
+def _file_digest(class_path: str) -> str | None:
+    """The beginning of the SHA-256 of the file of a class; None where it has none. What it imports is not read."""
+    try:
+        found = importlib.util.find_spec(class_path.rpartition(".")[0])
+    except (ImportError, ValueError):
+        return None  # the checks name what cannot be imported
+    if found is None or not found.origin or not os.path.isfile(found.origin):
+        return None
+    return sha256_file(found.origin)[:12]
 
 
 def _stage(name: str, keys: dict[str, Any], *before: Stage) -> Stage:

@@ -52,21 +52,23 @@ def flags(tiny_opt: Path, text_file: Path, output: Path, *more: str) -> list[str
     return [f"--{name}={value}" for name, value in values.items()] + list(more)
 
 
-def _run_main(argv: list[str], log: str) -> None:
+def _run_main(argv: list[str], log: str, module: str) -> None:
+    import importlib
     import signal
     import sys
 
     import torch
 
-    from dejavu_train.cli import main
-    from dejavu_train.errors import exit_on_user_error
+    from dejavu_train.errors import GOES_ON, exit_on_user_error
+
+    main = importlib.import_module(module).main
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background were told to ignore it
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(exit_on_user_error(main, argv))
+    sys.exit(exit_on_user_error(main, argv, GOES_ON))
 
 
 @functools.cache
@@ -79,9 +81,9 @@ def _server():
     return context
 
 
-def start_main(argv: list[str], log: Path) -> multiprocessing.Process:
-    """Run train.py's main in a process of its own."""
-    process = _server().Process(target=_run_main, args=(argv, str(log)))
+def start_main(argv: list[str], log: Path, module: str = "dejavu_train.cli") -> multiprocessing.Process:
+    """Run the main of train.py, or of another command's ``module``, in a process of its own."""
+    process = _server().Process(target=_run_main, args=(argv, str(log), module))
     process.start()
     return process
 

@@ -15,13 +15,14 @@ import pytest
 from conftest import save_tiny_opt
 from small_runs import activations, flags
 
-from dejavu_train import files, machine, pipeline
+from dejavu_train import files, machine
 from dejavu_train.cli import main
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError, describe, exit_on_user_error
+from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
-from dejavu_train.models.opt import load_opt, read_shape
+from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
 from dejavu_train.models.stored import check_folder
 
 
@@ -31,6 +32,7 @@ def one_line(capsys, argv, *words):
     assert exit_on_user_error(main, argv) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and all(word in errors[0] for word in words), errors
+    return errors[0]
 
 
 @pytest.fixture
@@ -83,17 +85,60 @@ def test_a_full_disk_is_known_before_any_work(tmp_path, monkeypatch, run, capsys
     one_line(capsys, run(), "No more files fit", "free some space or inodes")
 
 
-@pytest.mark.parametrize("function", ["collect", "run_job", "finish"])
-def test_a_bug_in_a_phase_keeps_its_traceback(run, monkeypatch, tiny_opt, text_file, tmp_path, function):
-    def bug(*_args, **_options):
-        raise RuntimeError("a bug")
+def bug(*_args, **_options):
+    raise RuntimeError("a bug")
 
-    shutil.copytree(activations(tiny_opt, text_file), tmp_path / "run" / "activations")
-    monkeypatch.setattr(pipeline, function, bug)
-    if function == "finish":
-        monkeypatch.setattr(pipeline, "is_finished", lambda *_: True)
-    with pytest.raises(RuntimeError, match="a bug"):
-        exit_on_user_error(main, run())
+
+TRAIN_PHASES = {  # what breaks, and what was done before it
+    "claim": ("dejavu_train.pipeline.claimed_folder", ""),
+    "text": ("dejavu_train.data.collect.load_sets", ""),
+    "collecting": ("dejavu_train.data.collect._forward", ""),
+    "predictor": ("dejavu_train.training.job.make_predictor", "collected"),
+    "training step": ("dejavu_train.training.lit_predictor.LitPredictor.training_step", "collected"),
+    "validation": ("dejavu_train.training.lit_predictor.LitPredictor.validation_step", "collected"),
+    "export": ("dejavu_train.training.job.export", "collected"),
+    "calibration": ("dejavu_train.pipeline.calibrate", "collected, trained"),
+    "tuning": ("dejavu_train.training.finetune._divergence", "collected, trained, tuned"),
+    "bundle": ("dejavu_train.bundle.artifact.save_file", "collected, trained"),
+}
+INFER_PHASES = (
+    "run.checked", "run.load_tokenizer", "run.load_text", "run.load_opt", "run.evaluate", "perplexity.masking",
+    "run.time_decoding", "run.report.write_results", "run.plot_curves", "run.write_report", "run._generate",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_opt, text_file, tmp_path_factory):
+    output = tmp_path_factory.mktemp("bugs") / "run"
+    shutil.copytree(activations(tiny_opt, text_file), output / "activations")
+    few = [f"--{target}.{key}" for target in ("mlp", "heads") for key in ("steps=2", "validations=1")]
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few)) == 0
+    return output, few
+
+
+@pytest.mark.parametrize("phase", TRAIN_PHASES)
+def test_a_bug_in_a_phase_of_training_keeps_its_traceback(trained, monkeypatch, tiny_opt, text_file, tmp_path, phase):
+    (whole, few), (function, before) = trained, TRAIN_PHASES[phase]
+    for part in ("activations", "predictors"):
+        if {"activations": "collected", "predictors": "trained"}[part] in before:
+            shutil.copytree(whole / part, tmp_path / "run" / part)
+    more = ["--tune.steps=1", "--tune.tokens=64", "--bundle=again"] if "tuned" in before else []
+    monkeypatch.setattr(function, bug)
+    with pytest.raises(RuntimeError, match="^a bug$"):
+        exit_on_user_error(main, flags(tiny_opt, text_file, tmp_path / "run", *few, *more))
+
+
+@pytest.mark.parametrize("function", INFER_PHASES)
+def test_a_bug_in_a_phase_of_infer_keeps_its_traceback(trained, monkeypatch, tiny_opt, text_file, tmp_path, function):
+    given = {
+        "model": tiny_opt, "bundle": trained[0] / "bundle", "output": tmp_path, "text": text_file, "tokens": 60,
+        "window": 32, "densities": 0.3, "curve_densities": "[]", "head_densities": "[]", "sparse_from": "[0]",
+        "selections": "predicted", "timing_backends": "dense", "prompt": 4, "new_tokens": 2, "generate": "the",
+        "device": "cpu", "backend": "gather",
+    }  # fmt: skip
+    monkeypatch.setattr(f"dejavu_train.evaluation.{function}", bug)
+    with pytest.raises(RuntimeError, match="^a bug$"):
+        exit_on_user_error(infer, [f"--{name}={value}" for name, value in given.items()])
 
 
 def test_a_head_that_is_not_stored_is_not_made_up(tmp_path, run, capsys):
@@ -205,6 +250,12 @@ MODEL_MISTAKES = {
     "text for a size": (lambda f: damaged(f, "config.json", lambda v: v | {"ffn_dim": "96"}), "ffn_dim of"),
     "no layers": (lambda f: damaged(f, "config.json", lambda v: v | {"num_hidden_layers": 0}), "num_hidden_layers of"),
     "heads": (lambda f: damaged(f, "config.json", lambda v: v | {"num_attention_heads": 5}), "do not divide"),
+    "a number for a switch": (lambda f: damaged(f, "config.json", lambda v: v | {"use_cache": 3.5}), "use_cache of"),
+    "a share of 7": (lambda f: damaged(f, "config.json", lambda v: v | {"dropout": 7}), "dropout of"),
+    "no such token": (
+        lambda f: damaged(f, "generation_config.json", lambda v: v | {"eos_token_id": [2, 99999]}), "a token below"
+    ),
+    "generation's list": (lambda f: (f / "generation_config.json").write_text("[]"), "must hold keys and values"),
     "fewer layers": (lambda f: damaged(f, "config.json", lambda v: v | {"num_hidden_layers": 1}), "layers.1."),
     "another size": (lambda f: damaged(f, "config.json", lambda v: v | {"ffn_dim": 80}), "96x48, its config asks"),
     "untied head": (lambda f: damaged(f, "config.json", lambda v: v | {"tie_word_embeddings": False}), "lm_head"),
@@ -226,6 +277,20 @@ def test_a_model_folder_that_is_not_complete(name, tiny_opt, tmp_path, run, caps
     change, words = MODEL_MISTAKES[name]
     change(folder)
     one_line(capsys, run(f"--model={folder}"), words)
+
+
+TOKENIZER_MISTAKES = {
+    "a decoder of no type": ("tokenizer.json", lambda v: v | {"decoder": v["decoder"] | {"type": ""}}),
+    "a number for a token": ("tokenizer_config.json", lambda v: v | {"eos_token": 3.5}),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_MISTAKES)
+def test_a_tokenizer_that_the_package_cannot_read(name, tiny_opt, tmp_path):
+    folder = shutil.copytree(tiny_opt, tmp_path / "opt", ignore=shutil.ignore_patterns("activations"))
+    damaged(folder, *TOKENIZER_MISTAKES[name])
+    with pytest.raises(UserError, match="cannot load a tokenizer from"):
+        load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -253,8 +318,8 @@ def test_a_package_that_is_missing(package, more, words, run, capsys, monkeypatc
     ids=" ".join,
 )  # fmt: skip
 def test_trainer_arguments_that_cannot_be(more, run, capsys, tmp_path):
-    one_line(capsys, run(*(f"--trainer.{flag}" for flag in more)), "trainer")
-    assert not (tmp_path / "run").exists()
+    line = one_line(capsys, run(*(f"--trainer.{flag}" for flag in more)), "trainer")
+    assert line.count("do not fit") <= 1 and not (tmp_path / "run").exists()
 
 
 def test_check_prints_the_plan_and_leaves_nothing(run, capsys, tmp_path, tiny_opt, text_file):

@@ -20,6 +20,7 @@ from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.cli import main as infer_main
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
+from dejavu_train.files import write_sealed
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.pipeline import table
 
@@ -80,6 +81,11 @@ def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished,
     for target, same in (("mlp", False), ("heads", True)):
         name = f"layer_01/{target}/predictor.safetensors"
         assert ((output / "tuned" / name).read_bytes() == (output / "predictors" / name).read_bytes()) == same
+    stage = json.loads((output / "tuned" / "stage.json").read_text())
+    assert stage["layers"] == [0, 1] and not pipeline.untuned_layers(output / "tuned", bundle)
+    write_sealed(output / "tuned" / "stage.json", {"layers": [1]})  # as where layer 0 was dense under the budget
+    assert pipeline.untuned_layers(output / "tuned", bundle) == [0]
+    assert pipeline.untuned_layers(output / "tuned", bundle.with_densities({(0, "mlp"): 1.0})) == []
 
 
 def test_the_same_command_again_does_nothing(finished, tiny_opt, text_file, capsys):
@@ -235,14 +241,27 @@ def test_two_invocations_share_a_folder(tiny_opt, text_file, tmp_path, finished)
     same_quality(output, finished)
 
 
+OWN_PREDICTOR = """
+from torch import nn
+
+
+class Own(nn.Sequential):
+    def __init__(self, d_in, n_out, hidden):
+        super().__init__(nn.Linear(d_in, hidden), nn.ReLU(), nn.Linear(hidden, n_out))
+"""
+
+
 def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, finished):
-    """The real command, with DDP over two CPU processes for one predictor."""
+    """The real command, with DDP over two CPU processes for one predictor, and for one of a class of one's own."""
+    (tmp_path / "own_parts.py").write_text(OWN_PREDICTOR)
     output = tmp_path / "run"
     shutil.copytree(activations(tiny_opt, text_file), output / "activations")
     argv = flags(
-        tiny_opt, text_file, output, "--layers=1", "--targets=mlp", "--trainer.devices=2", "--trainer.strategy=ddp"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        tiny_opt, text_file, output, "--layers=1", "--trainer.devices=2", "--trainer.strategy=ddp", "--heads.steps=8",
+        "--heads.validations=1", "--heads.predictor.class_path=own_parts.Own", "--heads.predictor.init_args.hidden=8",
+    )  # fmt: skip
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "train.py", *argv],
         cwd=REPOSITORY,
@@ -257,6 +276,8 @@ def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, 
     ours, theirs = (json.loads((folder / name).read_text())["metrics"] for folder in (output, finished))
     assert abs(ours["retained_mass"] - theirs["retained_mass"]) < 0.003
     assert ours["steps"] == theirs["steps"]
+    own = json.loads((output / "predictors/layer_01/heads/predictor.json").read_text())
+    assert own["kind"] == "custom" and own["metrics"]["steps"] == 8
 
 
 @pytest.mark.parametrize("width, n_heads", [(128, 2), (256, 2)], ids=["head-64", "head-128"])

@@ -1,5 +1,6 @@
 """A signal ends every phase of a command with one line and exit 130 or 143; nothing goes on, no child stays."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,13 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from bundles import make_bundle
 from small_runs import activations, flags, start_main
 
 from dejavu_train import signals
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import BEGINS_ANEW, GOES_ON, exit_on_user_error
 from dejavu_train.training.job import _run_child, job_folder
-
-LINE = "the same command goes on from the last complete piece"
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _sigint_is_not_ignored():
 def test_a_signal_is_one_line_and_a_code(number, code, capsys):
     before = signal.getsignal(number)
     assert exit_on_user_error(lambda argv: os.kill(os.getpid(), number)) == code
-    assert capsys.readouterr().err == f"interrupted by {number.name}; {LINE}\n"
+    assert capsys.readouterr().err == f"interrupted by {number.name}; {BEGINS_ANEW}\n"
     assert signal.getsignal(number) is before
 
 
@@ -52,7 +52,7 @@ def test_a_deferred_signal_waits_for_its_place_and_a_second_one_does_not():
     assert exit_on_user_error(lambda argv: passed.append(signals.pending())) == 0 and passed[-1] is False
 
 
-def wait_for(found, process, seconds=60):
+def wait_for(found, process, seconds=300):
     until = time.monotonic() + seconds
     while not found():
         assert process.is_alive() if hasattr(process, "is_alive") else process.poll() is None
@@ -85,13 +85,65 @@ def test_every_phase_ends_and_goes_on(tiny_opt, text_file, tmp_path, phase, numb
     wait_for(lambda: PHASES[phase](output), process)
     time.sleep(0.1 if phase == "fitting" else 0.0)
     os.kill(process.pid, number)
-    process.join(60)
+    process.join(300)
     text = log.read_text()
     assert process.exitcode == code, text
-    assert text.count(f"interrupted by {number.name}; {LINE}") == 1 and "Traceback" not in text
+    assert text.count(f"interrupted by {number.name}; {GOES_ON}") == 1 and "Traceback" not in text
     assert not (output / "bundle").exists() and not list(output.rglob(".holders/**/*.json"))
     if phase == "fitting":
         assert (job_folder(output, (0, "mlp")) / "checkpoints" / "last.ckpt").is_file()
+
+
+def holds(path, words):
+    return path.is_file() and words in path.read_text()
+
+
+def first_text_is_scored(output, log):
+    return (output / "results.json").is_file()
+
+
+COMMANDS = {  # module, flags, when it is interrupted, what is there then and after it
+    "infer": (
+        "evaluation.cli", "bundle window=64 batch_tokens=64 densities=0.3 curve_densities=[] selections=predicted"
+        " head_densities=[] sparse_from=[0] tokens=1500 timing=false text={text} text=more={long}",
+        first_text_is_scored, "results.json",
+    ),
+    "pretrain": (
+        "training.pretrain", "text={text} vocab_size=320 d_model=32 n_layers=2 n_heads=2 d_ffn=64 max_positions=64"
+        " context=32 batch_rows=2 steps=100000 checkpoint_seconds=0", lambda o, _: (o / "pretraining.ckpt").is_file(),
+        "pretraining.ckpt",
+    ),
+    "observe": (
+        "evaluation.observe.__main__", "model bundle text={long} window=64 batch_tokens=64 tokens=500"
+        " parts=residual,selections densities=0.1,0.2,0.3,0.4", lambda _, log: holds(log, "one pass"), None,
+    ),
+    "generation": (
+        "evaluation.generation.run", "model bundle text={long} prompts=8 prompt=16 new_tokens=48 every=4",
+        lambda _, log: holds(log, "1 of "), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_every_other_command_ends(tiny_opt, text_file, tmp_path, command, number, code):
+    module, words, reached, kept = COMMANDS[command]
+    output, log, bundle, long = (tmp_path / name for name in ("out", "log", "bundle", "long.txt"))
+    make_bundle(tiny_opt).save_pretrained(bundle)
+    long.write_text(text_file.read_text() * 40)
+    given = {"model": f"model={tiny_opt}", "bundle": f"bundle={bundle}"}
+    flags = [given.get(word, word).format(text=text_file, long=long) for word in words.split()]
+    flags += [f"output={output}", "device=cpu", *([given["model"]] if command == "infer" else [])]
+    process = start_main([f"--{flag}" for flag in flags], log, f"dejavu_train.{module}")
+    wait_for(lambda: reached(output, log), process)
+    os.kill(process.pid, number)
+    process.join(300)
+    assert process.exitcode == code, log.read_text()
+    assert log.read_text().count(f"interrupted by {number.name}; ") == 1 and "Traceback" not in log.read_text()
+    files = [str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()]
+    assert [name for name in files if "tokenizer" not in name] == ([kept] if kept else [])
+    if command == "infer":
+        assert {row["text"] for row in json.loads((output / kept).read_text())["quality"]} == {text_file.stem}
 
 
 CHILD = """

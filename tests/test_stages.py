@@ -51,3 +51,24 @@ def test_why_a_stage_is_made_anew():
     deeper = tune_stage(dataclasses.replace(BASE, seed=1))
     assert stage.difference(deeper.to_json()) == "what it depends on has changed"
     assert "older version" in stage.difference({})
+
+
+def test_an_edited_class_of_ones_own_is_trained_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "own_parts_of_stages.py"
+    path.write_text("rank = 1\n")
+    named = {"class_path": "own_parts_of_stages.Thing", "init_args": {"rank": 3}}
+    mlp = dataclasses.replace(BASE.mlp, predictor=named)
+    config = dataclasses.replace(BASE, mlp=mlp, trainer={"callbacks": [{"class_path": "own_parts_of_stages.Thing"}]})
+    before = {name: stage(config) for name, stage in STAGES.items()}
+    path.write_text("rank = 12\n")
+    changed = {name for name, stage in STAGES.items() if stage(config).identity != before[name].identity}
+    assert changed == {"train mlp", "tune", "calibrate"}
+    said = train_stage(config, "mlp").difference(before["train mlp"].to_json())
+    assert said.startswith("mlp.predictor.file_sha256 was ")
+    text = dataclasses.replace(BASE, text=TextSource(source={"class_path": "own_parts_of_stages.Notes"}))
+    collected = collect_stage(text)
+    path.write_text("rank = 123\n")
+    assert collect_stage(text).difference(collected.to_json()).startswith("text.source.file_sha256 was ")
+    gone = dataclasses.replace(BASE, mlp=dataclasses.replace(mlp, predictor={"class_path": "no.such.Thing"}))
+    assert train_stage(gone, "mlp").keys["mlp.predictor.file_sha256"] is None

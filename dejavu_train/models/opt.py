@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, OPTForCausalLM
 
@@ -89,11 +91,9 @@ def load_opt(
         options["device_map"] = device_map
     try:
         model, info = OPTForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot load the weights of {name}: {str(error).splitlines()[0]}") from None
-    except Exception as error:  # safetensors raises its own class for a truncated or damaged file
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"cannot load the weights of {name}: {_first_line(error)}") from None
+    except SafetensorError as error:
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
     tied = bool(getattr(model.config, "tie_word_embeddings", True))  # then the head is the embedding, and not stored
     missing = [key for key in info["missing_keys"] if key != "lm_head.weight" or not tied]
@@ -120,8 +120,16 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     check_exists(name)
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise UserError(f"cannot load a tokenizer from {name}: {_first_line(error)}") from None
+    except Exception as error:  # so the package tokenizers, which is compiled, refuses what it cannot read
+        if type(error) is not Exception:
+            raise
+        raise UserError(f"cannot load a tokenizer from {name}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _stored_files(name: str, revision: str | None) -> list[Path]:

@@ -13,6 +13,13 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.shape import OPTShape, config_values
 
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+_SWITCHES = (
+    "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
+    "tie_word_embeddings",
+)  # fmt: skip
+_SHARES = ("dropout", "attention_dropout", "layerdrop")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 LEARNED_POSITIONS_OFFSET = 2  # rows of OPT's position embedding before that of the first position
 
 
@@ -38,8 +45,40 @@ def check_folder(name: str, shape: OPTShape) -> None:
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
         found |= read_header(file)
-    _check_tensors(name, found, expected_tensors(config_values(folder), shape), shape)
+    values = config_values(folder)
+    _check_tensors(name, found, expected_tensors(values, shape), shape)
+    _check_types(values, folder / "config.json", shape)
+    if (folder / GENERATION).is_file():
+        _check_types(_mapping(folder / GENERATION), folder / GENERATION, shape)
     _check_tokenizer(folder, shape)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}); fetch it again, or save the model again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold keys and values; fetch it again, or save the model again")
+    return values
+
+
+def _check_types(values: Mapping[str, Any], path: Path, shape: OPTShape) -> None:
+    """Refuse values that transformers would trip over, or take for something else, when the model is loaded."""
+
+    def is_token(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < shape.vocab_size
+
+    for key, value in values.items():
+        if key in _SWITCHES and not isinstance(value, bool):
+            wanted = "true or false"
+        elif key in _SHARES and not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            wanted = "a number from 0 to 1"
+        elif key in _TOKENS and value is not None and not all(map(is_token, value if type(value) is list else [value])):
+            wanted = f"a token below {shape.vocab_size}"
+        else:
+            continue
+        raise UserError(f"{key} of {path} must be {wanted}, got {value!r}; give the file that belongs to the weights")
 
 
 def weight_files(folder: Path) -> list[Path]:

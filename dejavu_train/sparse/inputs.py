@@ -15,9 +15,11 @@ def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
     """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``; "prompt": those behind a cache of ``past``.
 
     Raises:
-        UserError: starts for another number of rows.
+        UserError: another word, or starts for another number of rows.
     """
     if isinstance(start, str):
+        if start != "prompt":
+            raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {start}")
         return torch.full_like(positions, past > 0, dtype=torch.bool)
     if isinstance(start, Tensor):
         start = start.to(positions.device).reshape(-1)
@@ -70,3 +72,26 @@ def prompt_lengths(inputs: Tensor | None, kwargs: dict[str, Any], pad: int | Non
     if ids.dim() == 2 and pad is not None:
         return (ids != pad).sum(dim=1)
     return torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+
+
+def refuse_right_padding(inputs: Tensor | None, kwargs: dict[str, Any], pad: Any, ending: Any) -> None:
+    """Refuse prompts of ``generate`` with padding behind them: what follows would be read off the padding.
+
+    Where no ``attention_mask`` is given, padding is what transformers takes for it: the padding token, unless it ends
+    texts as well.
+
+    Raises:
+        UserError: naming the first such row.
+    """
+    mask = kwargs.get("attention_mask")
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    if mask is None and ids is not None and pad is not None and pad not in torch.as_tensor(ending or []).reshape(-1):
+        mask = ids != pad
+    if mask is None or mask.dim() != 2:
+        return
+    padded = (mask[:, -1] == 0) & (mask != 0).any(dim=1)
+    if padded.any():
+        raise UserError(
+            f"generate() of the backend gather needs padding on the left, row {int(padded.nonzero()[0])} has it on the"
+            " right; set tokenizer.padding_side = 'left'"
+        )

@@ -40,6 +40,7 @@ from dejavu_train.sparse.inputs import (
     kept_columns,
     positions_of,
     prompt_lengths,
+    refuse_right_padding,
     sparse_positions,
     visible_columns,
 )
@@ -258,7 +259,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
         Raises:
             UserError: ``gather`` with another cache than a SparseCache, a mask that is not (B, S), or asked for
-                attentions or hidden states; ``triton`` with any cache, ``use_cache=True``, embeddings or positions.
+                attentions, hidden states or (in the backward pass) gradients; ``mask`` under gradient checkpointing;
+                ``triton`` with any cache, ``use_cache=True``, embeddings or positions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -276,6 +278,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
         if self.backend == "mask":
             assert self._selector is not None
+            if self.training and torch.is_grad_enabled() and _checkpoints_gradients(self):
+                raise UserError(
+                    "the backend mask takes units out during the forward pass alone, so gradient checkpointing, which"
+                    " repeats it during the backward pass, is not for it; call model.gradient_checkpointing_disable()"
+                )
             with masking(self, self._selector, sparse, means=self._means):
                 return super().forward(
                     input_ids=input_ids,
@@ -336,6 +343,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
         hidden = self._gather().forward(hidden, cache, sparse, visible, live)
         logits = self.lm_head(hidden[:, kept_columns(logits_to_keep)])
+        if logits.requires_grad:
+            logits = _RefuseGradient.apply(logits)
         return self._output(logits, labels, None if use_cache is False else cache, kwargs)
 
     def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
@@ -354,7 +363,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         (sequences only).
 
         Raises:
-            UserError: ``triton`` was asked for anything else.
+            UserError: ``triton`` was asked for anything else; ``gather`` for prompts that are padded on the right.
         """
         if self._engines is not None:
             try:
@@ -373,6 +382,10 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             cache = kwargs["past_key_values"] = self.new_cache()
         if isinstance(cache, SparseCache):
             cache.finished = None
+        if self.backend != "mask":
+            refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
+            if setting("cache_implementation") is not None:
+                raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
         start = self.sparse_from
         if isinstance(start, str):
@@ -388,6 +401,23 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             yield
         finally:
             self.sparse_from, self._ending_tokens, self._gathering = before, None, False
+
+
+def _checkpoints_gradients(model: torch.nn.Module) -> bool:
+    """As transformers' property, whose name changes between its versions."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+class _RefuseGradient(torch.autograd.Function):
+    """The same values; a backward pass is refused: ``gather`` would give the head a gradient and no layer below it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UserError("the backend gather gives no gradients; use backend='mask', or the dense model")
 
 
 def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:

@@ -8,20 +8,29 @@ Head predictors select as they are calibrated and are not changed. Calibrate aga
 
 It takes a GPU to be worth it: on a CPU the minutes are better spent on more steps of training.
 
+Interrupted, it goes on from the last state: predictors, optimiser, schedule, price and step. No random numbers are
+drawn but the windows' order, which follows from seed and step. On a CPU the result is that of an undisturbed tuning,
+bit for bit; on a GPU as nearly as its sums over atomics repeat.
+
 Letters: B windows, T positions, n units, e width of a unit, d model width, V vocabulary.
 """
 
 import copy
+import dataclasses
+import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dejavu_train import signals
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share, predictor_bytes, spec_bytes
@@ -29,16 +38,19 @@ from dejavu_train.bundle.selector import select
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
+from dejavu_train.files import json_digest
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED
-from dejavu_train.progress import progress
+from dejavu_train.progress import Progress
+from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
 Sites = dict[tuple[str, int], Tensor]
 UNKNOWN_PRICE = 0.1  # nats, where no sensitivity was measured
 HIGHEST_TURN = 0.2  # of the price's logarithm, in one step
+SAVE_SECONDS = 60.0
 
 
 class Gate(torch.autograd.Function):
@@ -173,7 +185,12 @@ class _Gates:
 
 
 def finetune(
-    model: Any, bundle: Bundle, windows: Sequence[Sequence[int]], config: TuneConfig, seed: int = 0
+    model: Any,
+    bundle: Bundle,
+    windows: Sequence[Sequence[int]],
+    config: TuneConfig,
+    seed: int = 0,
+    state_path: Path | None = None,
 ) -> tuple[dict[int, LowRankPredictor], list[dict[str, float]]]:
     """Tune the neuron predictors of ``bundle`` at the bytes it reads.
 
@@ -182,10 +199,12 @@ def finetune(
         bundle: calibrated with thresholds; layers that it keeps dense stay so.
         windows: token ids of train documents; the longest ones of one length are used.
         seed: of the windows' order.
+        state_path: where the state is kept while it is tuned, for the same call to go on from; None: nowhere.
     Returns: by layer the predictor in fp32 on the CPU, and metrics of some steps: step, nats, share of the MLPs' bytes.
 
     Raises:
-        UserError: nothing to tune, a bundle without thresholds, or no windows.
+        UserError: nothing to tune, a bundle without thresholds, no windows, or a state that is damaged.
+        Interrupted: a signal came; the state was saved.
     """
     config.check()
     sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == "mlp" and not spec.dense}
@@ -206,29 +225,60 @@ def finetune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min((step + 1) / warm, 1.0) * (1.0 - 0.95 * max(0, step - warm) / config.steps)
     )
-    batches = _batches(whole, max(1, config.batch_tokens // length), seed)
     passes = max(1, round(config.tokens / max(config.batch_tokens, length)))
     ledger = _Ledger(bundle, sparse)
     price = ledger.first_price() if config.price is None else config.price
-    metrics = []
-    for step in progress(range(config.steps), "tuning", config.steps, "step"):
-        nats = share = 0.0
-        optimiser.zero_grad(set_to_none=True)
-        for _ in range(passes):
-            ids = torch.tensor(next(batches), device=next(model.parameters()).device)
-            divergence = _divergence(model, gates, ids)
-            spent = torch.stack([spent.to(divergence.device) for spent in gates.spent]).sum()
-            ((divergence + price * spent / ledger.dense) / passes).backward()
-            nats += float(divergence.detach()) / passes
-            share += ledger.share(float(spent.detach())) / passes
-        if not math.isfinite(nats):
-            raise UserError(f"tuning: the loss is not finite at step {step}; lower tune.learning_rate or tune.width")
-        optimiser.step()
-        schedule.step()
-        price = next_price(price, share, ledger.budget)
-        if step % max(1, config.steps // 10) == 0 or step == config.steps - 1:
-            metrics.append({"step": float(step), "nats": nats, "share": share, "price": price})
-            logger.info("tuning: step %d of %d, %.4f nats, %.2f %% of the bytes", step, config.steps, nats, 100 * share)
+    metrics: list[dict[str, float]] = []
+    first = 0
+    specs = [dataclasses.asdict(bundle.specs[key]) for key in sorted(bundle.specs)]
+    identity = json_digest([bundle.weight_hash, specs, dataclasses.asdict(config), whole, seed])
+    stored = None if state_path is None else load_state(state_path, "cpu")
+    if stored is not None and stored.get("identity") != identity:
+        logger.info("tuning: %s is of other settings and is left; it begins anew", state_path)
+    elif stored is not None:
+        for layer, predictor in gates.trained.items():
+            predictor.load_state_dict(stored["predictors"][layer])
+        optimiser.load_state_dict(stored["optimiser"])
+        schedule.load_state_dict(stored["schedule"])
+        first, price, metrics = stored["step"], stored["price"], stored["metrics"]
+        logger.info("tuning: going on from step %d of %d", first, config.steps)
+    saved_at = time.monotonic()
+
+    def save(step: int) -> None:
+        state = {"identity": identity, "step": step, "price": price, "metrics": metrics}
+        state |= {"optimiser": optimiser.state_dict(), "schedule": schedule.state_dict()}
+        predictors = {layer: predictor.state_dict() for layer, predictor in gates.trained.items()}
+        if state_path is not None:
+            save_state(state_path, state | {"predictors": predictors})
+
+    batches = itertools.islice(_batches(whole, max(1, config.batch_tokens // length), seed), first * passes, None)
+    with signals.deferred(), Progress("tuning", config.steps, "step", first) as bar:
+        for step in range(first, config.steps):
+            nats = share = 0.0
+            optimiser.zero_grad(set_to_none=True)
+            for _ in range(passes):
+                ids = torch.tensor(next(batches), device=next(model.parameters()).device)
+                divergence = _divergence(model, gates, ids)
+                spent = torch.stack([spent.to(divergence.device) for spent in gates.spent]).sum()
+                ((divergence + price * spent / ledger.dense) / passes).backward()
+                nats += float(divergence.detach()) / passes
+                share += ledger.share(float(spent.detach())) / passes
+            if not math.isfinite(nats):
+                raise UserError(
+                    f"tuning: the loss is not finite at step {step}; lower tune.learning_rate or tune.width"
+                )
+            optimiser.step()
+            schedule.step()
+            price = next_price(price, share, ledger.budget)
+            if step % max(1, config.steps // 10) == 0 or step == config.steps - 1:
+                metrics.append({"step": float(step), "nats": nats, "share": share, "price": price})
+                percent = 100 * share
+                logger.info("tuning: step %d of %d, %.4f nats, %.2f %% of the bytes", step, config.steps, nats, percent)
+            bar.update()
+            if signals.pending() or time.monotonic() - saved_at >= SAVE_SECONDS:
+                save(step + 1)
+                signals.stop_if_pending()
+                saved_at = time.monotonic()
     for parameter, before in zip(model.parameters(), was_grad, strict=True):
         parameter.requires_grad_(before)
     return {layer: _plain(predictor) for layer, predictor in gates.trained.items()}, metrics

@@ -6,13 +6,11 @@ torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on fr
 """
 
 import dataclasses
-import io
+import json
 import logging
 import math
-import pickle
 import sys
 import time
-import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -34,11 +32,12 @@ from dejavu_train.data.text import (
     windows,
     write_paragraph_hashes,
 )
-from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.files import check_zip, replacing, write_json
+from dejavu_train.errors import GOES_ON, UserError, exit_on_user_error
+from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress, progress
+from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -315,12 +314,9 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
     optimizers = make_optimizers(model, config)
     state_path = Path(config.output) / "pretraining.ckpt"
     step, elapsed = 0, 0.0
-    if state_path.is_file():
-        try:
-            check_zip(state_path)
-            state = torch.load(state_path, map_location=device, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise UserError(f"{state_path} is damaged ({error}); delete it to start anew") from None
+    state = load_state(state_path, device)
+    if state is not None:
+        _check_same_run(state.get("keys"), _decisive(config), state_path)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -328,16 +324,8 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
         logger.info("going on from step %d (%.0f s trained)", step, elapsed)
 
     def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "step": step,
-            "elapsed": elapsed,
-        }
-        buffer = io.BytesIO()  # writing to a file, torch does not say what the operating system refused
-        torch.save(state, buffer)
-        with replacing(state_path) as temporary:
-            temporary.write_bytes(buffer.getbuffer())
+        made = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+        save_state(state_path, made | {"step": step, "elapsed": elapsed, "keys": _decisive(config)})
 
     loss_function = torch.compile(training_loss) if config.compile else training_loss
     model.train()
@@ -376,6 +364,23 @@ def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, d
             saved_at = time.monotonic()
     shown.close()
     return {"steps": step, "seconds": round(elapsed, 1), "tokens": step * config.batch_rows * config.context}
+
+
+def _decisive(config: PretrainConfig) -> dict[str, Any]:
+    """The keys without which a state cannot go on to the same model: all but where and for how long it is trained."""
+    free = ("output", "heldout", "heldout_window", "steps", "seconds", "checkpoint_seconds", "device", "compile")
+    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in free}))
+
+
+def _check_same_run(before: Any, now: dict[str, Any], path: Path) -> None:
+    if not isinstance(before, dict):
+        raise UserError(f"{path} was begun by an older version; delete it to start anew")
+    changed = next((key for key in now if before.get(key) != now[key]), None)
+    if changed is not None:
+        raise UserError(
+            f"{path} was begun with {changed} {before.get(changed)}, not {now[changed]}; go on with that, choose"
+            " another --output, or delete it to start anew"
+        )
 
 
 def pretrain(config: PretrainConfig) -> Path:
@@ -450,4 +455,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_user_error(main))
+    sys.exit(exit_on_user_error(main, after_signal=GOES_ON))

@@ -30,6 +30,8 @@ from dejavu_train.parser import WRONG_VALUE, Parser
 from dejavu_train.stages import trained_identity
 from dejavu_train.training.callbacks import AtomicCheckpointIO
 
+logger = logging.getLogger(__name__)
+
 # Arguments of the Trainer that something else of the configuration decides, or that every job decides for itself.
 REFUSED = {
     "max_steps": "set mlp.steps and heads.steps",
@@ -91,6 +93,8 @@ def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"the Trainer of Lightning has no argument trainer.{name}; {meant}")
         if name in REFUSED and value is not None and value != parameters[name].default:
             raise UserError(f"trainer.{name} has no use here: {REFUSED[name]}")
+    if trainer.get("max_epochs") is not None:
+        logger.info("trainer.max_epochs says how long predictors are trained; mlp.steps and heads.steps do not")
     accumulated = trainer.get("accumulate_grad_batches", 1)
     if isinstance(accumulated, int) and accumulated < 1:  # Lightning divides by it, in the first step
         raise UserError(f"trainer.accumulate_grad_batches must be at least 1, got {accumulated}")
@@ -171,6 +175,8 @@ def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbac
             return _made(
                 arguments, logger=loggers, callbacks=extra + callbacks, plugins=[*plugins, AtomicCheckpointIO()]
             )
+    except UserError:
+        raise
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
 

@@ -1,14 +1,15 @@
 """Short forms of benchmarks/mutations.py and benchmarks/soak.py; their rows stand in benchmarks/results."""
 
-from benchmarks.mutations import mutate
-from benchmarks.soak import soak
+from benchmarks.mutations import KINDS, Run, mutate
+from benchmarks.soak import Soak
 
 
-def test_mutations_are_refused_or_change_nothing(tmp_path):
-    found = mutate(12, 7, tmp_path, seconds=60)
-    assert found["count"] >= 3 and found["wrong"] == []
+def test_mutations_are_refused_or_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a mutated path may be a relative one
+    found = mutate(Run(tmp_path), len(KINDS), 7)
+    assert sorted(found["found"]) == sorted(KINDS) and found["wrong"] == []
 
 
 def test_interruptions_leave_the_same_bundle(tmp_path):
-    found = soak(2, 7, tmp_path)
-    assert found["interruptions"] >= 2 and not found["bundles_that_differ"] and not found["wrong_exit_codes"]
+    found = Soak(tmp_path).run(0, 7, most=2)
+    assert found["interruptions"] == 2 and found["same_bundle"] and not found["wrong"]

@@ -7,7 +7,9 @@ import torch
 from bundles import make_bundle
 from transformers import pipeline
 
-from dejavu_train.errors import UserError
+from dejavu_train.engine.cpu import backend
+from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -86,3 +88,16 @@ def test_one_engine_decodes_in_one_thread_at_a_time(models):
     with engine._busy, pytest.raises(UserError, match="another thread"):
         engine.generate([[2, 9]], 4)
     assert len(engine.generate([[2, 9]], 4, stop_tokens=())[0]) == 4
+
+
+def test_a_copy_of_the_weights_that_does_not_fit_is_not_begun(tiny_opt, caplog, monkeypatch):
+    monkeypatch.setattr(backend, "free_memory", lambda: 1000)
+    monkeypatch.setattr("dejavu_train.engine.cpu.CpuWeights.from_model", None)
+    bundle, ids = make_bundle(tiny_opt).at(0.3, 0.6), torch.tensor([[2, 5, 6]])
+    named = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "cpu")
+    with pytest.raises(Unsupported, match="a second time, .* GB, and 1e-06 GB of memory are free; use .*gather"):
+        named.generate(ids, max_new_tokens=2)
+    chosen = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle)
+    assert chosen.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 5)
+    assert "are free: the backend gather runs instead" in caplog.text
+    assert free_memory() is None or free_memory() > 1e6

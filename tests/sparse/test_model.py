@@ -216,6 +216,43 @@ def test_right_padding_in_a_forward_pass(dense, bundle):
     close(got[1], expected[1])
 
 
+def test_right_padded_prompts_are_refused(dense, bundle):
+    model, ids = sparse(dense, bundle, "gather"), tokens(2, 6)
+    ids[1, 4:] = 1  # <pad>
+    given = {"attention_mask": (ids != 1).long(), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 1}
+    for settings in (given, {name: value for name, value in given.items() if name != "attention_mask"}):
+        with pytest.raises(UserError, match="row 1 has it on the right; set tokenizer.padding_side = 'left'"):
+            model.generate(ids, **settings)
+    model.generate(ids, **given | {"attention_mask": torch.ones_like(ids)})  # the token stands there as a token
+
+
+def test_another_word_and_another_cache_are_refused_at_the_call(dense, bundle):
+    model = sparse(dense, bundle, "gather")
+    with pytest.raises(UserError, match="leave cache_implementation out"):
+        model.generate(tokens(1, 4), max_new_tokens=2, cache_implementation="static")
+    model.sparse_from = "foo"
+    with pytest.raises(UserError, match="or 'prompt', got foo"):
+        model(tokens(1, 4))
+
+
+def test_gradients_are_right_or_refused(tiny_opt, bundle):
+    ids, own = tokens(2, 9), load_opt(str(tiny_opt))
+    gather = sparse(own, bundle, "gather")
+    with pytest.raises(UserError, match="gather gives no gradients; use backend='mask'"):
+        gather(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is None for parameter in own.model.parameters())
+    with torch.no_grad():
+        assert torch.isfinite(gather(ids, labels=ids).loss)
+    masked = sparse(own, bundle, "mask")
+    masked(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in own.model.parameters())
+    masked.train().gradient_checkpointing_enable()
+    with pytest.raises(UserError, match=r"call model.gradient_checkpointing_disable\(\)"):
+        masked(ids, labels=ids)
+    with torch.no_grad():
+        assert torch.isfinite(masked(ids, labels=ids).loss)
+
+
 def test_beam_search_agrees(dense, bundle):
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (4, 9)]
     ids, mask = padded(prompts)

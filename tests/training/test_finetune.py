@@ -1,14 +1,19 @@
 """Tuning in the model: the gate's gradients, less divergence at the same bytes, and what stays as it was."""
 
+import os
+import signal
+
 import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
 
+from dejavu_train import signals
 from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
+from dejavu_train.training import finetune as module
 from dejavu_train.training.finetune import UNKNOWN_PRICE, Gate, _Ledger, finetune, next_price
 
 
@@ -95,3 +100,45 @@ def test_dense_layers_stay_dense(folder):
     bundle = make_bundle(folder).with_densities({(0, "mlp"): 1.0, (1, "mlp"): 0.4})
     made, _ = finetune(load_opt(str(folder)), bundle, windows(), TuneConfig(steps=1, tokens=48))
     assert list(made) == [1]
+
+
+@pytest.mark.parametrize("how", ["killed", "SIGTERM"])
+def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, monkeypatch, how, caplog):
+    bundle, model = make_bundle(folder, rank=8, dtype="int4").at(mlp_density=0.5), load_opt(str(folder))
+    config = TuneConfig(steps=7, tokens=96, batch_tokens=48, learning_rate=3e-2)
+    expected, metrics = finetune(model, bundle, windows(), config)
+    path, passes = tmp_path / "tuning.ckpt", 0
+    original = module._divergence
+
+    def divergence(*given):
+        nonlocal passes
+        passes += 1
+        if passes == 9:  # in the first half of the fifth step
+            if how == "killed":
+                raise MemoryError
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*given)
+
+    monkeypatch.setattr(module, "_divergence", divergence)
+    monkeypatch.setattr(module, "SAVE_SECONDS", -1.0 if how == "killed" else 60.0)
+    with signals.heard(), pytest.raises(MemoryError if how == "killed" else signals.Interrupted):
+        finetune(model, bundle, windows(), config, state_path=path)
+    caplog.set_level("INFO", logger="dejavu_train")
+    made, resumed = finetune(model, bundle, windows(), config, state_path=path)
+    assert f"going on from step {4 if how == 'killed' else 5} of 7" in caplog.text
+    assert resumed == metrics
+    for layer, predictor in expected.items():
+        for name, tensor in predictor.state_dict().items():
+            assert torch.equal(tensor, made[layer].state_dict()[name]), (layer, name)
+
+
+def test_a_state_of_other_settings_is_left_and_a_damaged_one_refused(folder, tmp_path, monkeypatch, caplog):
+    bundle, model, path = make_bundle(folder).at(0.5), load_opt(str(folder)), tmp_path / "tuning.ckpt"
+    monkeypatch.setattr(module, "SAVE_SECONDS", -1.0)
+    caplog.set_level("INFO", logger="dejavu_train")
+    finetune(model, bundle, windows(), TuneConfig(steps=2, tokens=24), state_path=path)
+    finetune(model, bundle.at(0.4), windows(), TuneConfig(steps=1, tokens=24), state_path=path)
+    assert "is of other settings" in caplog.text and "going on" not in caplog.text
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is damaged .* delete it"):
+        finetune(model, bundle, windows(), TuneConfig(steps=1, tokens=24), state_path=path)

@@ -64,20 +64,21 @@ def test_sampler_is_a_function_of_the_step():
 def test_run_writes_a_whole_model_and_resumes_exactly(tmp_path, small_text, monkeypatch):
     straight = pretrain(_config(tmp_path / "straight", small_text))
     saves = []
-    original = module.replacing
+    original = module.save_state
 
-    def kill_at_third_save(path):
-        if str(path).endswith(".ckpt"):
-            saves.append(path)
-            if len(saves) == 3:
-                raise KeyboardInterrupt
-        return original(path)
+    def kill_at_third_save(path, state):
+        saves.append(path)
+        if len(saves) == 3:
+            raise KeyboardInterrupt
+        original(path, state)
 
-    monkeypatch.setattr(module, "replacing", kill_at_third_save)
+    monkeypatch.setattr(module, "save_state", kill_at_third_save)
     with pytest.raises(KeyboardInterrupt):
         pretrain(_config(tmp_path / "cut", small_text))
     assert not (tmp_path / "cut" / "config.json").exists()
-    monkeypatch.setattr(module, "replacing", original)
+    monkeypatch.setattr(module, "save_state", original)
+    with pytest.raises(UserError, match="begun with d_ffn 64, not 96"):
+        pretrain(_config(tmp_path / "cut", small_text, d_ffn=96))
     resumed = pretrain(_config(tmp_path / "cut", small_text))
 
     whole, cut = load_opt(str(straight)), load_opt(str(resumed))

@@ -84,6 +84,14 @@ def test_steps_end_on_a_validation_and_epochs_are_obeyed(config, tmp_path):
     assert trainer.max_epochs == 3 and trainer.max_steps == -1
 
 
+def test_epochs_in_place_of_steps_are_said(caplog):
+    caplog.set_level("INFO", logger="dejavu_train")
+    resolved_arguments({"devices": 1})
+    assert not caplog.text
+    resolved_arguments({"max_epochs": 3})
+    assert "mlp.steps and heads.steps do not" in caplog.text
+
+
 SAMPLES = {
     "accelerator": "cpu", "strategy": "auto", "devices": 2, "num_nodes": 1, "precision": "bf16-mixed", "logger": False,
     "callbacks": ["lightning.pytorch.callbacks.Timer"], "max_epochs": 3, "min_epochs": 2, "max_time": "00:00:10:00",

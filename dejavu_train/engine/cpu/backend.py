@@ -17,6 +17,7 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.request import Request
 from dejavu_train.errors import Unsupported
+from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import OPTShape
 
 
@@ -66,6 +67,8 @@ class CpuBackend:
         versions = [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
         if versions != self._versions:  # loaded or trained anew since the weights were copied
             self.pool.engines.clear()
+            self._weights = None
+            _check_memory(4 * sum(parameter.numel() for parameter in model.parameters()))
             self._weights = CpuWeights.from_model(model)
             self._versions = versions
         return self.pool.engine(rows, tokens)
@@ -84,6 +87,15 @@ class CpuBackend:
     def logits(self, *_: Any) -> Tensor:
         """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""
         raise Unsupported("a forward pass over whole rows is not for the CPU engine")
+
+
+def _check_memory(needed: int) -> None:
+    free = free_memory()
+    if free is not None and free < needed:
+        raise Unsupported(
+            f"the CPU engine keeps the weights a second time, {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory"
+            " are free"
+        )
 
 
 def _refuse(request: Request) -> None:

@@ -8,14 +8,8 @@ from collections.abc import Sequence
 # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
-import transformers
-
-from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.observe.config import ObserveConfig
-from dejavu_train.evaluation.observe.run import observe
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 
 
@@ -30,6 +24,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Everything the command does. Raises :class:`UserError` for what the user can mend."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     config = read_config(argv)
+    import torch  # these take seconds, in which a signal is heard already
+    import transformers
+
+    from dejavu_train.bundle.artifact import Bundle
+    from dejavu_train.evaluation.observe.run import observe
+    from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     bundle = None if config.bundle is None else Bundle.from_pretrained(config.bundle)
