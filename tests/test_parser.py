@@ -43,7 +43,11 @@ def test_later_files_win_and_flags_win_over_all(write):
 
 
 def test_null_is_a_value_only_where_it_may_be_one(write):
-    for text, name in (("output: null", "--output"), ("text: {source: null}", "--text.source"), ("bundle: null", "--bundle")):
+    for text, name in (
+        ("output: null", "--output"),
+        ("text: {source: null}", "--text.source"),
+        ("bundle: null", "--bundle"),
+    ):
         with pytest.raises(UserError, match=f"{name} must be .*, got null"):
             parse_config(["--config", write("null.yaml", text)])
     assert parse_config(["--config", write("null.yaml", "revision: null")]).revision is None
