@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.calibration.calibrate import calibrate
-from dejavu_train.calibration.config import CalibrateConfig
+from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import LoadSets, collect
@@ -34,7 +33,7 @@ from dejavu_train.locks import locked
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.run_folder import claimed_folder
-from dejavu_train.stages import Stage, calibrate_stage, train_stage, tune_stage
+from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
@@ -139,6 +138,21 @@ def bundle_stage(folder: Path) -> Any:
     return (metadata.get("stage") if isinstance(metadata, dict) else None) or {}
 
 
+def measured_before(config: RunConfig, curves: Stage) -> Bundle | None:
+    """A bundle of this run with the very curves that ``curves`` would measure, at whatever densities; None: there is
+    none that can be read."""
+    for path in sorted(Path(config.output).glob("*/bundle.json")):
+        try:
+            bundle = Bundle.from_pretrained(path.parent, predictor_class=predictor_classes(config))
+        except UserError as error:
+            logger.info("%s: not used, %s", path.parent, error)
+            continue
+        if curves.matches(bundle.metadata.get("curves")):
+            logger.info("calibration curves: those of %s", path.parent)
+            return bundle
+    return None
+
+
 def sampled(config: RunConfig) -> LoadSets | None:
     """With the text source ``self``: what gives the documents that the model writes, or finds them written."""
     if config.text.source != SELF:
@@ -200,10 +214,10 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
         run = config.collect
         return load_opt(config.model, run.dtype, resolve_device(run.device), run.device_map, config.revision)
 
-    def calibrated(folder: Path, settings: CalibrateConfig) -> Bundle:
+    def measure(folder: Path) -> Bundle:
         asked = [target for target in TARGETS if config.predictor(target).enabled]
         device, classes = config.collect.device, predictor_classes(config)
-        return calibrate(folder, activations, settings, windows, load_model, device, targets=asked, classes=classes)
+        return measure_curves(folder, activations, config.calibrate, windows, load_model, device, asked, classes)
 
     folder = output / "predictors"
     if config.tune.steps:
@@ -214,12 +228,15 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
                 settings = dataclasses.replace(
                     settings, mlp_density=config.tune.density, budget=None, retained_mass=None
                 )
-            finetune_all(config, output, jobs, calibrated(folder, settings), tuning)
+            finetune_all(config, output, jobs, choose(measure(folder), settings), tuning)
         folder = output / "tuned"
-    bundle = calibrated(folder, config.calibrate)
-    about: dict[str, Any] = {"stage": stage.to_json()}
-    if config.tune.steps and (untuned := untuned_layers(folder, bundle)):
-        about["untuned_layers"] = untuned
+    curves = curves_stage(config)
+    measured = measured_before(config, curves) or measure(folder)
+    bundle = choose(measured, config.calibrate)
+    about: dict[str, Any] = {"stage": stage.to_json(), "curves": curves.to_json()}
+    if config.tune.steps:
+        about["untuned_layers"] = untuned_layers(folder, bundle)
+    if untuned := about.get("untuned_layers"):
         names = ", ".join(map(str, untuned))
         logger.warning(
             "layers %s were dense when the others were tuned and keep their predictors as trained; set tune.density to"

@@ -1,6 +1,6 @@
 """What every stage of a run depends on: the keys of the configuration that decide what it makes, and their hash.
 
-    text and collect  ->  train mlp, train heads  ->  tune  ->  calibrate
+    text and collect  ->  train mlp, train heads  ->  tune  ->  curves  ->  calibrate
 
 A stage's identity is the hash of its own keys and of the identities of the stages before it, so a changed key makes
 anew what depends on it and nothing else. How a run runs (devices, workers, layers of this invocation, loggers) is in
@@ -25,6 +25,8 @@ _NOT_KEYS = {
     "collect": ("device", "device_map", "batch_size", "dtype"),
     "text": ("cache",),
 }
+# What is chosen from calibration curves, not what they are measured with.
+_CHOICES = ("mlp_density", "head_density", "retained_mass", "budget", "selection")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +77,27 @@ def tune_stage(config: RunConfig) -> Stage:
     return _stage("tune", keys, *_trained(config))
 
 
+def curves_stage(config: RunConfig) -> Stage:
+    """What every density would select, keep and cost: all of a calibration but the choice of the densities."""
+    keys = _section(config.to_json(), "calibrate")
+    for choice in _CHOICES:
+        del keys[f"calibrate.{choice}"]
+    return _stage("curves", keys, *_deployed(config))
+
+
 def calibrate_stage(config: RunConfig) -> Stage:
     """Thresholds and bundle."""
-    before = [tune_stage(config)] if config.tune.steps else _trained(config)
-    return _stage("calibrate", _section(config.to_json(), "calibrate"), *before)
+    return _stage("calibrate", _section(config.to_json(), "calibrate"), *_deployed(config))
 
 
 def trained_identity(config: RunConfig) -> str:
     """One name for all predictors of a run as trained; groups their records in a tracker."""
     return _stage("train", {}, *_trained(config)).identity
+
+
+def _deployed(config: RunConfig) -> list[Stage]:
+    """The stages that made the predictors of a bundle."""
+    return [tune_stage(config)] if config.tune.steps else _trained(config)
 
 
 def _trained(config: RunConfig) -> list[Stage]:

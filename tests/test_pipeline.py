@@ -110,6 +110,14 @@ def test_only_what_depends_on_a_changed_key_is_made_anew(finished, tiny_opt, tex
     assert "training" not in log and "collecting" not in log
     assert Bundle.from_pretrained(output / "at-30").mean_density("mlp") == pytest.approx(0.3, rel=0.05)
     assert (output / "bundle" / "bundle.json").read_bytes() == first
+    assert "calibration curves: those of" in log and "sensitivity" not in log
+    shutil.move(output / "bundle", tmp_path / "kept")
+    shutil.move(output / "at-30", tmp_path / "at-30")
+    log = run("--calibrate.mlp_density=0.3", "--bundle=at-30")
+    assert "calibration curves" not in log, "nothing was left to take them from"
+    for name in ("bundle.json", "predictors.safetensors"):
+        assert (output / "at-30" / name).read_bytes() == (tmp_path / "at-30" / name).read_bytes()
+    shutil.move(tmp_path / "kept", output / "bundle")
     log = run("--calibrate.mlp_density=0.2")
     assert "calibrated anew, calibrate.mlp_density was 0.4 and is 0.2" in log and "training" not in log
     log = run("--mlp.rank=8")

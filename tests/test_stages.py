@@ -4,7 +4,7 @@ from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.config import RunConfig
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import TextSource
-from dejavu_train.stages import calibrate_stage, collect_stage, train_stage, trained_identity, tune_stage
+from dejavu_train.stages import calibrate_stage, collect_stage, curves_stage, train_stage, trained_identity, tune_stage
 from dejavu_train.training.finetune import TuneConfig
 
 BASE = RunConfig(trainer={"devices": 1, "precision": "32-true"}, tune=TuneConfig(steps=3))
@@ -13,6 +13,7 @@ STAGES = {
     "train mlp": lambda config: train_stage(config, "mlp"),
     "train heads": lambda config: train_stage(config, "heads"),
     "tune": tune_stage,
+    "curves": curves_stage,
     "calibrate": calibrate_stage,
 }
 
@@ -31,11 +32,13 @@ def test_how_a_run_runs_is_in_no_identity():
 
 def test_a_key_reaches_what_depends_on_it():
     assert changed(calibrate=CalibrateConfig(mlp_density=0.3)) == {"calibrate"}
-    assert changed(calibrate=CalibrateConfig(cascade=0.99)) == {"tune", "calibrate"}
-    assert changed(tune=TuneConfig(steps=3, density=0.3)) == {"tune", "calibrate"}
-    assert changed(tune=TuneConfig(steps=0)) == {"tune", "calibrate"}
-    assert changed(mlp=dataclasses.replace(BASE.mlp, rank=8)) == {"train mlp", "tune", "calibrate"}
-    assert changed(heads=dataclasses.replace(BASE.heads, rank=8)) == {"train heads", "tune", "calibrate"}
+    assert changed(calibrate=CalibrateConfig(budget="5%", selection="top_k")) == {"calibrate"}
+    assert changed(calibrate=CalibrateConfig(rows=100)) == {"curves", "calibrate"}
+    assert changed(calibrate=CalibrateConfig(cascade=0.99)) == {"tune", "curves", "calibrate"}
+    assert changed(tune=TuneConfig(steps=3, density=0.3)) == {"tune", "curves", "calibrate"}
+    assert changed(tune=TuneConfig(steps=0)) == {"tune", "curves", "calibrate"}
+    assert changed(mlp=dataclasses.replace(BASE.mlp, rank=8)) == {"train mlp", "tune", "curves", "calibrate"}
+    assert changed(heads=dataclasses.replace(BASE.heads, rank=8)) == {"train heads", "tune", "curves", "calibrate"}
     everything = set(STAGES)
     assert changed(seed=1) == changed(text=TextSource(seed=4)) == everything
     assert changed(collect=CollectConfig(window=64)) == everything

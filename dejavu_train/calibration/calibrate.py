@@ -1,5 +1,7 @@
 """Reads predictors and ``calibration`` shards, returns a bundle: thresholds for a density, a retained mass or a budget.
 
+:func:`measure_curves` does the work, :func:`choose` takes thresholds from its curves and costs nothing.
+
 For every (layer, target) one pass over the rows gives a curve: for each density of a grid the logit threshold that
 selects it, and what that selection keeps. The pass streams: logits are counted in the 65,536 values of fp16, so
 memory is the same for any number of rows, and a quantile is exact to the resolution that the kernels compare at.
@@ -59,7 +61,34 @@ def calibrate(
     targets: Sequence[str] | None = None,
     classes: Mapping[str, PredictorClass] | None = None,
 ) -> Bundle:
-    """Set the thresholds of every predictor in ``predictors_folder`` and pack them.
+    """Set the thresholds of every predictor in ``predictors_folder`` and pack them: :func:`choose` of
+    :func:`measure_curves`, which says what the arguments are and what is refused."""
+    measured = measure_curves(
+        predictors_folder, activations_folder, config, windows, load_model, device, targets, classes
+    )
+    return choose(measured, config)
+
+
+def choose(measured: Bundle, config: CalibrateConfig) -> Bundle:
+    """A bundle with curves, calibrated or not, at the densities that ``config`` asks for.
+
+    Raises:
+        UserError: a budget that cannot be met, or another value that cannot be meant.
+    """
+    return measured.with_densities(choose_densities(measured, config), top_k=config.selection == "top_k")
+
+
+def measure_curves(
+    predictors_folder: str | Path,
+    activations_folder: str | Path,
+    config: CalibrateConfig,
+    windows: Sequence[Sequence[int]] | None = None,
+    load_model: Callable[[], Any] | None = None,
+    device: str = "auto",
+    targets: Sequence[str] | None = None,
+    classes: Mapping[str, PredictorClass] | None = None,
+) -> Bundle:
+    """What every density of every predictor in ``predictors_folder`` selects, keeps and costs, as a dense bundle.
 
     Args:
         predictors_folder: ``layer_XX/<target>/`` as training writes them; a target for every layer or for none.
@@ -72,7 +101,7 @@ def calibrate(
         classes: of custom predictors, by name.
 
     Raises:
-        UserError: a missing predictor, a budget that cannot be met, or another value that cannot be meant.
+        UserError: a missing predictor, or a value that cannot be meant.
     """
     from dejavu_train.data.shard_reader import ShardReader
     from dejavu_train.data.shards import ActivationManifest, LayerWeights
@@ -91,7 +120,6 @@ def calibrate(
     tensors: dict[str, Tensor] = {}
     predictors: dict[Key, nn.Module] = {}
     second_stages: dict[Key, SecondStage] = {}
-    unions: dict[Key, list[float]] = {}
     for layer in progress(range(shape.n_layers), "setting thresholds", shape.n_layers, "layer"):
         weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash).to(where)
         for target in targets:
@@ -111,7 +139,7 @@ def calibrate(
                 raise UserError(f"{target} of layer {layer}: {error}") from None
             if config.batch_size > 1:
                 thresholds = measured.curve["threshold"]
-                unions[layer, target] = union_densities(measured.logits, thresholds, config.batch_size)
+                measured.curve["union"] = union_densities(measured.logits, thresholds, config.batch_size)
             predictors[layer, target] = predictor
             specs[layer, target] = PredictorSpec(
                 layer=layer,
@@ -148,8 +176,7 @@ def calibrate(
         for key, losses in _sensitivities(load_model(), predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
-    bundle = Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, metadata_kept, classes or {})
-    return bundle.with_densities(choose_densities(bundle, config, unions), top_k=config.selection == "top_k")
+    return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, metadata_kept, classes or {})
 
 
 def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
@@ -198,17 +225,15 @@ def _sensitivities(
     return {key: spread_loss(densities[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
 
 
-def choose_densities(
-    bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key, Sequence[float]] | None = None
-) -> dict[Key, float]:
-    """A density for every spec of an uncalibrated bundle, as ``config`` asks.
+def choose_densities(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float]:
+    """A density for every spec of a bundle with curves, as ``config`` asks.
 
     Raises:
         UserError: a budget below what predictors and the smallest densities read.
     """
     densities: dict[Key, float] = {}
     if config.budget is not None:
-        return _within_budget(bundle, config, unions or {})
+        return _within_budget(bundle, config)
     for target, mean in (("mlp", config.mlp_density), ("heads", config.head_density)):
         layers = {layer: spec for (layer, t), spec in bundle.specs.items() if t == target}
         if not layers:
@@ -226,7 +251,7 @@ def choose_densities(
     return densities
 
 
-def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+def _within_budget(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float]:
     """Densities over layers and both targets by loss saved per byte; a layer that saves nothing stays dense.
 
     A dense layer reads no predictor, so density 1 is one more choice, not the end of the curve.
@@ -242,7 +267,7 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, unions: Mapping[Key,
         points = [OperatingPoint(dense_cost, 0.0, 1.0, whole=True)]
         if not spec.keep_dense:
             for i, density in enumerate(spec.curve["density"]):
-                read = unions[key][i] if key in unions else density
+                read = spec.curve["union"][i] if config.batch_size > 1 else density
                 passed = union_density(spec.curve["selected"][i], config.batch_size) if key in cascades else None
                 cost = predictor_bytes(spec) + unit_bytes(spec, shape, read, spec.curve["recall"][i], passed)
                 if cost < dense_cost and density < 1.0:  # density 1 is the dense layer, which has no second stage
