@@ -81,6 +81,7 @@ def compare(lm: DejavuLM, models: dict[str, Any], pairs: Sequence[tuple[list[int
     rows = build_rows(pairs, lm.max_length, shared=True)
     packed = pack(rows, 1)
     real = (packed.attention_mask == 1) if packed.position_ids is None else packed.position_ids >= 0
+    real = real.to(lm.device)
     single, double = (models[way]._selector for way in ("single", "double"))
     for way, model in models.items():
         if WAYS[way]:
