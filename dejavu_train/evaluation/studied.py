@@ -130,7 +130,7 @@ def densities_for(sparsity: float, shape: OPTShape) -> tuple[float, float]:
 def total_sparsity(mlp_density: float, head_density: float, shape: OPTShape) -> float:
     """Share of all blocks' weights that is not read at these densities, predictors excluded."""
     share = attention_share(shape)
-    return 1 - (1 - share) * mlp_density - share * head_density
+    return (1 - share) * (1 - mlp_density) + share * (1 - head_density)
 
 
 def attention_share(shape: OPTShape) -> float:
