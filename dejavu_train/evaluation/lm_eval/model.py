@@ -148,7 +148,7 @@ class DejavuLM(HFLM):
                     f"a continuation of {len(continuation)} tokens exceeds the model's {self.max_length} positions"
                 )
         # Only whole-sequence backends take a mask that is more than padding.
-        waiting = build_rows([pair for _, *pair in requests], self.max_length, shared=self._whole_sequences)
+        waiting = build_rows([request[1:] for request in requests], self.max_length, shared=self._whole_sequences)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or None, desc="log-likelihoods") as bar:
             while waiting:
