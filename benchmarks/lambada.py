@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--passages", type=int, default=100)
-    parser.add_argument("--only", default="", help="variants whose name holds this")
+    parser.add_argument("--only", nargs="*", default=[], help="names of variants; none: all")
     parser.add_argument("--output", default="benchmarks/results/lambada.csv")
     args = parser.parse_args(argv)
     model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     copied = np.array([passage.copied for passage in passages])
     date, at = datetime.date.today().isoformat(), commit()
     for name, (used, from_prompt) in variants(bundle).items():
-        if args.only not in name:
+        if args.only and name not in args.only:
             continue
         nats = last_word_nats(SparseOPTForCausalLM.from_model(model, used, "mask"), passages, from_prompt)
         for kind, mine in (("all", copied | ~copied), ("copied", copied), ("new", ~copied)):

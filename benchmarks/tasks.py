@@ -19,7 +19,7 @@ import torch
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.lm_eval.model import DejavuLM
+from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
 from dejavu_train.evaluation.lm_eval.paper import PaperConfig, paper
 from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
@@ -44,12 +44,12 @@ def selection(config: TasksConfig) -> dict[str, Any]:
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:
-    """Log-likelihoods of the named backend and of `mask` for the same requests, and the seconds of each."""
+    """Log-likelihoods of the named backend and of `mask` for the same requests; their seconds, and transformers'."""
     instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
     instances = [instance for instance in instances if instance.request_type == "loglikelihood"]
     found: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
-    for backend in ("mask", config.backend):  # the engine last: it lays weights out anew
+    for backend in (DENSE, "mask", config.backend):  # the engine last: it lays weights out anew
         lm = DejavuLM(
             config.model, config.bundle, backend, config.mlp_density, config.head_density, config.sparse_from,
             dtype=config.dtype, device=config.device, batch_size=config.batch_size,
@@ -69,6 +69,7 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
         "requests_apart": int((apart > APART).sum()),
         "seconds": seconds[config.backend],
         "seconds_mask": seconds["mask"],
+        "seconds_dense": seconds[DENSE],
     }
 
 

@@ -133,10 +133,16 @@ def read_results(folder: str | Path) -> Results:
 
 def _observation(folder: Path, one: dict[str, Any]) -> Observation:
     with open(folder / f"{one['name']}.csv", encoding="utf-8", newline="") as file:
-        headings, *cells = csv.reader(file)
+        headings, *rows = csv.reader(file)
+    cells = [[_rounded(cell) for cell in row] for row in rows]
     svg = (folder / f"{one['name']}.svg").read_text(encoding="utf-8") if one["picture"] else None
     words = {key: one[key] for key in ("name", "title", "paper", "caption")}
     return Observation(**words, table=Table(one["name"], headings, cells), svg=svg)
+
+
+def _rounded(cell: str) -> str:
+    """A fraction to four significant digits; the CSV has them all."""
+    return f"{float(cell):.4g}" if re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", cell) else cell
 
 
 def _task_table(path: Path) -> Table:

@@ -64,13 +64,14 @@ class StudiedOPT(SparseOPTForCausalLM):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        position_ids: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V) of whole rows; padding is on the right."""
-        positions = positions_of(input_ids.shape, attention_mask, None, 0, self.device)
+        """Logits (B, T, V) of whole rows; the position of padding is -1, so that it is neither sparse nor counted."""
+        positions = positions_of(input_ids.shape, attention_mask, position_ids, 0, self.device)
         sparse = sparse_positions(self.sparse_from, positions, 0)
-        counted = sparse if attention_mask is None else sparse & attention_mask.bool()
         asked = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
+        asked["position_ids"] = position_ids
         orders: dict[Key, Tensor] = {}
         counts: dict[Key, Tensor] = {}
 
@@ -87,8 +88,8 @@ class StudiedOPT(SparseOPTForCausalLM):
             units = values.shape[2]
             kept = torch.full_like(positions, units) if keep is None else keep.sum(-1)
             counts[layer, target] = kept
-            self.kept[target] += int(kept[counted].sum())
-            self.seen[target] += units * int(counted.sum())
+            self.kept[target] += int(kept[sparse].sum())
+            self.seen[target] += units * int(sparse.sum())
 
         assert self._selector is not None
         if self.selection == "oracle":
@@ -129,7 +130,7 @@ def densities_for(sparsity: float, shape: OPTShape) -> tuple[float, float]:
 def total_sparsity(mlp_density: float, head_density: float, shape: OPTShape) -> float:
     """Share of all blocks' weights that is not read at these densities, predictors excluded."""
     share = attention_share(shape)
-    return 1 - (1 - share) * mlp_density - share * head_density
+    return (1 - share) * (1 - mlp_density) + share * (1 - head_density)
 
 
 def attention_share(shape: OPTShape) -> float:

@@ -20,6 +20,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval import paper as paper_module
 from dejavu_train.evaluation.lm_eval import run as run_module
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
+from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
 from dejavu_train.evaluation.lm_eval.run import TasksConfig, read_config
 from dejavu_train.evaluation.lm_eval.tasks import TASKS
 from dejavu_train.models.opt import load_opt, load_tokenizer
@@ -97,6 +98,49 @@ def test_log_likelihoods_are_those_of_a_plain_loop(tiny_opt, bundle, backend, sp
     for (nats, greedy), (wanted, wanted_greedy) in zip(got, expected, strict=True):
         assert nats == pytest.approx(wanted, abs=1e-3)
         assert greedy == wanted_greedy
+
+
+class Whole(DejavuLM):
+    """Without shared contexts."""
+
+    _whole_sequences = False
+
+
+@pytest.mark.parametrize("sparse_from", [0, "prompt"])
+@pytest.mark.parametrize("backend", ["dense", "mask"])
+def test_answers_behind_one_context_score_as_alone(tiny_opt, bundle, backend, sparse_from, monkeypatch):
+    words = make_text(400).split()
+    pairs = []
+    for question in range(6):  # four answers of other lengths each; two end in another last token alone
+        context = " ".join(words[40 * question : 40 * question + 4 + 4 * question])
+        ends = [words[40 * question + 30 : 40 * question + 31 + n] for n in (0, 1, 5)]
+        pairs += [(context, " " + " ".join(end)) for end in [*ends, [*ends[1][:-1], "silent"]]]
+    pairs.append((" ".join(words[:200]), " and a context that is cut"))
+    shared, alone = (lm_of(tiny_opt, bundle, backend, sparse_from) for _ in range(2))
+    monkeypatch.setattr(Whole, "positions_at_once", 1)  # a row a batch: no padding either
+    alone.__class__ = Whole
+    asked = instances("loglikelihood", pairs)
+    got, expected = (lm.loglikelihood(asked, disable_tqdm=True) for lm in (shared, alone))
+    for (nats, greedy), (wanted, wanted_greedy) in zip(got, expected, strict=True):
+        assert nats == pytest.approx(wanted, abs=1e-4) and greedy == wanted_greedy
+
+
+def test_rows_of_requests():
+    pairs = [([1, 2, 3], [7, 8]), ([1, 2, 3], [7, 9]), ([1, 2, 3], [4]), ([5], [6, 6, 6]), ([9] * 12, [3, 3])]
+    rows = build_rows(pairs, longest=10, shared=True)
+    found = {row.context: row.branches for row in rows}
+    assert found == {(9,) * 9: {(3,): [4]}, (1, 2, 3): {(7,): [0, 1], (): [2]}, (5,): {(6, 6): [3]}}
+    packed = pack(rows[1:], pad=1)
+    assert packed.ids.tolist() == [[1, 2, 3, 7], [5, 6, 6, 1]] or packed.ids.tolist() == [[5, 6, 6, 1], [1, 2, 3, 7]]
+    row = packed.ids[:, 0].tolist().index(1)
+    assert packed.position_ids[row].tolist() == [0, 1, 2, 3] and packed.position_ids[1 - row].tolist() == [0, 1, 2, -1]
+    two = pack([Row((1, 2), {(3,): [0], (4, 5): [1]})], pad=1)
+    assert two.position_ids.tolist() == [[0, 1, 2, 2, 3]] and two.columns.tolist() == [1, 2, 3, 4]
+    seen = [[int(x) for x in line] for line in two.attention_mask[0, 0]]
+    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
+    apart = build_rows(pairs, longest=10, shared=False)
+    assert len(apart) == 4  # requests that differ in the last token are one row
+    assert sum(map(len, apart)) == sum(map(len, rows)) + 3  # the context of the third
 
 
 def test_prompt_and_zero_differ(tiny_opt, bundle):

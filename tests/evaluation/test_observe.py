@@ -287,6 +287,13 @@ def test_costs_follow_the_weights(tiny_opt, model):
     projections = 4 * 48 * 48 * 2
     seen = 2 * 4 * 48 * 8
     assert part_cost(shape, "generating", "attention", 1, 7, 2)[0] == 2 * projections + seen
+    head = model.lm_head.weight.numel()
+    # A prompt, position by position: four projections, and scores and values over what each position sees.
+    operations = sum(projections + 2 * 2 * 48 * (place + 1) for _ in range(3) for place in range(7))
+    weights = sum(p.numel() for block in decoder_layers(model) for p in block.self_attn.parameters() if p.dim() == 2)
+    written = 3 * 7 * 2 * 48 * 2  # rows, positions, keys and values, width, layers
+    assert part_cost(shape, "prompting", "attention", 3, 7, 2) == (2 * operations, 2 * (weights + written))
+    assert part_cost(shape, "generating", "other", 3, 7, 2) == (6 * head, 2 * head)
 
 
 @pytest.fixture(scope="module")

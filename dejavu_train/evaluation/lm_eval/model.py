@@ -4,7 +4,7 @@ Built on the harness's ``HFLM``: tokens, windows of long texts, generation, cutt
 answers are its own. Scoring is ours, because ``sparse_from="prompt"`` needs to know where a continuation begins, and
 because only a continuation's logits are requested.
 
-Letters: B rows, T positions, K positions whose logits are requested, V vocabulary.
+Letters: K positions whose logits are requested, V vocabulary.
 """
 
 import logging
@@ -20,11 +20,13 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import ENGINES, PREDICTORS_FOLDER, SparseOPTForCausalLM
 
 DENSE = "dense"
-POSITIONS_AT_ONCE = 8192  # of a batch, with batch_size=auto
+# Of a batch, with batch_size=auto. On a CPU more than this leaves the caches, and short rows are padded for nothing.
+POSITIONS_AT_ONCE = {"cpu": 1024, "cuda": 8192}
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """What lm-eval asks for: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
@@ -41,7 +43,7 @@ class DejavuLM(HFLM):
         backend: ``dense`` (no predictors), ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
         mlp_density, head_density: means over the layers; None: as the bundle was calibrated.
         sparse_from: ``prompt``: contexts are dense and continuations sparse, as in decoding; or a position (0: all).
-        batch_size: rows, or ``auto``: as many as make 8,192 positions.
+        batch_size: rows, or ``auto``: as many as make 8,192 positions, 1,024 on a CPU.
     Raises:
         UserError: no such model or bundle, a bundle of other weights, a density or backend that does not exist.
     """
@@ -94,7 +96,12 @@ class DejavuLM(HFLM):
             pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length
         )
         if self.by_positions:  # of whole windows and of generation
-            self.batch_size_per_gpu = max(1, POSITIONS_AT_ONCE // self.max_length)
+            self.batch_size_per_gpu = max(1, self.positions_at_once // self.max_length)
+
+    @property
+    def positions_at_once(self) -> int:
+        """Of a batch whose size was left to us."""
+        return POSITIONS_AT_ONCE[self.device.type]
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results."""
@@ -133,49 +140,54 @@ class DejavuLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """For each request the summed log-probability of its continuation, and whether each token is the greedy one.
 
-        Requests that differ in the last token alone share a row. Contexts too long for the model lose their beginning.
+        Requests of one context share a row, see :mod:`packing`. Contexts too long for the model lose their beginning.
         """
-        shared: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for i, (_, context, continuation) in enumerate(requests):
+        for _, _, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"a continuation of {len(continuation)} tokens exceeds the model's {self.max_length} positions"
                 )
-            tokens = (context + continuation)[-(self.max_length + 1) :]
-            shared.setdefault((tuple(tokens[:-1]), len(tokens) - len(continuation)), []).append(i)
-        waiting = sorted(shared, key=lambda row: (-len(row[0]), row))
+        # Only whole-sequence backends take a mask that is more than padding.
+        waiting = build_rows([request[1:] for request in requests], self.max_length, shared=self._whole_sequences)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or None, desc="log-likelihoods") as bar:
             while waiting:
-                fitting = max(1, POSITIONS_AT_ONCE // len(waiting[0][0]))
+                fitting = max(1, self.positions_at_once // len(waiting[0]))
                 n = override_bs or (fitting if self.by_positions else self.batch_size)
                 batch, waiting = waiting[:n], waiting[n:]
-                for row, logits in zip(batch, self._continuation_logits(batch), strict=True):
-                    logs, greedy = logits.float().log_softmax(-1), logits.argmax(-1)
-                    for i in shared[row]:
-                        targets = torch.tensor(requests[i][2], device=logits.device)
-                        nats = logs.gather(1, targets[:, None]).double().sum().item()
-                        answers[i] = (nats, bool((greedy == targets).all()))
-                        if requests[i][0] is not None:
-                            self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
-                    bar.update(len(shared[row]))
+                for row, branches in zip(batch, self._branch_logits(batch), strict=True):
+                    for logits, answered in zip(branches, row.branches.values(), strict=True):
+                        logs, greedy = logits.float().log_softmax(-1), logits.argmax(-1)
+                        for i in answered:
+                            key, _, continuation = requests[i]
+                            targets = torch.tensor(continuation, device=logits.device)
+                            nats = logs.gather(1, targets[:, None]).double().sum().item()
+                            answers[i] = (nats, bool((greedy == targets).all()))
+                            if key is not None:
+                                self.cache_hook.add_partial("loglikelihood", key, answers[i])
+                        bar.update(len(answered))
         return answers
 
+    @property
+    def _whole_sequences(self) -> bool:
+        return getattr(self.model, "backend", "mask") == "mask"
+
     @torch.no_grad()
-    def _continuation_logits(self, batch: list[tuple[tuple[int, ...], int]]) -> list[Tensor]:
-        """For rows (tokens, first position of the continuation) the logits (K, V) of the continuation's tokens."""
-        lengths = [len(tokens) for tokens, _ in batch]
-        starts = [start for _, start in batch]
-        ids = torch.full((len(batch), max(lengths)), self.tokenizer.pad_token_id)
-        visible = torch.zeros_like(ids)
-        for b, (tokens, _) in enumerate(batch):
-            ids[b, : len(tokens)], visible[b, : len(tokens)] = torch.tensor(tokens), 1
-        first = min(starts) - 1  # the token before a continuation predicts its first
+    def _branch_logits(self, rows: list[Row]) -> list[list[Tensor]]:
+        """For every row and each of its branches the logits (K, V) of its tokens and of the one behind them."""
+        packed = pack(rows, self.tokenizer.pad_token_id)
         if isinstance(self.model, SparseOPTForCausalLM):
-            self.model.sparse_from = torch.tensor(starts) if self.sparse_from == "prompt" else self.sparse_from
-        ids, visible, kept = ids.to(self.device), visible.to(self.device), ids.shape[1] - first
-        logits = self.model(input_ids=ids, attention_mask=visible, logits_to_keep=kept).logits
-        return [row[s - 1 - first : n - first] for row, s, n in zip(logits, starts, lengths, strict=True)]
+            starts = torch.tensor([row.start for row in rows])
+            self.model.sparse_from = starts if self.sparse_from == "prompt" else self.sparse_from
+        asked = {"input_ids": packed.ids, "attention_mask": packed.attention_mask, "logits_to_keep": packed.columns}
+        if packed.position_ids is not None:
+            asked["position_ids"] = packed.position_ids
+        logits = self.model(**{name: tensor.to(self.device) for name, tensor in asked.items()}).logits
+        place = {column: i for i, column in enumerate(packed.columns.tolist())}
+        return [
+            [own[[place[column] for column in columns]] for columns in row.columns().values()]
+            for row, own in zip(rows, logits, strict=True)
+        ]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         """As HFLM; an engine goes on behind a stop string, which HFLM cuts off afterwards."""
