@@ -1,0 +1,50 @@
+"""Rounds groups of weights to 4 bits: the scale of least squared error, of either sign. The yardstick for GPTQ.
+
+Codes run from -8 to 7. A scale of the sign that puts -8 on the larger extreme reaches 8 steps there and 7 on the other
+side; a smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are tried.
+"""
+
+import torch
+from torch import Tensor
+
+# Of what 8 steps reach over the group's largest weight: at 8/7 no code is clipped on either side.
+RANGES = tuple(8 / 7 - 0.03 * step for step in range(20))
+FACTORS = torch.tensor([sign * share / 8 for share in RANGES for sign in (1, -1)])
+TINY = 2.0**-24  # the least number above zero that fp16 has
+WEIGHTS_AT_ONCE = 1 << 18
+
+
+def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
+    """The scale (..., 1) fp32, an fp16 number and never zero, of groups (..., g): of those tried, that which errs least.
+
+    importance: broadcasts to (..., 1, g), factors of the squared errors; None: all alike.
+    """
+    peak = groups.abs().amax(dim=-1, keepdim=True)
+    tried = peak * FACTORS.to(groups.device)  # (..., tried)
+    tried = tried.half().float()
+    tried = torch.where(tried == 0, TINY, tried)[..., None]  # (..., tried, 1)
+    wide = groups[..., None, :]
+    error = round_to(wide, tried).mul_(tried).sub_(wide).square_()
+    if importance is not None:
+        error *= importance
+    best = error.sum(dim=-1, keepdim=True).argmin(dim=-2, keepdim=True)
+    return tried.gather(-2, best)[..., 0]
+
+
+def round_to(weights: Tensor, scales: Tensor) -> Tensor:
+    """The nearest codes in -8..7, as fp32."""
+    return (weights / scales).round_().clamp_(-8, 7)
+
+
+def group_scales(rows: Tensor, group: int, importance: Tensor | None = None) -> Tensor:
+    """rows (n, d) fp32 -> the best scales (n, d / group) fp32; importance (d,): factors of the columns' errors."""
+    weighed = None if importance is None else importance.view(-1, 1, group)
+    parts = rows.split(max(1, WEIGHTS_AT_ONCE // rows.shape[1]))
+    return torch.cat([best_scales(part.unflatten(1, (-1, group)), weighed)[..., 0] for part in parts])
+
+
+def round_nearest(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """rows (n, d) fp32 -> codes (n, d) int8 and scales (n, d / group) fp16, every group for itself."""
+    scales = group_scales(rows, group)
+    codes = round_to(rows.unflatten(1, (-1, group)), scales[..., None])
+    return codes.flatten(1).to(torch.int8), scales.half()
