@@ -98,7 +98,7 @@ def load_opt(
     kind = torch.float32 if quant_method(values) == INT4 else torch_dtype(dtype)
     options: dict[str, Any] = {"dtype": kind, "revision": revision}
     if Path(name).is_dir():
-        _stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
+        stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
         options["use_safetensors"] = True
     if device_map is not None:
         options["device_map"] = device_map
@@ -139,7 +139,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise UserError(f"cannot load a tokenizer from {name}: {str(error).splitlines()[0]}") from None
 
 
-def _stored_files(name: str, revision: str | None) -> list[Path]:
+def stored_files(name: str, revision: str | None) -> list[Path]:
     """The weight files of a folder or hub id, safetensors if there are any."""
     folder = Path(name)
     if not folder.is_dir():
@@ -200,7 +200,7 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
     """
     check_exists(name)
     rows: list[tuple[str, bytes]] = []
-    for file in _stored_files(name, revision):
+    for file in stored_files(name, revision):
         rows += _hash_safetensors(file, full) if file.suffix == ".safetensors" else _hash_pickled(file, full)
     digest = hashlib.sha256()
     for tensor_name, tensor_digest in sorted(rows):
