@@ -39,6 +39,7 @@ class Solver:
     damping: Damping = Damping()
     act_order: bool = False
     out_per_head: bool = False
+    correct_bias: bool = True
 
 
 Mask = Callable[[str, Tensor], Tensor | None]
@@ -132,9 +133,16 @@ class LayerQuantizer:
             error = float(lost.square().sum() / linear.weight.square().sum().clamp_min(1e-30))
             output = None
             if moments is not None:
-                output = moments.squared(lost) / max(moments.squared(linear.weight), 1e-30)
+                spread = moments.centred() if self._corrects(linear) else moments.products
+                output = _squared(lost, spread) / max(_squared(linear.weight, spread), 1e-30)
+                if self._corrects(linear) and part not in self.given:
+                    linear.bias -= lost @ moments.mean
             linear.weight.data = made
             self.results[part] = MatrixResult(rows, error, output, part in self.given)
+
+    def _corrects(self, linear: Any) -> bool:
+        """Whether the bias takes over what rounding does to the mean output."""
+        return self.solver.gptq and self.solver.correct_bias and linear.bias is not None
 
     def _solve(self, parts: list[str], moments: "Moments | None") -> dict[str, Int4Rows]:
         weights = [self.block.get_submodule(part).weight for part in parts]
@@ -144,7 +152,9 @@ class LayerQuantizer:
                 part: Int4Rows.of(*round_nearest(layout.to_rows(weight).contiguous(), layout.sizes.group))
                 for part, layout, weight in zip(parts, layouts, weights, strict=True)
             }
-        codes, scales = self._gptq(parts[0], torch.cat(weights), moments.matrix)
+        corrected = self._corrects(self.block.get_submodule(parts[0]))
+        hessian = moments.centred() if corrected else moments.products
+        codes, scales = self._gptq(parts[0], torch.cat(weights), hessian)
         if parts == [FC2]:  # its scales lie by neuron already
             return {FC2: Int4Rows.of(codes.T.contiguous(), scales)}
         if parts == [OUT]:  # (d, h) -> a row for each head and output
@@ -174,21 +184,38 @@ class LayerQuantizer:
 
 
 class Moments:
-    """Second moments X' X of inputs (tokens, m), in fp32."""
+    """Sums over inputs (tokens, m) in fp32: of themselves, (m,), and of their products with one another, (m, m)."""
 
     def __init__(self) -> None:
-        self.matrix: Tensor = torch.empty(0)
+        self.products, self.sums, self.tokens = torch.empty(0), torch.empty(0), 0
 
     def add(self, inputs: Tensor, real: Tensor) -> None:
         """inputs (B, T, m), of which those at ``real`` (B, T) positions count."""
         rows = inputs[real]
-        if not self.matrix.numel():
-            self.matrix = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-        self.matrix.addmm_(rows.T, rows)
+        if not self.tokens:
+            self.products = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+            self.sums = torch.zeros(rows.shape[1], device=rows.device)
+        self.products.addmm_(rows.T, rows)
+        self.sums += rows.sum(0)
+        self.tokens += len(rows)
 
-    def squared(self, weight: Tensor) -> float:
-        """Of all outputs X W' of weight (n, m), the sum of squares."""
-        return float(((weight @ self.matrix) * weight).sum())
+    @property
+    def mean(self) -> Tensor:
+        """(m,)"""
+        return self.sums / self.tokens
+
+    def centred(self) -> Tensor:
+        """(m, m): of the inputs less their means. What never was anything but zero has zeros."""
+        made = torch.addr(self.products, self.sums, self.mean, alpha=-1.0)
+        # An input that hardly varies leaves a difference of rounding errors on the diagonal, of either sign.
+        floor = self.products.diagonal() * 1e-6
+        made.diagonal().copy_(torch.maximum(made.diagonal(), floor))
+        return made
+
+
+def _squared(weight: Tensor, products: Tensor) -> float:
+    """The sum of squares of all outputs X W' of weight (n, m), for products X' X (m, m) of their inputs."""
+    return float(((weight @ products) * weight).sum())
 
 
 def _mixed_heads(attention: Any, attn_in: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ side; a smaller one clips what lies beyond and rounds the rest more finely. Both
 import torch
 from torch import Tensor
 
-# Of what 8 steps reach over the group's largest weight: at 8/7 no code is clipped on either side.
-RANGES = tuple(8 / 7 - 0.03 * step for step in range(20))
+# What 8 steps reach over the group's largest weight: at 8/7 no code is clipped on either side, at 1 on one side.
+RANGES = (8 / 7, *(1.09 - 0.03 * step for step in range(19)))
 FACTORS = torch.tensor([sign * share / 8 for share in RANGES for sign in (1, -1)])
 TINY = 2.0**-24  # the least number above zero that fp16 has
 WEIGHTS_AT_ONCE = 1 << 18

@@ -62,7 +62,10 @@ def quantised_layers(
                 others[name.removeprefix(prefix)] = source[name]
         block = load_block(config, {**weights, **others}, device)
         quantizer = LayerQuantizer(block, layouts, solver, given)
-        yield others, quantizer.run(batches, None if mask is None else mask(layer))
+        made = quantizer.run(batches, None if mask is None else mask(layer))
+        biases = {f"{part}.bias": block.get_submodule(part).bias for part in layouts}
+        changed = {name: bias.to(others[name]) for name, bias in biases.items() if name in others}
+        yield {**others, **changed}, made
 
 
 def load_block(config: OPTConfig, tensors: dict[str, Tensor], device: torch.device) -> Any:
