@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ class Scored:
 
 
 @torch.no_grad()
-def score(model: Any, bundle: Bundle | None, batches: Sequence[EvalBatch], dense: Sequence[Tensor], documents: int) -> Scored:
+def score(
+    model: Any, bundle: Bundle | None, batches: Sequence[EvalBatch], dense: Sequence[Tensor], documents: int
+) -> Scored:
     """Every batch through the model, its weights as they are and, with a bundle, only what that selects."""
     found = Scored(np.zeros(documents), np.zeros(documents))
     selector = None if bundle is None else Predicted(bundle)
@@ -247,10 +250,8 @@ def report(options: argparse.Namespace) -> None:
         batches = list(eval_batches(corpus, options.batch_tokens, torch.device("cpu")))
         dense = [log_probabilities(models["fp16"], batch) for batch in batches]
 
-        def scored(weights: str, bundle: Bundle | None) -> Scored:
-            return score(models[weights], bundle, batches, dense, len(corpus.document_tokens))
-
-        alone = {name: scored(name, None) for name in models}
+        scored = partial(score, batches=batches, dense=dense, documents=len(corpus.document_tokens))
+        alone = {name: scored(model, None) for name, model in models.items()}
         for name, found in alone.items():
             rows.add("report", text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
         for asked in DENSITIES:
@@ -258,7 +259,7 @@ def report(options: argparse.Namespace) -> None:
             for predictors, bundle in bundles.items():
                 moved = bundle.at(*asked)
                 for name in ["fp16", *sparse] if predictors == "before" else ["gptq"]:
-                    found = scored(name, moved)
+                    found = scored(models[name], moved)
                     selected = selected or {"fp16": found}
                     both = () if name == "fp16" else (alone[name], selected["fp16"])
                     rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)

@@ -1,4 +1,4 @@
-"""Writes a folder of 4-bit rows as transformers reads it, a file for each layer; aside, and renamed when it is whole."""
+"""Writes a model folder of 4-bit rows as transformers reads it, a file for each layer; aside, renamed when whole."""
 
 import contextlib
 import json

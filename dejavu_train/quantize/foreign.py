@@ -121,7 +121,9 @@ def _awq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     def decode(parts: Parts) -> Decoded:
         stored, zeros = (_nibbles(parts[name], AWQ_ORDER) for name in ("qweight", "qzeros"))
         times = len(stored) // len(zeros)
-        return _around_zero(stored.T, zeros.repeat_interleave(times, 0).T, parts["scales"].repeat_interleave(times, 0).T)
+        return _around_zero(
+            stored.T, zeros.repeat_interleave(times, 0).T, parts["scales"].repeat_interleave(times, 0).T
+        )
 
     return decode
 

@@ -12,8 +12,8 @@ Three grids, one for each way in which groups lie on a matrix:
 - ``InputGroups``: a row's scale for g inputs that follow one another, chosen on reaching them, from weights that have
   taken over the errors of those before; the order is the inputs' own.
 - ``StaticGroups``: the same groups, scales chosen beforehand, so that inputs may be taken in any order.
-- ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too: a column's grid is its
-  own. It is what fc2 has, whose rows of 4 bits are its columns here.
+- ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too, because a column's
+  grid is its own. It is what fc2 has, whose rows of 4 bits are its columns here.
 
 An input that never was anything but zero is coupled with nothing: its column keeps the nearest codes, where the
 paper's code sets it to zero. Other texts may use it.

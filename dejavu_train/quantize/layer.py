@@ -167,11 +167,11 @@ class LayerQuantizer:
         """Codes (n, m) int8 of weight (n, m), and the scales of their grid."""
         (n, m), group, device = weight.shape, self.layouts[part].sizes.group, weight.device
         if part == OUT and self.solver.out_per_head:
-            hessian = torch.block_diag(
-                *(hessian[i : i + group, i : i + group] for i in range(0, m, group))
-            )
+            hessian = torch.block_diag(*(hessian[i : i + group, i : i + group] for i in range(0, m, group)))
         by_moment = part == FC2 or self.solver.act_order
-        order = hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
+        order = (
+            hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
+        )
         if part == FC2:
             grid: Any = OutputGroups(n, m, group, device)
         elif by_moment:

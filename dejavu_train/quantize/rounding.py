@@ -15,7 +15,7 @@ WEIGHTS_AT_ONCE = 1 << 18
 
 
 def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """The scale (..., 1) fp32, an fp16 number and never zero, of groups (..., g): of those tried, that which errs least.
+    """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried; an fp16 number, never zero.
 
     importance: broadcasts to (..., 1, g), factors of the squared errors; None: all alike.
     """

@@ -91,7 +91,9 @@ def plan(config: QuantizeConfig, shape: OPTShape) -> str:
     if config.quantizer == "gptq":
         tokens = config.calibration_tokens(shape)
         held = 4 * (2 * tokens * shape.d_model + 6 * shape.d_ffn**2 + 2 * weights)
-        lines.append(f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch")
+        lines.append(
+            f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch"
+        )
     return "\n".join(lines)
 
 

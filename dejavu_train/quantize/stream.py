@@ -20,9 +20,7 @@ PAD_TOKEN = 1
 LayerMask = Callable[[int], Mask]
 
 
-def embed(
-    source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int, device: torch.device
-) -> list[Batch]:
+def embed(source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> list[Batch]:
     """Token ids, each window (T,), as what the first layer reads."""
     table, positions = source["decoder.embed_tokens.weight"], source["decoder.embed_positions.weight"]
     made = []

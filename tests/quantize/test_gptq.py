@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from dejavu_train.errors import UserError
-from dejavu_train.quantize.gptq import Damping, InputGroups, OutputGroups, StaticGroups, inverse_factor, quantise_columns
+from dejavu_train.quantize.gptq import (
+    Damping,
+    InputGroups,
+    OutputGroups,
+    StaticGroups,
+    inverse_factor,
+    quantise_columns,
+)
 from dejavu_train.quantize.rounding import best_scales, group_scales, round_nearest, round_to
 
 GROUP = 32

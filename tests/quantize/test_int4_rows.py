@@ -1,4 +1,4 @@
-"""Rows of 4 bits: the words are those of the kernels, layouts turn back, and a module keeps its codes whatever moves."""
+"""Rows of 4 bits: the words are the kernels', layouts turn back, and a module keeps its codes whatever moves."""
 
 import pytest
 import torch
