@@ -1,9 +1,11 @@
 """Quality of 4-bit weights: round to nearest and GPTQ, alone and with the sparse model, against whole-block bytes.
 
     python -m benchmarks.quantize choose    variants of GPTQ, on the model's own text and on documents of no report
-    python -m benchmarks.quantize report --bundle B --gptq FOLDER --rtn FOLDER     on the held-out texts
+    python -m benchmarks.quantize report --bundle B --gptq FOLDER --rtn FOLDER    on the held-out texts
+    python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
 
-Both append rows to docs/frontier/int4.csv. Texts of the report are those that `benchmarks/texts.py prepare` writes.
+The first two append rows to docs/frontier/int4.csv. Texts of the report are those that `benchmarks/texts.py prepare`
+writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
 is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
@@ -13,6 +15,7 @@ stage: with 4-bit weights fc1 itself is what it would read.
 """
 
 import argparse
+import csv
 import dataclasses
 import datetime
 import shutil
@@ -47,11 +50,11 @@ DENSITIES = ((0.08, 1.0), (0.1, 1.0), (0.2, 1.0), (0.1, 0.85), (0.2, 0.85))
 VARIANTS: dict[str, dict[str, Any]] = {
     "rtn": {"quantizer": "rtn"},
     "gptq": {},
+    "gptq, biases as they were": {"correct_bias": False},
     "gptq, damp_own 0.05": {"damp_own": 0.05},
-    "gptq, damp_own 0.02, damp_mean 0.002": {"damp_own": 0.02, "damp_mean": 0.002},
-    "gptq, damp_mean 0.05": {"damp_mean": 0.05},
     "gptq, act_order": {"act_order": True},
     "gptq, out_hessian per_head": {"out_hessian": "per_head"},
+    "gptq, 64,000 tokens": {"tokens": 64_000},
 }
 
 
@@ -217,12 +220,11 @@ def choose(options: argparse.Namespace) -> None:
         "val_docs": hold_out(documents, tokenizer, WINDOW, options.tokens, seed=1),
     }
     rows = Rows(options, OPTShape.from_config(model.config))
-    variants = {**VARIANTS, **{f"gptq, tokens {tokens}": {"tokens": tokens} for tokens in (32_000, 128_000)}}
-    asked = options.variants.split(";") if options.variants else list(variants)
+    asked = options.variants.split(";") if options.variants else list(VARIANTS)
     for name in asked:
-        folder = Path(options.work) / "variant"
+        folder = Path(options.work) / f"variant-{list(VARIANTS).index(name)}"
         shutil.rmtree(folder, ignore_errors=True)
-        settings = {"tokens": options.calibration_tokens} | variants[name]
+        settings = {"tokens": options.calibration_tokens} | VARIANTS[name]
         quantise(QuantizeConfig(model=options.model, output=str(folder), seed=options.seed, device="cpu", **settings))
         quantised = load_opt(str(folder))
         for text, corpus in corpora.items():
@@ -265,11 +267,69 @@ def report(options: argparse.Namespace) -> None:
                     rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
 
 
+def show(options: argparse.Namespace) -> None:
+    """Tables and verdicts: the newest row of each kind."""
+    with open(options.csv, newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    chosen = {(row["text"], row["weights"]): row for row in found if row["what"] == "choose"}
+    texts = list(dict.fromkeys(text for text, _ in chosen))
+    lines = ["| weights | " + " | ".join(f"{text}: KL" for text in texts) + " |", "| --- |" + " --- |" * len(texts)]
+    for name in dict.fromkeys(weights for _, weights in chosen):
+        lines.append(f"| {name} | " + " | ".join(f"{float(chosen[text, name]['kl']):.4f}" for text in texts) + " |")
+    rows = {
+        (row["text"], row["weights"], row["predictors"], float(row["asked_mlp"]), float(row["asked_heads"])): row
+        for row in found
+        if row["what"] == "report"
+    }
+    texts = list(dict.fromkeys(key[0] for key in rows))
+    lines += ["", "| text | tokens | perplexity, fp16 | KL: rtn | gptq | ratio | increase, %: rtn | gptq |"]
+    lines.append("| --- |" + " --- |" * 7)
+    for text in texts:
+        dense, rtn, gptq = (rows[text, name, "none", 1.0, 1.0] for name in ("fp16", "rtn", "gptq"))
+        lines.append(
+            f"| {text} | {int(dense['tokens']):,} | {float(dense['perplexity']):.2f} | {float(rtn['kl']):.3f} |"
+            f" {float(gptq['kl']):.4f} | {float(gptq['kl']) / float(rtn['kl']):.3f} |"
+            f" {_percent(rtn)} | {_percent(gptq)} |"
+        )
+    lines += [
+        "",
+        "| MLP, heads | text | fp16: bytes, increase % | 4 bits: bytes, increase % | excess, nats | sum rule |",
+    ]
+    lines.append("| --- |" + " --- |" * 5)
+    for asked in DENSITIES:
+        for text in texts:
+            plain, both, alone = (
+                rows.get((text, "fp16", "before", *asked)), rows.get((text, "gptq", "before", *asked)),
+                rows[text, "gptq", "none", 1.0, 1.0],
+            )  # fmt: skip
+            if plain is None or both is None:
+                continue
+            excess, error = float(both["excess"]), float(both["excess_error"] or 0)
+            small = max(float(plain["increase"]), float(alone["increase"])) < np.log(1.05)
+            verdict = "met" if excess <= max(0.002, 2 * error) else "**missed**"
+            lines.append(
+                f"| {100 * asked[0]:g} %, {100 * asked[1]:g} % | {text} | {_share(plain)}, {_percent(plain)} |"
+                f" {_share(both)}, {_percent(both)} | {excess:+.4f} ± {error:.4f} |"
+                f" {verdict}{'' if small else ', not judged'} |"
+            )
+    print("\n".join(lines))
+
+
+def _percent(row: Mapping[str, str]) -> str:
+    """The increase of perplexity in per cent, with its error."""
+    value, error = float(row["increase"]), float(row["error"] or 0)
+    return f"{100 * np.expm1(value):+.2f} ± {100 * np.exp(value) * error:.2f}"
+
+
+def _share(row: Mapping[str, str]) -> str:
+    return f"{100 * float(row['block_bytes']):.1f} %"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=("choose", "report"))
+    parser.add_argument("command", choices=("choose", "report", "show"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle", help="predictors of the fp16 model")
     parser.add_argument("--after", default="", help="predictors that were trained on the GPTQ model")
@@ -280,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default=".data", help="what `benchmarks/texts.py prepare` wrote")
     parser.add_argument("--texts", default=TEXTS)
     parser.add_argument("--tokens", type=int, default=10_000, help="of every text")
-    parser.add_argument("--calibration-tokens", type=int, default=64_000)
+    parser.add_argument("--calibration-tokens", type=int, default=16_000, help="of variants")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", default="checkpoints/quantize")
@@ -288,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--csv", default="docs/frontier/int4.csv")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    (choose if options.command == "choose" else report)(options)
+    {"choose": choose, "report": report, "show": show}[options.command](options)
 
 
 if __name__ == "__main__":

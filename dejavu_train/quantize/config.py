@@ -42,6 +42,8 @@ class QuantizeConfig:
     neuron's own, it is always so."""
     out_hessian: Literal["full", "per_head"] = "full"
     """Of gptq: whether an error in one head of the out-projection may be undone by other heads."""
+    correct_bias: bool = True
+    """Of gptq: whether biases take over what rounding does to the outputs' means."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0

@@ -52,11 +52,8 @@ class Grid(Protocol):
     block: int
     scales: Tensor
 
-    def enter(self, columns: Tensor, start: int, importance: Tensor) -> None:
-        """The columns from ``start`` on are reached next, (n, block) as they are now.
-
-        importance: (block,), what a squared error in a column costs after those behind it have done what they can.
-        """
+    def enter(self, columns: Tensor, start: int) -> None:
+        """The columns from ``start`` on are reached next, (n, block) as they are now."""
 
     def at(self, column: Tensor, index: int) -> Tensor:
         """The scales (n,) or (1,) fp32 of the column (n,) with this number."""
@@ -68,8 +65,8 @@ class InputGroups:
     def __init__(self, n: int, m: int, group: int, device: torch.device | str = "cpu") -> None:
         self.block, self.scales = group, torch.empty(n, m // group, device=device)
 
-    def enter(self, columns: Tensor, start: int, importance: Tensor) -> None:
-        self.scales[:, start // self.block] = group_scales(columns, self.block, importance)[:, 0]
+    def enter(self, columns: Tensor, start: int) -> None:
+        self.scales[:, start // self.block] = group_scales(columns, self.block)[:, 0]
 
     def at(self, column: Tensor, index: int) -> Tensor:
         return self.scales[:, index // self.block]
@@ -82,7 +79,7 @@ class StaticGroups:
         self.block, self.scales = BLOCK, group_scales(weight, group)
         self._groups = (order // group).tolist()
 
-    def enter(self, columns: Tensor, start: int, importance: Tensor) -> None:
+    def enter(self, columns: Tensor, start: int) -> None:
         pass
 
     def at(self, column: Tensor, index: int) -> Tensor:
@@ -95,7 +92,7 @@ class OutputGroups:
     def __init__(self, n: int, m: int, group: int, device: torch.device | str = "cpu") -> None:
         self.block, self.group, self.scales = BLOCK, group, torch.empty(m, n // group, device=device)
 
-    def enter(self, columns: Tensor, start: int, importance: Tensor) -> None:
+    def enter(self, columns: Tensor, start: int) -> None:
         pass
 
     def at(self, column: Tensor, index: int) -> Tensor:
@@ -119,7 +116,7 @@ def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: Dampi
     for start in range(0, m, grid.block):
         stop = min(start + grid.block, m)
         columns, own = weight[:, start:stop], factor[start:stop, start:stop]
-        grid.enter(columns.contiguous(), start, own.diagonal().square().reciprocal())
+        grid.enter(columns.contiguous(), start)
         errors = torch.empty_like(columns)
         for i in range(stop - start):
             scales = grid.at(columns[:, i], start + i)

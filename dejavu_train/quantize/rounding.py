@@ -14,19 +14,14 @@ TINY = 2.0**-24  # the least number above zero that fp16 has
 WEIGHTS_AT_ONCE = 1 << 18
 
 
-def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried; an fp16 number, never zero.
-
-    importance: broadcasts to (..., 1, g), factors of the squared errors; None: all alike.
-    """
+def best_scales(groups: Tensor) -> Tensor:
+    """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried; an fp16 number, never zero."""
     peak = groups.abs().amax(dim=-1, keepdim=True)
     tried = peak * FACTORS.to(groups.device)  # (..., tried)
     tried = tried.half().float()
     tried = torch.where(tried == 0, TINY, tried)[..., None]  # (..., tried, 1)
     wide = groups[..., None, :]
     error = round_to(wide, tried).mul_(tried).sub_(wide).square_()
-    if importance is not None:
-        error *= importance
     best = error.sum(dim=-1, keepdim=True).argmin(dim=-2, keepdim=True)
     return tried.gather(-2, best)[..., 0]
 
@@ -36,11 +31,10 @@ def round_to(weights: Tensor, scales: Tensor) -> Tensor:
     return (weights / scales).round_().clamp_(-8, 7)
 
 
-def group_scales(rows: Tensor, group: int, importance: Tensor | None = None) -> Tensor:
-    """rows (n, d) fp32 -> the best scales (n, d / group) fp32; importance (d,): factors of the columns' errors."""
-    weighed = None if importance is None else importance.view(-1, 1, group)
+def group_scales(rows: Tensor, group: int) -> Tensor:
+    """rows (n, d) fp32 -> the best scales (n, d / group) fp32."""
     parts = rows.split(max(1, WEIGHTS_AT_ONCE // rows.shape[1]))
-    return torch.cat([best_scales(part.unflatten(1, (-1, group)), weighed)[..., 0] for part in parts])
+    return torch.cat([best_scales(part.unflatten(1, (-1, group)))[..., 0] for part in parts])
 
 
 def round_nearest(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:

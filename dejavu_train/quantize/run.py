@@ -123,7 +123,7 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
     layouts, results = row_layouts(shape, config.model), []
     solver = Solver(
         config.quantizer == "gptq", Damping(config.damp_mean, config.damp_own), config.act_order,
-        config.out_hessian == "per_head",
+        config.out_hessian == "per_head", config.correct_bias,
     )  # fmt: skip
     opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
     with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
@@ -143,7 +143,8 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
             "made_of": {"model": config.model, "weight_hash": digest, "quant_method": quant_method(values)},
             "text": text,
             "settings": {
-                name: getattr(config, name) for name in ("damp_mean", "damp_own", "act_order", "out_hessian", "seed")
+                name: getattr(config, name)
+                for name in ("damp_mean", "damp_own", "act_order", "out_hessian", "correct_bias", "seed")
             },
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             "minutes": round((time.monotonic() - began) / 60, 2),

@@ -12,15 +12,19 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import REPOSITORY, save_tiny_opt
+from safetensors.torch import load_file
+from small_runs import flags
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.cli import parse_config
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import Int4Linear
 from dejavu_train.models.opt import load_opt, read_shape, weight_hash
 from dejavu_train.models.stored import check_folder
+from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import run, stream
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import Damping
@@ -132,7 +136,7 @@ def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp
     quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
     dense = load_opt(str(wide_opt))
     windows, _ = calibration_windows(settings, read_shape(str(wide_opt)), "")
-    ids = torch.tensor([window for window in windows if len(window) == 64][:8])
+    ids = torch.stack([torch.from_numpy(window) for window in windows if len(window) == 64][:8]).long()
     lost = {}
     for name, folder in (("gptq", quantised), ("rtn", tmp_path / "rtn")):
         with torch.no_grad():
@@ -223,3 +227,14 @@ def test_weights_of_other_packages_are_named(wide_opt, tmp_path):
     for action in (load_opt, lambda name: check_folder(name, read_shape(name))):
         with pytest.raises(UserError, match="quantised by gptq; convert them first"):
             action(str(folder))
+
+
+def test_predictors_are_trained_on_the_quantised_model(quantised, text_file, tmp_path):
+    few = ("--collect.train_tokens=3000", "--mlp.steps=10", "--heads.steps=10", "--trainer.logger=false")
+    train(parse_config(flags(quantised, text_file, tmp_path / "run", *few)))
+    model = SparseOPTForCausalLM.from_pretrained(quantised, tmp_path / "run" / "bundle", backend="gather")
+    generated = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=[])
+    assert generated.shape == (1, IDS.shape[1] + 3)
+    stored = load_file(tmp_path / "run" / "activations" / "layer_00" / "weights.safetensors")
+    fc1 = load_opt(str(quantised)).model.decoder.layers[0].fc1.weight
+    assert any(tensor.shape == fc1.shape and torch.equal(tensor.float(), fc1) for tensor in stored.values())
