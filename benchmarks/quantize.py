@@ -18,7 +18,6 @@ import argparse
 import csv
 import dataclasses
 import datetime
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,11 +36,15 @@ from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
 from dejavu_train.data.text import INSTALLED_DOCS, TextSource, cut_windows, load_documents, load_sets
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
+from dejavu_train.models.int4 import Int4Rows, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
 from dejavu_train.models.shape import OPTShape
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.run import quantise
+from dejavu_train.quantize.layer import LayerQuantizer
+from dejavu_train.quantize.run import calibration_windows
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.quantize.stream import embed, load_block
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
@@ -54,6 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gptq, damp_own 0.05": {"damp_own": 0.05},
     "gptq, act_order": {"act_order": True},
     "gptq, out_hessian per_head": {"out_hessian": "per_head"},
+    "gptq, asymmetric": {"asymmetric": True},
     "gptq, 64,000 tokens": {"tokens": 64_000},
 }
 
@@ -211,6 +215,58 @@ def own_text(model: str, tokens: int) -> EvalCorpus:
     return EvalCorpus(cut, list(range(len(cut))), [len(window) - 1 for window in cut], 0)
 
 
+class Asymmetric(LayerQuantizer):
+    """Groups with an offset each, the middle of their range, in fp16: what unsigned codes with a zero point reach.
+
+    An offset changes no rounding error, so the matrices less their offsets are rounded as ever.
+    """
+
+    def _solve(self, parts: list[str], moments: Any) -> Any:
+        solved: dict[str, Any] = {}
+        offsets: dict[str, Tensor] = {}
+        for part in parts:
+            layout, linear = self.layouts[part], self.block.get_submodule(part)
+            groups = layout.to_rows(linear.weight).unflatten(1, (-1, layout.sizes.group))
+            middle = ((groups.amax(-1, keepdim=True) + groups.amin(-1, keepdim=True)) / 2).half().float()
+            offsets[part] = middle.expand_as(groups).flatten(1)
+            linear.weight.data = linear.weight - layout.from_rows(offsets[part])
+        for part, rows in super()._solve(parts, moments).items():
+            linear = self.block.get_submodule(part)
+            linear.weight.data = linear.weight + self.layouts[part].from_rows(offsets[part])
+            solved[part] = WithOffsets(rows, offsets[part])
+        return solved
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOffsets:
+    """Rows in 4 bits and what is added to them, (n, d)."""
+
+    rows: Int4Rows
+    offsets: Tensor
+
+    def dequantised(self) -> Tensor:
+        return self.rows.dequantised() + self.offsets
+
+
+def in_memory(config: QuantizeConfig, asymmetric: bool = False) -> Any:
+    """The model with its matrices as their codes say, as `quantise` would write it."""
+    model, source = load_opt(config.model), StoredTensors(config.model)
+    shape = OPTShape.from_config(model.config)
+    layouts, device = row_layouts(shape), torch.device("cpu")
+    batches = []
+    if config.quantizer == "gptq":
+        windows, _ = calibration_windows(config, shape, weight_hash(config.model))
+        batches = embed(source, windows, config.batch_size, device)
+    kind = Asymmetric if asymmetric else LayerQuantizer
+    for layer, block in enumerate(model.model.decoder.layers):
+        own = {name: tensor.detach().clone() for name, tensor in block.state_dict().items()}
+        single = load_block(model.config, own, device)
+        kind(single, layouts, config.solver(), {}).run(batches)
+        block.load_state_dict(single.state_dict())
+        print(f"{layer + 1} of {shape.n_layers} layers", flush=True)
+    return model
+
+
 def choose(options: argparse.Namespace) -> None:
     """Rows of variants, on text that no report scores."""
     model, tokenizer = load_opt(options.model), load_tokenizer(options.model)
@@ -220,13 +276,10 @@ def choose(options: argparse.Namespace) -> None:
         "val_docs": hold_out(documents, tokenizer, WINDOW, options.tokens, seed=1),
     }
     rows = Rows(options, OPTShape.from_config(model.config))
-    asked = options.variants.split(";") if options.variants else list(VARIANTS)
-    for name in asked:
-        folder = Path(options.work) / f"variant-{list(VARIANTS).index(name)}"
-        shutil.rmtree(folder, ignore_errors=True)
-        settings = {"tokens": options.calibration_tokens} | VARIANTS[name]
-        quantise(QuantizeConfig(model=options.model, output=str(folder), seed=options.seed, device="cpu", **settings))
-        quantised = load_opt(str(folder))
+    for name in options.variants.split(";") if options.variants else VARIANTS:
+        given = {"tokens": options.calibration_tokens, "seed": options.seed} | VARIANTS[name]
+        asymmetric = given.pop("asymmetric", False)
+        quantised = in_memory(QuantizeConfig(model=options.model, device="cpu", **given), asymmetric)
         for text, corpus in corpora.items():
             batches = list(eval_batches(corpus, options.batch_tokens, torch.device("cpu")))
             dense = [log_probabilities(model, batch) for batch in batches]
@@ -343,7 +396,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16_000, help="of variants")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", default="checkpoints/quantize")
     parser.add_argument("--cache", default="checkpoints/text")
     parser.add_argument("--csv", default="docs/frontier/int4.csv")
     options = parser.parse_args(argv)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.quantize.config import Solver
 from dejavu_train.quantize.gptq import Damping, InputGroups, OutputGroups, StaticGroups, quantise_columns
 from dejavu_train.quantize.rounding import round_nearest
 
@@ -29,17 +30,6 @@ class Batch:
 
     hidden: Tensor
     real: Tensor
-
-
-@dataclass(frozen=True)
-class Solver:
-    """How a matrix is rounded: to the nearest codes, or by GPTQ with these settings, see ``config.py``."""
-
-    gptq: bool = True
-    damping: Damping = Damping()
-    act_order: bool = False
-    out_per_head: bool = False
-    correct_bias: bool = True
 
 
 Mask = Callable[[str, Tensor], Tensor | None]
@@ -178,7 +168,8 @@ class LayerQuantizer:
             grid = StaticGroups(weight, group, order)
         else:
             grid = InputGroups(n, m, group, device)
-        codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, self.solver.damping)
+        damping = Damping(self.solver.damp_mean, self.solver.damp_own)
+        codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, damping)
         back = order.argsort()
         return codes[:, back], grid.scales[back] if part == FC2 else grid.scales
 

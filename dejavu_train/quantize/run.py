@@ -30,8 +30,7 @@ from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import check_output, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader
-from dejavu_train.quantize.gptq import Damping
-from dejavu_train.quantize.layer import MatrixResult, Solver
+from dejavu_train.quantize.layer import MatrixResult
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import LayerMask, embed, quantised_layers
 from dejavu_train.version import package_version
@@ -121,15 +120,11 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
         windows, text = calibration_windows(config, shape, digest)
         batches = embed(source, windows, config.batch_size, device)
     layouts, results = row_layouts(shape, config.model), []
-    solver = Solver(
-        config.quantizer == "gptq", Damping(config.damp_mean, config.damp_own), config.act_order,
-        config.out_hessian == "per_head", config.correct_bias,
-    )  # fmt: skip
     opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
     with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
         folder.add({source.stored_name(name): source[name] for name in source if ".layers." not in name})
         start = source.stored_name("decoder.embed_tokens.weight").removesuffix("decoder.embed_tokens.weight")
-        layers = quantised_layers(source, reader, opt, layouts, solver, batches, device, mask)
+        layers = quantised_layers(source, reader, opt, layouts, config.solver(), batches, device, mask)
         for layer, (others, made) in enumerate(layers):
             prefix = f"{start}decoder.layers.{layer}."
             tensors = {prefix + name: tensor for name, tensor in others.items()}

@@ -12,8 +12,9 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.models.shape import OPTShape
 from dejavu_train.models.stored import LEARNED_POSITIONS_OFFSET
+from dejavu_train.quantize.config import Solver
 from dejavu_train.quantize.foreign import MatrixReader
-from dejavu_train.quantize.layer import Batch, LayerQuantizer, Mask, MatrixResult, Solver
+from dejavu_train.quantize.layer import Batch, LayerQuantizer, Mask, MatrixResult
 from dejavu_train.quantize.source import StoredTensors
 
 PAD_TOKEN = 1

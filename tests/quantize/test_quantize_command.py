@@ -26,9 +26,7 @@ from dejavu_train.models.opt import load_opt, read_shape, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import run, stream
-from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.gptq import Damping
-from dejavu_train.quantize.layer import Solver
+from dejavu_train.quantize.config import QuantizeConfig, Solver
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -154,7 +152,7 @@ def test_layers_see_what_the_quantised_model_computes(settings):
     reader = stream.MatrixReader(source, {})
     model = OPTForCausalLM.from_pretrained(settings.model).eval()
     layers = stream.quantised_layers(
-        source, reader, config, run.row_layouts(shape), Solver(damping=Damping()), batches, torch.device("cpu")
+        source, reader, config, run.row_layouts(shape), Solver(), batches, torch.device("cpu")
     )
     for block, (others, made) in zip(model.model.decoder.layers, layers, strict=True):
         for part, result in made.items():
