@@ -25,6 +25,7 @@ from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_shape, read_values
+from dejavu_train.models.stored import check_folder
 from dejavu_train.parser import parse, take_check
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
@@ -70,6 +71,14 @@ def check(config: QuantizeConfig) -> OPTShape:
     shape = read_shape(config.model, config.revision)
     config.check(shape)
     row_sizes(shape, config.model)
+    method = quant_method(read_values(config.model, config.revision))
+    if method is None:
+        check_folder(config.model, shape)
+    elif method != INT4 and config.quantizer == "gptq" and config.text.source == SELF:
+        raise UserError(
+            f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
+            " --quantizer rtn"
+        )
     check_source(config.text)
     check_output(config.output)
     resolve_device(config.device)

@@ -218,10 +218,12 @@ def test_check_does_nothing(settings, tmp_path, capsys):
     assert "bits a weight" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def test_weights_of_other_packages_are_named(wide_opt, tmp_path):
+def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
     folder = shutil.copytree(wide_opt, tmp_path / "gptq")
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
+    message = error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys)
+    assert "--text.source FILE, or --quantizer rtn" in message
     for action in (load_opt, lambda name: check_folder(name, read_shape(name))):
         with pytest.raises(UserError, match="quantised by gptq; convert them first"):
             action(str(folder))
