@@ -328,7 +328,8 @@ def show(options: argparse.Namespace) -> None:
     texts = list(dict.fromkeys(text for text, _ in chosen))
     lines = ["| weights | " + " | ".join(f"{text}: KL" for text in texts) + " |", "| --- |" + " --- |" * len(texts)]
     for name in dict.fromkeys(weights for _, weights in chosen):
-        lines.append(f"| {name} | " + " | ".join(f"{float(chosen[text, name]['kl']):.4f}" for text in texts) + " |")
+        cells = [f"{float(row['kl']):.4f}" if (row := chosen.get((text, name))) else "" for text in texts]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     rows = {
         (row["text"], row["weights"], row["predictors"], float(row["asked_mlp"]), float(row["asked_heads"])): row
         for row in found
