@@ -37,14 +37,21 @@ Mask = Callable[[str, Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
-class MatrixResult:
-    """A matrix in 4 bits. ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
+class MatrixErrors:
+    """What a matrix lost: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
     calibration text, both as ratios of squares; None where there was no text. ``exact``: the codes were given."""
 
-    rows: Int4Rows | None
     weight_error: float
     output_error: float | None
     exact: bool = False
+
+
+@dataclass(frozen=True)
+class MatrixResult:
+    """A matrix in 4 bits."""
+
+    rows: Int4Rows
+    errors: MatrixErrors
 
 
 class LayerQuantizer:
@@ -128,7 +135,7 @@ class LayerQuantizer:
                 if self._corrects(linear) and part not in self.given:
                     linear.bias -= lost @ moments.mean
             linear.weight.data = made
-            self.results[part] = MatrixResult(rows, error, output, part in self.given)
+            self.results[part] = MatrixResult(rows, MatrixErrors(error, output, part in self.given))
 
     def _corrects(self, linear: Any) -> bool:
         """Whether the bias takes over what rounding does to the mean output."""

@@ -31,7 +31,7 @@ from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import check_output, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader
-from dejavu_train.quantize.layer import MatrixResult
+from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import LayerMask, embed, quantised_layers
 from dejavu_train.version import package_version
@@ -105,7 +105,7 @@ def plan(config: QuantizeConfig, shape: OPTShape) -> str:
     return "\n".join(lines)
 
 
-def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict[str, MatrixResult]]:
+def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict[str, MatrixErrors]]:
     """Write the folder.
 
     Args:
@@ -128,7 +128,8 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
     if config.quantizer == "gptq":
         windows, text = calibration_windows(config, shape, digest)
         batches = embed(source, windows, config.batch_size, device)
-    layouts, results = row_layouts(shape, config.model), []
+    layouts = row_layouts(shape, config.model)
+    results: list[dict[str, MatrixErrors]] = []
     opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
     with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
         folder.add({source.stored_name(name): source[name] for name in source if ".layers." not in name})
@@ -140,7 +141,7 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
             for part, result in made.items():
                 tensors |= {f"{prefix}{part}.weight": result.rows.words, f"{prefix}{part}.scales": result.rows.scales}
             folder.add(tensors)
-            results.append({part: dataclasses.replace(result, rows=None) for part, result in made.items()})
+            results.append({part: result.errors for part, result in made.items()})
             progress.update()
         report = {
             "quantizer": config.quantizer,
@@ -209,7 +210,7 @@ def peak_memory(device: torch.device) -> Mapping[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
-def summary(results: Sequence[Mapping[str, MatrixResult]], output: str) -> str:
+def summary(results: Sequence[Mapping[str, MatrixErrors]], output: str) -> str:
     """A line for each kind of matrix: how many were taken over exactly, and the errors of the others."""
     lines = [f"{output}: errors as ratios of squares, means over the layers"]
     for part in results[0]:
