@@ -2,12 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from dejavu_train.models.register import register_when_loaded
+
 if TYPE_CHECKING:
     from dejavu_train.bundle.artifact import Bundle
     from dejavu_train.bundle.guard_config import Guard
     from dejavu_train.sparse.model import SparseOPTForCausalLM
 
     __version__: str
+
+register_when_loaded()
 
 __all__ = ["Bundle", "Guard", "SparseOPTForCausalLM", "__version__"]
 

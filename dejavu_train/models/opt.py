@@ -11,7 +11,15 @@ from torch import Tensor
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import OPTShape, check_exists, read_shape
+from dejavu_train.models.shape import (
+    INT4,
+    OPTShape,
+    check_exists,
+    quant_method,
+    read_shape,
+    read_values,
+    refuse_foreign,
+)
 from dejavu_train.models.stored import read_header, weight_files
 
 __all__ = [
@@ -74,18 +82,25 @@ def load_opt(
         device: ignored when ``device_map`` is given.
         device_map: as in transformers, for models larger than one GPU; needs accelerate.
 
+    A model whose weights lie in 4 bits (``python -m dejavu_train.quantize``) has an ``Int4Linear`` in the place of each
+    matrix and is in fp32 otherwise, whatever ``dtype`` says: rounded to fp16, its weights would select other units.
+
     Raises:
-        UserError: nothing there, not a pre-norm OPT, weights that cannot be read or do not fit the config.
+        UserError: nothing there, not a pre-norm OPT, weights that cannot be read or do not fit the config, or that
+            another package quantised.
     """
-    read_shape(name, revision)
+    values = read_values(name, revision)
+    OPTShape.from_values(values, name)
+    refuse_foreign(values, name)
     if device_map is not None:
         try:
             import accelerate  # noqa: F401
         except ImportError:
             raise UserError("device_map needs accelerate: pip install 'dejavu-train[large]'") from None
-    options: dict[str, Any] = {"dtype": torch_dtype(dtype), "revision": revision}
+    kind = torch.float32 if quant_method(values) == INT4 else torch_dtype(dtype)
+    options: dict[str, Any] = {"dtype": kind, "revision": revision}
     if Path(name).is_dir():
-        _stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
+        stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
         options["use_safetensors"] = True
     if device_map is not None:
         options["device_map"] = device_map
@@ -132,7 +147,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _stored_files(name: str, revision: str | None) -> list[Path]:
+def stored_files(name: str, revision: str | None) -> list[Path]:
     """The weight files of a folder or hub id, safetensors if there are any."""
     folder = Path(name)
     if not folder.is_dir():
@@ -193,7 +208,7 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
     """
     check_exists(name)
     rows: list[tuple[str, bytes]] = []
-    for file in _stored_files(name, revision):
+    for file in stored_files(name, revision):
         rows += _hash_safetensors(file, full) if file.suffix == ".safetensors" else _hash_pickled(file, full)
     digest = hashlib.sha256()
     for tensor_name, tensor_digest in sorted(rows):

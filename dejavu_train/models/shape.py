@@ -9,6 +9,7 @@ from typing import Any
 from dejavu_train.errors import UserError
 
 TARGETS = ("mlp", "heads")
+INT4 = "dejavu_int4"  # quant_method of a config.json whose weights lie as 4-bit rows, see int4.py
 
 # What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
 _DEFAULTS: dict[str, Any] = {
@@ -98,11 +99,36 @@ def read_shape(name: str, revision: str | None = None) -> OPTShape:
     Raises:
         UserError: nothing there, or as :meth:`OPTShape.from_values`.
     """
+    return OPTShape.from_values(read_values(name, revision), name)
+
+
+def read_values(name: str, revision: str | None = None) -> dict[str, Any]:
+    """What the config.json of the model ``name``, a folder or hub id, holds.
+
+    Raises:
+        UserError: nothing there, or no model type in it.
+    """
     check_exists(name)
     values = config_values(Path(name)) if Path(name).is_dir() else _hub_values(name, revision)
     if "model_type" not in values:
         raise UserError(f"the config.json of {name} names no model_type; only OPT models are supported")
-    return OPTShape.from_values(values, name)
+    return values
+
+
+def quant_method(values: Mapping[str, Any]) -> str | None:
+    """By what method the weights of a config.json are quantised; None: they are not."""
+    found = values.get("quantization_config")
+    return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else None
+
+
+def refuse_foreign(values: Mapping[str, Any], name: str) -> None:
+    """Raise :class:`UserError` for weights that were quantised by another method than this package's."""
+    method = quant_method(values)
+    if method not in (None, INT4):
+        raise UserError(
+            f"the weights of {name} are quantised by {method}; convert them first: python -m dejavu_train.quantize"
+            f" --model {name} --output FOLDER"
+        )
 
 
 def check_exists(name: str) -> None:

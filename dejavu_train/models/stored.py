@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import OPTShape, config_values
+from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.shape import INT4, OPTShape, config_values, quant_method, refuse_foreign
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -46,6 +47,7 @@ def check_folder(name: str, shape: OPTShape) -> None:
     for file in weight_files(folder):
         found |= read_header(file)
     values = config_values(folder)
+    refuse_foreign(values, name)
     _check_tensors(name, found, expected_tensors(values, shape), shape)
     _check_types(values, folder / "config.json", shape)
     if (folder / GENERATION).is_file():
@@ -143,6 +145,7 @@ def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tu
     d, n = shape.d_model, shape.d_ffn
     parts = {f"self_attn.{name}_proj": (d, d) for name in "kvqo"} | {"fc1": (n, d), "fc2": (d, n)}
     parts["self_attn.out_proj"] = parts.pop("self_attn.o_proj")
+    int4 = row_sizes(shape) if quant_method(values) == INT4 else {}
     made: dict[str, tuple[int, ...]] = {
         "decoder.embed_tokens.weight": (shape.vocab_size, d),
         "decoder.embed_positions.weight": (shape.max_positions + LEARNED_POSITIONS_OFFSET, d),
@@ -151,7 +154,8 @@ def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tu
     for layer in range(shape.n_layers):
         prefix = f"decoder.layers.{layer}."
         for name, size in parts.items():
-            made[f"{prefix}{name}.weight"] = size
+            stored: Mapping[str, tuple[int, ...]] = int4[name].stored if int4 else {"weight": size}
+            made |= {f"{prefix}{name}.{part}": found for part, found in stored.items()}
             if values.get("enable_bias", True):
                 made[f"{prefix}{name}.bias"] = size[:1]
         norms += [prefix + "self_attn_layer_norm", prefix + "final_layer_norm"]

@@ -10,10 +10,12 @@ Letters: B batch, T positions, n units.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
 from dejavu_train.models.hooks import decoder_layers
@@ -57,20 +59,20 @@ def masking(
     sites: dict[tuple[str, int], Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
-    exchanged: list[tuple[Any, Tensor]] = []
+    exchanged: list[tuple[Any, Any]] = []
     for layer, block in enumerate(decoder_layers(model)):
         weight = selector.fc1(layer)
         if weight is not None:
-            exchanged.append((block.fc1.weight, block.fc1.weight.data))
-            block.fc1.weight.data = weight.to(block.fc1.weight)
+            exchanged.append((block.fc1, block.fc1.forward))
+            block.fc1.forward = partial(F.linear, weight=weight.to(block.fc1.weight), bias=block.fc1.bias)
         handles += _hook_layer(layer, block, selector, needed, sites, sparse, observe, (means or {}).get(layer))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for parameter, own in exchanged:
-            parameter.data = own
+        for fc1, own in exchanged:
+            fc1.forward = own
 
 
 def _hook_layer(

@@ -426,8 +426,12 @@ def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
         adopted = cls(model.config)
     adopted.model, adopted.lm_head = model.model, model.lm_head
     adopted.generation_config = model.generation_config
-    if hasattr(model, "hf_device_map"):
-        adopted.hf_device_map = model.hf_device_map
+    kept = ["hf_device_map"]
+    if getattr(model, "hf_quantizer", None) is not None:  # 4-bit weights are saved under the names they were read by
+        kept += ["hf_quantizer", "_weight_conversions"]
+    for name in kept:
+        if hasattr(model, name):
+            setattr(adopted, name, getattr(model, name))
     return adopted
 
 

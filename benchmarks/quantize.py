@@ -1,0 +1,408 @@
+"""Quality of 4-bit weights: round to nearest and GPTQ, alone and with the sparse model, against whole-block bytes.
+
+    python -m benchmarks.quantize choose    variants of GPTQ, on the model's own text and on documents of no report
+    python -m benchmarks.quantize report --bundle B --gptq FOLDER --rtn FOLDER    on the held-out texts
+    python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
+
+The first two append rows to docs/frontier/int4.csv. Texts of the report are those that `benchmarks/texts.py prepare`
+writes.
+`kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
+`increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
+is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
+included, over those of the matrices in fp16: of q, k, v and the out-projection the selected heads' share, of fc1 the
+selected neurons', of fc2 those that are active besides, counted on the scored tokens. Sparse rows have no second
+stage: with 4-bit weights fc1 itself is what it would read.
+"""
+
+import argparse
+import csv
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.rivals import log_probabilities
+from benchmarks.rows import append_row, commit, five_digits
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.cost_model import predictor_bytes
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
+from dejavu_train.data.text import INSTALLED_DOCS, TextSource, cut_windows, load_documents, load_sets
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
+from dejavu_train.models.int4 import Int4Rows, row_layouts
+from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
+from dejavu_train.models.shape import OPTShape
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.layer import LayerQuantizer
+from dejavu_train.quantize.run import calibration_windows
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.quantize.stream import embed, load_block
+from dejavu_train.sparse.masked import masking
+
+WINDOW = 512
+TEXTS = "docs,readmes,licences,general,books,wikitext,code"
+DENSITIES = ((0.08, 1.0), (0.1, 1.0), (0.2, 1.0), (0.1, 0.85), (0.2, 0.85))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rtn": {"quantizer": "rtn"},
+    "gptq": {},
+    "gptq, biases as they were": {"correct_bias": False},
+    "gptq, damp_own 0.05": {"damp_own": 0.05},
+    "gptq, act_order": {"act_order": True},
+    "gptq, out_hessian per_head": {"out_hessian": "per_head"},
+    "gptq, asymmetric": {"asymmetric": True},
+    "gptq, 64,000 tokens": {"tokens": 64_000},
+}
+
+
+@dataclasses.dataclass
+class Int4Row:
+    """One set of weights with one selection, scored on one text."""
+
+    model: str
+    what: str
+    weights: str
+    predictors: str
+    text: str
+    documents: int
+    tokens: int
+    asked_mlp: float
+    asked_heads: float
+    mlp_density: float
+    head_density: float
+    block_bytes: float
+    kl: float
+    perplexity: float
+    increase: float
+    error: float | None
+    excess: float | None
+    excess_error: float | None
+    seed: int
+    versions: str
+    commit: str
+    date: str
+
+
+@dataclasses.dataclass
+class Scored:
+    """Sums over a text: nats and divergences per document; read: what a token reads of a block on average, in bytes."""
+
+    nats: np.ndarray
+    kl: np.ndarray
+    selected: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
+    hit: dict[int, float] = dataclasses.field(default_factory=dict)
+    units: float = 0.0
+
+
+@torch.no_grad()
+def score(
+    model: Any, bundle: Bundle | None, batches: Sequence[EvalBatch], dense: Sequence[Tensor], documents: int
+) -> Scored:
+    """Every batch through the model, its weights as they are and, with a bundle, only what that selects."""
+    found = Scored(np.zeros(documents), np.zeros(documents))
+    selector = None if bundle is None else Predicted(bundle)
+    for batch, reference in zip(batches, dense, strict=True):
+
+        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, real: Tensor = batch.real) -> None:
+            if keep is not None:
+                found.selected[layer, target] = found.selected.get((layer, target), 0.0) + float(keep[real].sum())
+            if target == "mlp":
+                active = values[real] > 0
+                hit = active if keep is None else active & keep[real]
+                found.hit[layer] = found.hit.get(layer, 0.0) + float(hit.sum())
+
+        if selector is None:
+            logs = log_probabilities(model, batch)
+        else:
+            with masking(model, selector, observe=observe, means=selector.bundle.head_means()):
+                logs = log_probabilities(model, batch)
+        targets = batch.targets[batch.real]
+        nats = -logs.gather(1, targets[:, None])[:, 0].double()
+        kl = (reference.exp() * (reference - logs)).sum(-1).double()
+        document = np.repeat(batch.document, batch.real.sum(1).numpy())
+        np.add.at(found.nats, document, nats.numpy())
+        np.add.at(found.kl, document, kl.numpy())
+        found.units += len(targets)
+    return found
+
+
+def block_bytes(shape: OPTShape, bundle: Bundle | None, scored: Scored, four_bits: bool) -> tuple[float, float, float]:
+    """Shares: of the bytes of fp16 blocks what was read, and of neurons and heads what was selected."""
+    sizes = row_sizes(shape)
+    d, n = shape.d_model, shape.d_ffn
+    plain = {part: 2 * (d * n if part.startswith("fc") else d * d) for part in sizes}
+    cost = {part: size.nbytes if four_bits else plain[part] for part, size in sizes.items()}
+    read, neurons, heads = 0.0, 0.0, 0.0
+    for layer in range(shape.n_layers):
+        kept = scored.selected.get((layer, "heads"))
+        heads_share = 1.0 if kept is None else kept / scored.units / shape.n_heads
+        kept = scored.selected.get((layer, "mlp"))
+        mlp_share = 1.0 if kept is None else kept / scored.units / n
+        hit = 1.0 if kept is None else scored.hit[layer] / scored.units / n
+        read += sum(cost[part] for part in sizes if part.startswith("self_attn")) * heads_share
+        read += cost["fc1"] * mlp_share + cost["fc2"] * hit
+        neurons, heads = neurons + mlp_share, heads + heads_share
+    if bundle is not None:
+        read += sum(predictor_bytes(spec) for spec in bundle.specs.values() if not spec.dense)
+    return read / (shape.n_layers * sum(plain.values())), neurons / shape.n_layers, heads / shape.n_layers
+
+
+def paired(difference: np.ndarray, tokens: Sequence[int]) -> tuple[float, float | None]:
+    """A difference of nats per document as its mean over tokens, and its bootstrap error over documents."""
+    counts = np.asarray(tokens, dtype=np.float64)
+    if len(counts) < 2:
+        return float(difference.sum() / counts.sum()), None
+    picks = np.random.default_rng(0).integers(len(counts), size=(BOOTSTRAPS, len(counts)))
+    resampled = difference[picks].sum(axis=1) / counts[picks].sum(axis=1)
+    return float(difference.sum() / counts.sum()), float(resampled.std(ddof=1))
+
+
+class Rows:
+    """Appends rows of one model to the CSV, and says them."""
+
+    def __init__(self, options: argparse.Namespace, shape: OPTShape) -> None:
+        self.options, self.shape = options, shape
+        import transformers
+
+        versions = f"torch {torch.__version__}; transformers {transformers.__version__}"
+        self.same = {"model": Path(options.model).name, "seed": options.seed, "versions": versions}
+        self.same |= {"commit": commit(), "date": datetime.date.today().isoformat()}
+
+    def add(
+        self, what: str, text: str, corpus: EvalCorpus, weights: str, predictors: str, asked: tuple[float, float],
+        bundle: Bundle | None, scored: Scored, dense: Scored, alone: Sequence[Scored] = (),
+    ) -> None:  # fmt: skip
+        """alone: where both weights and selection differ from the dense fp16 model, either alone."""
+        tokens = corpus.document_tokens
+        increase, error = paired(scored.nats - dense.nats, tokens)
+        excess: tuple[float | None, float | None] = (None, None)
+        if alone:
+            excess = paired(scored.nats - sum(one.nats for one in alone) + dense.nats, tokens)
+        read, mlp, heads = block_bytes(self.shape, bundle, scored, weights != "fp16")
+        row = Int4Row(
+            **self.same, what=what, weights=weights, predictors=predictors, text=text, documents=len(tokens),
+            tokens=corpus.tokens, asked_mlp=asked[0], asked_heads=asked[1], mlp_density=mlp, head_density=heads,
+            block_bytes=read, kl=float(scored.kl.sum() / corpus.tokens),
+            perplexity=float(np.exp(scored.nats.sum() / corpus.tokens)), increase=increase, error=error,
+            excess=excess[0], excess_error=excess[1],
+        )  # fmt: skip
+        names = [field.name for field in dataclasses.fields(Int4Row)]
+        append_row(self.options.csv, five_digits(dataclasses.asdict(row)), names)
+        more = "" if excess[0] is None else f", excess {excess[0]:+.4f} +- {excess[1] or 0:.4f}"
+        print(
+            f"{what} {text} {weights} {predictors} {asked[0]:g}/{asked[1]:g}: KL {row.kl:.5f}, nats {increase:+.5f} +-"
+            f" {error or 0:.5f}, {100 * read:.2f} % of the bytes{more}",
+            flush=True,
+        )
+
+
+def own_text(model: str, tokens: int) -> EvalCorpus:
+    """Samples of the model that calibrate no matrix: its set calibration."""
+    manifest = SampleManifest.load(Path(model))
+    rows = decode_rows((Path(model) / "samples.xz").read_bytes(), manifest.settings["length"])
+    windows: list[list[int]] = []
+    for document in split_rows(rows)["calibration"]:
+        windows += cut_windows(document.ids.tolist(), WINDOW)
+    there = sum(len(window) - 1 for window in windows)
+    cut = windows[:: max(1, there // tokens)]
+    return EvalCorpus(cut, list(range(len(cut))), [len(window) - 1 for window in cut], 0)
+
+
+class Asymmetric(LayerQuantizer):
+    """Groups with an offset each, the middle of their range, in fp16: what unsigned codes with a zero point reach.
+
+    An offset changes no rounding error, so the matrices less their offsets are rounded as ever.
+    """
+
+    def _solve(self, parts: list[str], moments: Any) -> Any:
+        solved: dict[str, Any] = {}
+        offsets: dict[str, Tensor] = {}
+        for part in parts:
+            layout, linear = self.layouts[part], self.block.get_submodule(part)
+            groups = layout.to_rows(linear.weight).unflatten(1, (-1, layout.sizes.group))
+            middle = ((groups.amax(-1, keepdim=True) + groups.amin(-1, keepdim=True)) / 2).half().float()
+            offsets[part] = middle.expand_as(groups).flatten(1)
+            linear.weight.data = linear.weight - layout.from_rows(offsets[part])
+        for part, rows in super()._solve(parts, moments).items():
+            linear = self.block.get_submodule(part)
+            linear.weight.data = linear.weight + self.layouts[part].from_rows(offsets[part])
+            solved[part] = WithOffsets(rows, offsets[part])
+        return solved
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOffsets:
+    """Rows in 4 bits and what is added to them, (n, d)."""
+
+    rows: Int4Rows
+    offsets: Tensor
+
+    def dequantised(self) -> Tensor:
+        return self.rows.dequantised() + self.offsets
+
+
+def in_memory(config: QuantizeConfig, asymmetric: bool = False) -> Any:
+    """The model with its matrices as their codes say, as `quantise` would write it."""
+    model, source = load_opt(config.model), StoredTensors(config.model)
+    shape = OPTShape.from_config(model.config)
+    layouts, device = row_layouts(shape), torch.device("cpu")
+    batches = []
+    if config.quantizer == "gptq":
+        windows, _ = calibration_windows(config, shape, weight_hash(config.model))
+        batches = embed(source, windows, config.batch_size, device)
+    kind = Asymmetric if asymmetric else LayerQuantizer
+    for layer, block in enumerate(model.model.decoder.layers):
+        own = {name: tensor.detach().clone() for name, tensor in block.state_dict().items()}
+        single = load_block(model.config, own, device)
+        kind(single, layouts, config.solver(), {}).run(batches)
+        block.load_state_dict(single.state_dict())
+        print(f"{layer + 1} of {shape.n_layers} layers", flush=True)
+    return model
+
+
+def choose(options: argparse.Namespace) -> None:
+    """Rows of variants, on text that no report scores."""
+    model, tokenizer = load_opt(options.model), load_tokenizer(options.model)
+    documents = load_sets(TextSource(source=INSTALLED_DOCS, cache=options.cache), options.model)[0]["val"]
+    corpora = {
+        "own": own_text(options.model, options.tokens),
+        "val_docs": hold_out(documents, tokenizer, WINDOW, options.tokens, seed=1),
+    }
+    rows = Rows(options, OPTShape.from_config(model.config))
+    for name in options.variants.split(";") if options.variants else VARIANTS:
+        given = {"tokens": options.calibration_tokens, "seed": options.seed} | VARIANTS[name]
+        asymmetric = given.pop("asymmetric", False)
+        quantised = in_memory(QuantizeConfig(model=options.model, device="cpu", **given), asymmetric)
+        for text, corpus in corpora.items():
+            batches = list(eval_batches(corpus, options.batch_tokens, torch.device("cpu")))
+            dense = [log_probabilities(model, batch) for batch in batches]
+            plain = score(model, None, batches, dense, len(corpus.document_tokens))
+            found = score(quantised, None, batches, dense, len(corpus.document_tokens))
+            rows.add("choose", text, corpus, name, "none", (1.0, 1.0), None, found, plain)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Rows of every text: fp16, round to nearest, GPTQ; dense and sparse; with predictors of either weights."""
+    tokenizer = load_tokenizer(options.model)
+    models = {"fp16": load_opt(options.model)}
+    models |= {name: load_opt(folder) for name, folder in (("rtn", options.rtn), ("gptq", options.gptq)) if folder}
+    bundles = {"before": Bundle.from_pretrained(options.bundle)}
+    if options.after:
+        bundles["after"] = Bundle.from_pretrained(options.after)
+    sparse = [name for name in models if name in options.sparse.split(",")]
+    shape = OPTShape.from_config(models["fp16"].config)
+    rows = Rows(options, shape)
+    for text in options.texts.split(","):
+        held = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
+        corpus = hold_out(held, tokenizer, WINDOW, options.tokens)
+        batches = list(eval_batches(corpus, options.batch_tokens, torch.device("cpu")))
+        dense = [log_probabilities(models["fp16"], batch) for batch in batches]
+
+        scored = partial(score, batches=batches, dense=dense, documents=len(corpus.document_tokens))
+        alone = {name: scored(model, None) for name, model in models.items()}
+        for name, found in alone.items():
+            rows.add("report", text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
+        for asked in DENSITIES:
+            selected: Mapping[str, Scored] = {}
+            for predictors, bundle in bundles.items():
+                moved = bundle.at(*asked)
+                for name in ["fp16", *sparse] if predictors == "before" else ["gptq"]:
+                    found = scored(models[name], moved)
+                    selected = selected or {"fp16": found}
+                    both = () if name == "fp16" else (alone[name], selected["fp16"])
+                    rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
+
+
+def show(options: argparse.Namespace) -> None:
+    """Tables and verdicts: the newest row of each kind."""
+    with open(options.csv, newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    chosen = {(row["text"], row["weights"]): row for row in found if row["what"] == "choose"}
+    texts = list(dict.fromkeys(text for text, _ in chosen))
+    lines = ["| weights | " + " | ".join(f"{text}: KL" for text in texts) + " |", "| --- |" + " --- |" * len(texts)]
+    for name in dict.fromkeys(weights for _, weights in chosen):
+        cells = [f"{float(row['kl']):.4f}" if (row := chosen.get((text, name))) else "" for text in texts]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    rows = {
+        (row["text"], row["weights"], row["predictors"], float(row["asked_mlp"]), float(row["asked_heads"])): row
+        for row in found
+        if row["what"] == "report"
+    }
+    texts = list(dict.fromkeys(key[0] for key in rows))
+    lines += ["", "| text | tokens | perplexity, fp16 | KL: rtn | gptq | ratio | increase, %: rtn | gptq |"]
+    lines.append("| --- |" + " --- |" * 7)
+    for text in texts:
+        dense, rtn, gptq = (rows[text, name, "none", 1.0, 1.0] for name in ("fp16", "rtn", "gptq"))
+        lines.append(
+            f"| {text} | {int(dense['tokens']):,} | {float(dense['perplexity']):.2f} | {float(rtn['kl']):.3f} |"
+            f" {float(gptq['kl']):.4f} | {float(gptq['kl']) / float(rtn['kl']):.3f} |"
+            f" {_percent(rtn)} | {_percent(gptq)} |"
+        )
+    lines += [
+        "",
+        "| MLP, heads | text | fp16: bytes, increase % | 4 bits: bytes, increase % | excess, nats | sum rule |",
+    ]
+    lines.append("| --- |" + " --- |" * 5)
+    for asked in DENSITIES:
+        for text in texts:
+            plain, both, alone = (
+                rows.get((text, "fp16", "before", *asked)), rows.get((text, "gptq", "before", *asked)),
+                rows[text, "gptq", "none", 1.0, 1.0],
+            )  # fmt: skip
+            if plain is None or both is None:
+                continue
+            excess, error = float(both["excess"]), float(both["excess_error"] or 0)
+            small = max(float(plain["increase"]), float(alone["increase"])) < np.log(1.05)
+            verdict = "met" if excess <= max(0.002, 2 * error) else "**missed**"
+            lines.append(
+                f"| {100 * asked[0]:g} %, {100 * asked[1]:g} % | {text} | {_share(plain)}, {_percent(plain)} |"
+                f" {_share(both)}, {_percent(both)} | {excess:+.4f} ± {error:.4f} |"
+                f" {verdict}{'' if small else ', not judged'} |"
+            )
+    print("\n".join(lines))
+
+
+def _percent(row: Mapping[str, str]) -> str:
+    """The increase of perplexity in per cent, with its error."""
+    value, error = float(row["increase"]), float(row["error"] or 0)
+    return f"{100 * np.expm1(value):+.2f} ± {100 * np.exp(value) * error:.2f}"
+
+
+def _share(row: Mapping[str, str]) -> str:
+    return f"{100 * float(row['block_bytes']):.1f} %"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("command", choices=("choose", "report", "show"))
+    parser.add_argument("--model", default="checkpoints/opt-mini")
+    parser.add_argument("--bundle", default="checkpoints/demo/bundle", help="predictors of the fp16 model")
+    parser.add_argument("--after", default="", help="predictors that were trained on the GPTQ model")
+    parser.add_argument("--rtn", default="", help="folder of weights rounded to nearest")
+    parser.add_argument("--gptq", default="", help="folder of weights by GPTQ")
+    parser.add_argument("--sparse", default="gptq", help="which of them are also scored sparsely")
+    parser.add_argument("--variants", default="", help="choose: names, with semicolons; all by default")
+    parser.add_argument("--data", default=".data", help="what `benchmarks/texts.py prepare` wrote")
+    parser.add_argument("--texts", default=TEXTS)
+    parser.add_argument("--tokens", type=int, default=10_000, help="of every text")
+    parser.add_argument("--calibration-tokens", type=int, default=16_000, help="of variants")
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", default="checkpoints/text")
+    parser.add_argument("--csv", default="docs/frontier/int4.csv")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    {"choose": choose, "report": report, "show": show}[options.command](options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_user_error(main))

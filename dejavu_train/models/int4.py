@@ -1,0 +1,172 @@
+"""A matrix of rows in 4 bits, and which rows of a layer's six matrices are what is read for a unit.
+
+    weight[r, j] = code[r, j] * scale[r, j // group],   code in -8..7, scale fp16 of either sign, exact in fp32
+
+Rows are units or parts of one, so that what is skipped takes its codes and its scales with it:
+
+    matrix            stored by torch   rows here             a group is
+    q, k, v           (d, d)            as stored             128 inputs
+    fc1               (ffn, d)          as stored             128 inputs
+    out-projection    (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
+    fc2               (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
+
+Eight codes are a word of 32 bits: columns 8 w + 2 i + s of a row lie in word w at bit 4 i + 16 s, as code + 8. The
+format is that of ``kernels/common/int4.py``, which is the kernels' own (they import nothing of this package, and
+whoever only loads a model needs no triton); a test holds the two together.
+
+Letters: n rows, d columns of a row, h heads, e head width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, RowSizes, row_sizes
+from dejavu_train.models.shape import OPTShape
+
+SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes (n, d) int8 in -8..7 -> words (n, d / 8) int32.
+
+    >>> hex(pack_int4(torch.tensor([[-8, -7, -6, -5, -4, -3, -2, -1]])).item())
+    '0x75316420'
+    """
+    words = torch.zeros(codes.shape[0], codes.shape[1] // COLUMNS_PER_WORD, dtype=torch.int32, device=codes.device)
+    for column, shift in enumerate(SHIFTS):
+        words |= (codes[:, column::COLUMNS_PER_WORD].to(torch.int32) + 8) << shift
+    return words
+
+
+def unpack_int4(words: Tensor) -> Tensor:
+    """Words (n, d / 8) int32 -> codes (n, d) int8 in -8..7, the inverse of :func:`pack_int4`."""
+    shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts & 15) - 8).to(torch.int8).flatten(1)
+
+
+@dataclass(frozen=True)
+class Int4Rows:
+    """words (n, d / 8) int32 and scales (n, groups) fp16; the groups of a row are of one width, d / groups."""
+
+    words: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor) -> "Int4Rows":
+        """Of codes (n, d) int8 in -8..7 and scales (n, groups), which must be fp16 numbers."""
+        return cls(pack_int4(codes), scales.half())
+
+    @property
+    def codes(self) -> Tensor:
+        """(n, d) int8."""
+        return unpack_int4(self.words)
+
+    @property
+    def columns(self) -> int:
+        return self.words.shape[1] * COLUMNS_PER_WORD
+
+    @property
+    def group(self) -> int:
+        return self.columns // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of words and scales."""
+        return self.words.nbytes + self.scales.nbytes
+
+    def dequantised(self) -> Tensor:
+        """(n, d) fp32, exactly code * scale."""
+        grouped = self.codes.view(len(self.words), -1, self.group).float()
+        return grouped.mul_(self.scales.float()[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a matrix (out, in) of torch lies as rows."""
+
+    sizes: RowSizes
+    to_rows: Callable[[Tensor], Tensor]
+    from_rows: Callable[[Tensor], Tensor]
+
+
+def row_layouts(shape: OPTShape, name: str = "this model") -> dict[str, RowLayout]:
+    """The layouts of a layer's six matrices, by the names of ``MATRICES``; raises as :func:`row_sizes`."""
+    d, h, e = shape.d_model, shape.n_heads, shape.head_dim
+
+    def by_head(weight: Tensor) -> Tensor:
+        return weight.view(d, h, e).transpose(0, 1).reshape(h * d, e)
+
+    def from_heads(rows: Tensor) -> Tensor:
+        # (h e, d) contiguous, whose transpose is the matrix: a head's part is then one range of memory.
+        return rows.view(h, d, e).transpose(1, 2).reshape(h * e, d).T
+
+    turned = {"self_attn.out_proj": (by_head, from_heads), "fc2": (_transposed, _transposed)}
+    return {part: RowLayout(size, *turned.get(part, (_same, _same))) for part, size in row_sizes(shape, name).items()}
+
+
+class Int4Linear(nn.Module):
+    """An ``nn.Linear`` whose weight is held as 4-bit rows; products are in fp32, whatever the input's dtype.
+
+    ``weight`` is made of the rows at each use. On a CPU, where no kernel multiplies with 4 bits, it is kept from its
+    first use on. ``words`` and ``scales`` keep their dtypes through ``to``, ``half`` and the like.
+
+    Args:
+        layout: of the matrix, see :func:`row_layouts`.
+        in_features, out_features: as of ``nn.Linear``.
+        bias: whether there is one, (out_features,).
+    """
+
+    words: Tensor
+    scales: Tensor
+
+    def __init__(self, layout: RowLayout, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.layout, self.in_features, self.out_features = layout, in_features, out_features
+        stored = layout.sizes.stored
+        self.register_buffer("words", torch.zeros(stored["weight"], dtype=torch.int32))
+        self.register_buffer("scales", torch.zeros(stored["scales"], dtype=torch.float16))
+        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
+        self._kept: Tensor | None = None
+
+    @property
+    def rows(self) -> Int4Rows:
+        return Int4Rows(self.words, self.scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out_features, in_features) fp32, exactly code * scale."""
+        if self._kept is not None:
+            return self._kept
+        made = self.layout.from_rows(self.rows.dequantised())
+        if self.words.device.type == "cpu":
+            self._kept = made
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features), in the dtype of x."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight, bias).to(x.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Int4Linear":
+        scales, self._kept = self.scales, None
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        return self
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, 4 bits, group={self.layout.sizes.group}"
+
+
+def _same(matrix: Tensor) -> Tensor:
+    return matrix
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    return matrix.T

@@ -1,0 +1,64 @@
+"""Tells transformers how a folder of 4-bit rows is loaded and saved; importing this module registers it.
+
+``import dejavu_train`` has it imported as soon as transformers loads its quantizers, see ``register.py``.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from dejavu_train.models.int4 import Int4Linear, row_layouts
+from dejavu_train.models.int4_sizes import MATRICES
+from dejavu_train.models.shape import INT4, OPTShape
+
+
+@register_quantization_config(INT4)
+class Int4Config(QuantizationConfigMixin):
+    """``quantization_config`` of a config.json: how the codes were made, kept as it stands there."""
+
+    def __init__(self, quant_method: str = INT4, **made: Any) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]
+        for name, value in made.items():
+            setattr(self, name, value)
+
+
+@register_quantizer(INT4)
+class Int4Quantizer(HfQuantizer):
+    """Puts :class:`Int4Linear` in the place of each layer's six matrices before their words are read."""
+
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        shape = OPTShape.from_config(model.config)
+        layouts = row_layouts(shape)
+        for name, decoder in model.named_modules():
+            if name.endswith("layers") and isinstance(decoder, nn.ModuleList):
+                for block in decoder:
+                    replace_matrices(block, layouts)
+        return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        from transformers.core_model_loading import WeightRenaming  # may be half loaded while this module is
+
+        return [WeightRenaming(f"{part}.weight", f"{part}.words") for part in MATRICES]
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def replace_matrices(block: nn.Module, layouts: Any) -> None:
+    """Exchange the matrices of a decoder block, on the device where they lie."""
+    for part, layout in layouts.items():
+        owner, _, name = part.rpartition(".")
+        parent = block.get_submodule(owner)
+        linear: Any = getattr(parent, name)
+        with linear.weight.device:
+            made = Int4Linear(layout, linear.in_features, linear.out_features, linear.bias is not None)
+        setattr(parent, name, made)

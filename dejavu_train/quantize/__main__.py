@@ -1,0 +1,13 @@
+"""python -m dejavu_train.quantize --model MODEL --output FOLDER [--option value ...]"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from dejavu_train.errors import exit_on_user_error
+    from dejavu_train.quantize.run import main
+
+    sys.exit(exit_on_user_error(main))

@@ -1,0 +1,91 @@
+"""The keys of quantising a model, with their defaults. Readable without torch."""
+
+import dataclasses
+from typing import Literal
+
+from dejavu_train.data.text import TextSource
+from dejavu_train.errors import UserError
+from dejavu_train.models.shape import OPTShape
+from dejavu_train.ranges import COUNT, NUMBER, SEED, Range, check_ranges
+
+LEAST_PER_INPUT = 10  # calibration tokens; fewer leave second moments that say little
+DEFAULT_TOKENS = 128_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Solver:
+    """How a matrix is rounded: to the nearest codes, or by GPTQ with these settings; see :class:`QuantizeConfig`."""
+
+    gptq: bool = True
+    damp_mean: float = 0.01
+    damp_own: float = 0.0
+    act_order: bool = False
+    out_per_head: bool = False
+    correct_bias: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeConfig:
+    """A model's matrices in 4 bits, written as a model folder of its own."""
+
+    model: str = "checkpoints/opt-mini"
+    """Folder or hub id; its weights in fp16, bf16 or fp32, or quantised by GPTQ, AWQ, compressed-tensors or
+    bitsandbytes (NF4), which are converted."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    output: str = "checkpoints/int4"
+    """Folder that is made; it must not exist."""
+    quantizer: Literal["gptq", "rtn"] = "gptq"
+    """gptq changes the model's outputs on calibration text least; rtn rounds to the nearest codes, without text."""
+    text: TextSource = dataclasses.field(default_factory=TextSource)
+    """Calibration text, of which the set train is read; by default the model's own samples."""
+    tokens: int | None = None
+    """Calibration tokens; null: 128,000, or 10 for each neuron of a layer where that is more."""
+    window: int = 512
+    """Tokens of a sequence, the leading </s> included."""
+    batch_size: int = 8
+    """Sequences per forward pass."""
+    damp_mean: float = 0.01
+    """Of gptq: this share of the mean of the second moments' diagonal is added to the diagonal."""
+    damp_own: float = 0.0
+    """Of gptq: this share of itself is added to each entry of that diagonal."""
+    act_order: bool = False
+    """Of gptq: inputs with large second moments first, with scales chosen beforehand. For fc2, whose scales are each
+    neuron's own, it is always so."""
+    out_hessian: Literal["full", "per_head"] = "full"
+    """Of gptq: whether an error in one head of the out-projection may be undone by other heads."""
+    correct_bias: bool = True
+    """Of gptq: whether biases take over what rounding does to the outputs' means."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Of the choice of calibration text."""
+
+    def check(self, shape: OPTShape) -> None:
+        """Raise :class:`UserError` for a value out of range, or one that the model does not allow."""
+        least = Range(2, COUNT.most)
+        ranges = {"tokens": least, "window": least, "batch_size": COUNT, "damp_mean": NUMBER, "damp_own": NUMBER}
+        check_ranges(self, "", ranges | {"seed": SEED})
+        self.text.check()
+        if self.window > shape.max_positions:
+            raise UserError(f"--window is {self.window}, but {self.model} has {shape.max_positions} positions")
+        needed = LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn)
+        if self.quantizer == "gptq" and self.calibration_tokens(shape) < needed:
+            raise UserError(
+                f"--tokens is {self.tokens}: gptq needs {LEAST_PER_INPUT} tokens for each input of a matrix,"
+                f" {needed:,} for {self.model}; give more, or --quantizer rtn"
+            )
+
+    def solver(self) -> Solver:
+        """How matrices are rounded."""
+        return Solver(
+            gptq=self.quantizer == "gptq",
+            damp_mean=self.damp_mean,
+            damp_own=self.damp_own,
+            act_order=self.act_order,
+            out_per_head=self.out_hessian == "per_head",
+            correct_bias=self.correct_bias,
+        )
+
+    def calibration_tokens(self, shape: OPTShape) -> int:
+        return self.tokens or max(DEFAULT_TOKENS, LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn))

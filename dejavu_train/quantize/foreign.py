@@ -1,0 +1,177 @@
+"""Reads the matrices of a layer however a checkpoint stores them: in floating point, or quantised by another package.
+
+    gptq                 qweight (m / 8, n) and qzeros int32, scales (groups, n), g_idx (m); format gptq (v1) holds a
+                         zero point less one, gptq_v2 the zero point itself
+    awq                  qweight (m, n / 8) and qzeros int32, nibbles in the order 0 2 4 6 1 3 5 7; scales (groups, n)
+    compressed-tensors   weight_packed (n, m / 8) int32, weight_scale (n, groups); pack-quantized, symmetric, int
+    bitsandbytes         NF4: weight uint8 in blocks of 64, absmax in 8 bits with scales of its own or in fp32
+
+Codes that lie around a zero point of 8 in groups that our rows can have are taken over as they are; every other matrix
+is dequantised, to be quantised anew. Nothing of these packages is imported.
+
+Letters: n outputs, m inputs.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.models.shape import INT4, quant_method
+from dejavu_train.quantize.source import StoredTensors
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A matrix (n, m) fp32, and where it is symmetric its codes int8 in -8..7 and a scale for each weight."""
+
+    weight: Tensor
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+
+
+class MatrixReader:
+    """Reads matrices of one checkpoint.
+
+    Args:
+        source: its tensors.
+        values: its config.json.
+    Raises:
+        UserError: a method, or a form of one, that is not read.
+    """
+
+    def __init__(self, source: StoredTensors, values: Mapping[str, Any]) -> None:
+        self.source, self.method = source, quant_method(values)
+        if self.method == INT4:
+            raise UserError(f"{source.model} is in 4 bits already; give the model that it was made from")
+        if self.method is not None and self.method not in DECODERS:
+            raise UserError(f"{source.model} is quantised by {self.method}; known are {', '.join(DECODERS)}")
+        self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
+
+    def is_part(self, name: str) -> bool:
+        """Whether a tensor of a layer belongs to one of its matrices."""
+        return "norm" not in name and not name.endswith(".bias")
+
+    def read(self, prefix: str, layout: RowLayout) -> tuple[Tensor, Int4Rows | None]:
+        """The matrix (n, m) of the module ``prefix``, and its rows where the checkpoint holds them exactly."""
+        if self._decode is None:
+            return self.source[f"{prefix}.weight"], None
+        names = [name for name in self.source if name.startswith(f"{prefix}.") and not name.endswith(".bias")]
+        decoded = self._decode({name.removeprefix(f"{prefix}."): self.source[name] for name in names})
+        return decoded.weight, exact_rows(decoded, layout)
+
+
+def exact_rows(decoded: Decoded, layout: RowLayout) -> Int4Rows | None:
+    """The same weights as our rows, where every group of ours has one scale, an fp16 number; else None."""
+    if decoded.codes is None or decoded.scales is None:
+        return None
+    grouped = layout.to_rows(decoded.scales).unflatten(1, (-1, layout.sizes.group))
+    scales = grouped[..., 0]
+    if bool((grouped != scales[..., None]).any()) or bool((scales.half().float() != scales).any()):
+        return None
+    return Int4Rows.of(layout.to_rows(decoded.codes).contiguous(), scales)
+
+
+def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """(..., w) int32 -> (..., 8 w) int64 in 0..15, the nibble of lowest bits first, or in ``order``."""
+    shifts = torch.tensor([4 * order.index(place) for place in range(8)])
+    return (words.long()[..., None] >> shifts & 15).flatten(-2)
+
+
+def _around_zero(stored: Tensor, zeros: Tensor, scales: Tensor) -> Decoded:
+    """(stored - zeros) * scales, all (n, m)."""
+    codes, scales = stored - zeros, scales.float()
+    symmetric = bool((zeros == 8).all())
+    return Decoded(codes * scales, *((codes.to(torch.int8), scales) if symmetric else ()))
+
+
+def _require(condition: bool, method: str, what: str) -> None:
+    if not condition:
+        raise UserError(f"of {method} checkpoints {what} is not read")
+
+
+def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+    _require(config.get("bits") == 4, "gptq", f"{config.get('bits')} bits a weight")
+    shift = 0 if config.get("checkpoint_format", "gptq") == "gptq_v2" else 1
+
+    def decode(parts: Parts) -> Decoded:
+        stored = _nibbles(parts["qweight"].T)  # packed along inputs
+        m, groups = stored.shape[1], len(parts["scales"])
+        own = parts["g_idx"].long() if "g_idx" in parts else torch.arange(m) // math.ceil(m / groups)
+        zeros = _nibbles(parts["qzeros"]) + shift & 15
+        return _around_zero(stored, zeros[own].T, parts["scales"][own].T)
+
+    return decode
+
+
+def _awq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+    _require(config.get("bits", config.get("w_bit")) == 4, "awq", "another width than 4 bits")
+    version = str(config.get("version", "gemm")).lower()
+    _require(version == "gemm", "awq", f"the version {version}")
+
+    def decode(parts: Parts) -> Decoded:
+        stored, zeros = (_nibbles(parts[name], AWQ_ORDER) for name in ("qweight", "qzeros"))
+        times = len(stored) // len(zeros)
+        return _around_zero(
+            stored.T, zeros.repeat_interleave(times, 0).T, parts["scales"].repeat_interleave(times, 0).T
+        )
+
+    return decode
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+    name = "compressed-tensors"
+    _require(config.get("format") == "pack-quantized", name, f"the format {config.get('format')}")
+    for group in (config.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        four = weights.get("num_bits") == 4 and weights.get("type", "int") == "int"
+        _require(four and bool(weights.get("symmetric", True)), name, "anything but symmetric integers of 4 bits")
+
+    def decode(parts: Parts) -> Decoded:
+        if "weight" in parts:  # left out of the quantisation
+            return Decoded(parts["weight"].float())
+        n, m = parts["weight_shape"].tolist()
+        stored = _nibbles(parts["weight_packed"])[:, :m]
+        scales = parts["weight_scale"].view(n, -1)
+        own = torch.arange(m) // math.ceil(m / scales.shape[1])
+        own = parts["weight_g_idx"].long() if "weight_g_idx" in parts else own
+        return _around_zero(stored, torch.full_like(stored, 8), scales[:, own])
+
+    return decode
+
+
+def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+    four = bool(config.get("load_in_4bit")) and config.get("bnb_4bit_quant_type") == "nf4"
+    _require(four, "bitsandbytes", "anything but NF4")
+
+    def decode(parts: Parts) -> Decoded:
+        if "weight.absmax" not in parts:  # left out of the quantisation
+            return Decoded(parts["weight"].float())
+        state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
+        packed = parts["weight"].flatten()
+        values = parts["weight.quant_map"][torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()]
+        absmax = parts["weight.absmax"]
+        if "weight.nested_absmax" in parts:
+            blocks = parts["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(absmax)]
+            absmax = parts["weight.nested_quant_map"][absmax.long()] * blocks + state["nested_offset"]
+        scales = absmax.float().repeat_interleave(state["blocksize"])[: len(values)]
+        return Decoded((values.float() * scales).view(state["shape"]))
+
+    return decode
+
+
+DECODERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Parts], Decoded]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "bitsandbytes": _nf4,
+}

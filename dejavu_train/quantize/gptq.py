@@ -1,0 +1,147 @@
+"""Rounds a matrix so that its outputs on calibration text change least: GPTQ (Frantar et al., ICLR 2023, arXiv
+2210.17323).
+
+Columns of W (n, m), each the weights of one input, are rounded one after the other, and what rounding a column changes
+in the outputs is undone, as far as inputs correlate, by those that are still to come. With H = X' X over the inputs X
+(tokens, m) and H^-1 = U' U (U upper triangular), rounding column i by the error r moves the columns j > i by
+-r U[i, j] / U[i, i] (the paper's step 3, all rows at once because they share H). U comes from one Cholesky
+factorisation: with J that reverses the order, J H J = L L', so that U = J L^-1 J.
+
+Three grids, one for each way in which groups lie on a matrix:
+
+- ``InputGroups``: a row's scale for g inputs that follow one another, chosen on reaching them, from weights that have
+  taken over the errors of those before; the order is the inputs' own.
+- ``StaticGroups``: the same groups, scales chosen beforehand, so that inputs may be taken in any order.
+- ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too, because a column's
+  grid is its own. It is what fc2 has, whose rows of 4 bits are its columns here.
+
+An input that never was anything but zero is coupled with nothing: its column keeps the nearest codes, where the
+paper's code sets it to zero. Other texts may use it.
+
+Letters: n outputs, m inputs, g outputs or inputs of a group.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.quantize.rounding import best_scales, group_scales, round_to
+
+BLOCK = 128  # columns whose updates of those behind them are applied at once
+
+
+@dataclass(frozen=True)
+class Damping:
+    """What is added to H's diagonal before it is factorised: a share of the diagonal's mean, and one of each entry."""
+
+    mean: float = 0.01
+    own: float = 0.0
+
+
+class Grid(Protocol):
+    """Gives the scales of columns as they are reached.
+
+    Attributes:
+        block: columns that are reached together.
+        scales: as they are stored; read when all columns have been reached.
+    """
+
+    block: int
+    scales: Tensor
+
+    def enter(self, columns: Tensor, start: int) -> None:
+        """The columns from ``start`` on are reached next, (n, block) as they are now."""
+
+    def at(self, column: Tensor, index: int) -> Tensor:
+        """The scales (n,) or (1,) fp32 of the column (n,) with this number."""
+
+
+class InputGroups:
+    """scales (n, m / g), each chosen when its first input is reached."""
+
+    def __init__(self, n: int, m: int, group: int, device: torch.device | str = "cpu") -> None:
+        self.block, self.scales = group, torch.empty(n, m // group, device=device)
+
+    def enter(self, columns: Tensor, start: int) -> None:
+        self.scales[:, start // self.block] = group_scales(columns, self.block)[:, 0]
+
+    def at(self, column: Tensor, index: int) -> Tensor:
+        return self.scales[:, index // self.block]
+
+
+class StaticGroups:
+    """scales (n, m / g), chosen from the weights (n, m) as they were; ``order`` names the input of each column."""
+
+    def __init__(self, weight: Tensor, group: int, order: Tensor) -> None:
+        self.block, self.scales = BLOCK, group_scales(weight, group)
+        self._groups = (order // group).tolist()
+
+    def enter(self, columns: Tensor, start: int) -> None:
+        pass
+
+    def at(self, column: Tensor, index: int) -> Tensor:
+        return self.scales[:, self._groups[index]]
+
+
+class OutputGroups:
+    """scales (m, n / g), of the columns in the order in which they are reached."""
+
+    def __init__(self, n: int, m: int, group: int, device: torch.device | str = "cpu") -> None:
+        self.block, self.group, self.scales = BLOCK, group, torch.empty(m, n // group, device=device)
+
+    def enter(self, columns: Tensor, start: int) -> None:
+        pass
+
+    def at(self, column: Tensor, index: int) -> Tensor:
+        self.scales[index] = best_scales(column.view(-1, self.group))[:, 0]
+        return self.scales[index].repeat_interleave(self.group)
+
+
+def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: Damping) -> Tensor:
+    """Codes (n, m) int8 of weight (n, m) fp32, columns in the order in which they stand; ``grid`` gets their scales.
+
+    Args:
+        weight: changed in place, to what the columns were when they were reached.
+        hessian: (m, m) fp32, X' X over the calibration tokens, or a multiple; used up.
+        damping: see :class:`Damping`.
+    Raises:
+        UserError: the damped matrix cannot be factorised.
+    """
+    n, m = weight.shape
+    factor = inverse_factor(hessian, damping)
+    codes = torch.empty(n, m, dtype=torch.int8, device=weight.device)
+    for start in range(0, m, grid.block):
+        stop = min(start + grid.block, m)
+        columns, own = weight[:, start:stop], factor[start:stop, start:stop]
+        grid.enter(columns.contiguous(), start)
+        errors = torch.empty_like(columns)
+        for i in range(stop - start):
+            scales = grid.at(columns[:, i], start + i)
+            rounded = round_to(columns[:, i], scales)
+            codes[:, start + i] = rounded
+            errors[:, i] = (columns[:, i] - rounded * scales) / own[i, i]
+            columns[:, i + 1 :] -= errors[:, i, None] * own[i, i + 1 :]
+        weight[:, stop:] -= errors @ factor[start:stop, stop:]
+    return codes
+
+
+def inverse_factor(hessian: Tensor, damping: Damping) -> Tensor:
+    """U (m, m), upper triangular, of H^-1 = U' U; inputs that never were anything but zero have 1 on its diagonal.
+
+    ``hessian`` is damped in place. Two more matrices of its size exist on the way.
+    """
+    diagonal = hessian.diagonal()
+    dead = diagonal <= 0
+    mean = diagonal[~dead].mean() if bool((~dead).any()) else torch.ones((), device=hessian.device)
+    diagonal += damping.own * diagonal + damping.mean * mean
+    diagonal[dead] = 1.0
+    lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+    if int(failed):
+        raise UserError(
+            "the second moments of the calibration text cannot be factorised; raise damp_mean, or give more --tokens"
+        )
+    identity = torch.eye(len(hessian), device=hessian.device)
+    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)

@@ -1,0 +1,227 @@
+"""Quantises one decoder layer on the outputs of the layers before it, matrix after matrix.
+
+The hidden states of the calibration text stand before the layer, batch by batch. Second moments are taken of what a
+matrix really reads: the quantised layers', and within the layer the quantised matrices', outputs. So later matrices
+make up for some of what earlier ones lost. Afterwards the hidden states stand behind the layer.
+
+Letters: B windows, T positions, d model width, n outputs, m inputs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.quantize.config import Solver
+from dejavu_train.quantize.gptq import Damping, InputGroups, OutputGroups, StaticGroups, quantise_columns
+from dejavu_train.quantize.rounding import round_nearest
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUT, FC1, FC2 = "self_attn.out_proj", "fc1", "fc2"
+
+
+@dataclass
+class Batch:
+    """Calibration windows: hidden (B, T, d) fp32 before or behind a layer; real (B, T) bool, false for padding, which
+    stands on the right."""
+
+    hidden: Tensor
+    real: Tensor
+
+
+Mask = Callable[[str, Tensor], Tensor | None]
+"""``mask(target, site)``: units (B, T, units) bool that are kept, for what is read at (B, T, d); None: all."""
+
+
+@dataclass(frozen=True)
+class MatrixErrors:
+    """What a matrix lost: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
+    calibration text, both as ratios of squares; None where there was no text. ``exact``: the codes were given."""
+
+    weight_error: float
+    output_error: float | None
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class MatrixResult:
+    """A matrix in 4 bits."""
+
+    rows: Int4Rows
+    errors: MatrixErrors
+
+
+class LayerQuantizer:
+    """Works on one block of transformers' OPT in fp32, whose weights it exchanges for what their codes say.
+
+    Args:
+        block: an ``OPTDecoderLayer`` with scaled-dot-product attention, causal.
+        layouts: of its matrices.
+        solver: how they are rounded.
+        given: matrices that are in 4 bits already, in the same groups, and stay as they are.
+    """
+
+    def __init__(
+        self, block: Any, layouts: Mapping[str, RowLayout], solver: Solver, given: Mapping[str, Int4Rows]
+    ) -> None:
+        self.block, self.layouts, self.solver, self.given = block, layouts, solver, given
+        self.results: dict[str, MatrixResult] = {}
+
+    @torch.no_grad()
+    def run(self, batches: list[Batch], mask: Mask | None = None) -> dict[str, MatrixResult]:
+        """The six matrices by name; without ``batches`` all are rounded to the nearest codes.
+
+        mask: what sparse decoding would skip is left out of the second moments and of what goes on.
+        """
+        block, attention = self.block, self.block.self_attn
+        if not batches:
+            for part in self.layouts:
+                self._quantise([part], None)
+            return self.results
+        moments = Moments()
+        for batch in batches:
+            moments.add(block.self_attn_layer_norm(batch.hidden), batch.real)
+        self._quantise(list(QKV), moments)
+
+        moments, outputs = Moments(), []
+        for batch in batches:
+            attn_in = block.self_attn_layer_norm(batch.hidden)
+            mixed = _mixed_heads(attention, attn_in)
+            keep = None if mask is None else mask("heads", attn_in)
+            if keep is not None:
+                mixed = (mixed.unflatten(-1, (attention.num_heads, -1)) * keep[..., None]).flatten(-2)
+            moments.add(mixed, batch.real)
+            outputs.append(mixed)
+        self._quantise([OUT], moments)
+
+        moments = Moments()
+        for batch, mixed in zip(batches, outputs, strict=True):
+            batch.hidden = batch.hidden + attention.out_proj(mixed)
+            moments.add(block.final_layer_norm(batch.hidden), batch.real)
+        del outputs
+        self._quantise([FC1], moments)
+
+        moments = Moments()
+        for batch in batches:
+            moments.add(self._activation(batch, mask), batch.real)
+        self._quantise([FC2], moments)
+        for batch in batches:
+            batch.hidden = batch.hidden + block.fc2(self._activation(batch, mask))
+        return self.results
+
+    def _activation(self, batch: Batch, mask: Mask | None) -> Tensor:
+        mlp_in = self.block.final_layer_norm(batch.hidden)
+        activation = torch.relu(self.block.fc1(mlp_in))
+        keep = None if mask is None else mask("mlp", mlp_in)
+        return activation if keep is None else activation * keep
+
+    def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
+        """Round matrices that read the same inputs, and put what their codes say in their places."""
+        open_parts = [part for part in parts if part not in self.given]
+        solved = self._solve(open_parts, moments) if open_parts else {}
+        for part in parts:
+            linear = self.block.get_submodule(part)
+            rows = self.given.get(part) or solved[part]
+            made = self.layouts[part].from_rows(rows.dequantised())
+            lost = made - linear.weight
+            error = float(lost.square().sum() / linear.weight.square().sum().clamp_min(1e-30))
+            output = None
+            if moments is not None:
+                spread = moments.centred() if self._corrects(linear) else moments.products
+                output = _squared(lost, spread) / max(_squared(linear.weight, spread), 1e-30)
+                if self._corrects(linear) and part not in self.given:
+                    linear.bias -= lost @ moments.mean
+            linear.weight.data = made
+            self.results[part] = MatrixResult(rows, MatrixErrors(error, output, part in self.given))
+
+    def _corrects(self, linear: Any) -> bool:
+        """Whether the bias takes over what rounding does to the mean output."""
+        return self.solver.gptq and self.solver.correct_bias and linear.bias is not None
+
+    def _solve(self, parts: list[str], moments: "Moments | None") -> dict[str, Int4Rows]:
+        weights = [self.block.get_submodule(part).weight for part in parts]
+        layouts = [self.layouts[part] for part in parts]
+        if moments is None or not self.solver.gptq:
+            return {
+                part: Int4Rows.of(*round_nearest(layout.to_rows(weight).contiguous(), layout.sizes.group))
+                for part, layout, weight in zip(parts, layouts, weights, strict=True)
+            }
+        corrected = self._corrects(self.block.get_submodule(parts[0]))
+        hessian = moments.centred() if corrected else moments.products
+        codes, scales = self._gptq(parts[0], torch.cat(weights), hessian)
+        if parts == [FC2]:  # its scales lie by neuron already
+            return {FC2: Int4Rows.of(codes.T.contiguous(), scales)}
+        if parts == [OUT]:  # (d, h) -> a row for each head and output
+            return {OUT: Int4Rows.of(layouts[0].to_rows(codes), scales.T.reshape(-1, 1))}
+        n = [len(weight) for weight in weights]
+        pairs = zip(codes.split(n), scales.split(n), strict=True)
+        return {part: Int4Rows.of(*pair) for part, pair in zip(parts, pairs, strict=True)}
+
+    def _gptq(self, part: str, weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (n, m) int8 of weight (n, m), and the scales of their grid."""
+        (n, m), group, device = weight.shape, self.layouts[part].sizes.group, weight.device
+        if part == OUT and self.solver.out_per_head:
+            hessian = torch.block_diag(*(hessian[i : i + group, i : i + group] for i in range(0, m, group)))
+        by_moment = part == FC2 or self.solver.act_order
+        order = (
+            hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
+        )
+        if part == FC2:
+            grid: Any = OutputGroups(n, m, group, device)
+        elif by_moment:
+            grid = StaticGroups(weight, group, order)
+        else:
+            grid = InputGroups(n, m, group, device)
+        damping = Damping(self.solver.damp_mean, self.solver.damp_own)
+        codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, damping)
+        back = order.argsort()
+        return codes[:, back], grid.scales[back] if part == FC2 else grid.scales
+
+
+class Moments:
+    """Sums over inputs (tokens, m) in fp32: of themselves, (m,), and of their products with one another, (m, m)."""
+
+    def __init__(self) -> None:
+        self.products, self.sums, self.tokens = torch.empty(0), torch.empty(0), 0
+
+    def add(self, inputs: Tensor, real: Tensor) -> None:
+        """inputs (B, T, m), of which those at ``real`` (B, T) positions count."""
+        rows = inputs[real]
+        if not self.tokens:
+            self.products = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+            self.sums = torch.zeros(rows.shape[1], device=rows.device)
+        self.products.addmm_(rows.T, rows)
+        self.sums += rows.sum(0)
+        self.tokens += len(rows)
+
+    @property
+    def mean(self) -> Tensor:
+        """(m,)"""
+        return self.sums / self.tokens
+
+    def centred(self) -> Tensor:
+        """(m, m): of the inputs less their means. What never was anything but zero has zeros."""
+        made = torch.addr(self.products, self.sums, self.mean, alpha=-1.0)
+        # An input that hardly varies leaves a difference of rounding errors on the diagonal, of either sign.
+        floor = self.products.diagonal() * 1e-6
+        made.diagonal().copy_(torch.maximum(made.diagonal(), floor))
+        return made
+
+
+def _squared(weight: Tensor, products: Tensor) -> float:
+    """The sum of squares of all outputs X W' of weight (n, m), for products X' X (m, m) of their inputs."""
+    return float(((weight @ products) * weight).sum())
+
+
+def _mixed_heads(attention: Any, attn_in: Tensor) -> Tensor:
+    """What the out-projection reads, (B, T, d), for attn_in (B, T, d)."""
+    got: list[Tensor] = []
+    handle = attention.out_proj.register_forward_pre_hook(lambda _module, args: got.append(args[0]))
+    try:
+        attention(hidden_states=attn_in, attention_mask=None)
+    finally:
+        handle.remove()
+    return got[0]

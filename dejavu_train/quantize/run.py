@@ -1,0 +1,225 @@
+"""The command: from a model, and text that calibrates it, to a folder with its matrices in 4 bits."""
+
+import dataclasses
+import datetime
+import logging
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import OPTConfig
+
+from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.samples import Write, load_samples, transformers_writer
+from dejavu_train.data.text import SELF, load_sets
+from dejavu_train.data.text_check import check_source
+from dejavu_train.data.windows import plan_windows
+from dejavu_train.errors import UserError
+from dejavu_train.files import require_disk
+from dejavu_train.machine import check_device_name
+from dejavu_train.models.int4 import row_layouts
+from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_shape, read_values
+from dejavu_train.models.stored import check_folder
+from dejavu_train.parser import parse, take_check
+from dejavu_train.progress import Progress
+from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
+from dejavu_train.quantize.folder import check_output, folder_aside
+from dejavu_train.quantize.foreign import MatrixReader
+from dejavu_train.quantize.layer import MatrixErrors
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.quantize.stream import LayerMask, embed, quantised_layers
+from dejavu_train.version import package_version
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Everything the command does. Raises :class:`UserError` for what the user can mend."""
+    only_check, arguments = take_check(sys.argv[1:] if argv is None else argv)
+    config = parse(
+        QuantizeConfig,
+        arguments,
+        "python -m dejavu_train.quantize",
+        "Write a model's matrices in 4 bits, as a model folder that every command takes as --model. --check only looks"
+        " for mistakes and prints what would be done.",
+    )
+    shape = check(config)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    print(plan(config, shape))
+    if not only_check:
+        quantise(config)
+
+
+def check(config: QuantizeConfig) -> OPTShape:
+    """Compare the configuration with the model, the text and the output.
+
+    Returns:
+        The sizes of the model.
+
+    Raises:
+        UserError: the first mistake, by name.
+        OSError: the output cannot be written.
+    """
+    check_device_name(config.device, "device")
+    shape = read_shape(config.model, config.revision)
+    config.check(shape)
+    row_sizes(shape, config.model)
+    method = quant_method(read_values(config.model, config.revision))
+    if method is None:
+        check_folder(config.model, shape)
+    elif method != INT4 and config.quantizer == "gptq" and config.text.source == SELF:
+        raise UserError(
+            f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
+            " --quantizer rtn"
+        )
+    check_source(config.text)
+    check_output(config.output)
+    resolve_device(config.device)
+    return shape
+
+
+def plan(config: QuantizeConfig, shape: OPTShape) -> str:
+    """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
+    matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
+    weights = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
+    rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
+    disk = shape.n_layers * matrices + rest
+    require_disk(config.output, disk, f"the quantised {config.model}")
+    lines = [
+        f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
+        f" ({8 * matrices / weights:.2f} bits a weight)"
+    ]
+    if config.quantizer == "gptq":
+        tokens = config.calibration_tokens(shape)
+        held = 4 * (2 * tokens * shape.d_model + 6 * shape.d_ffn**2 + 2 * weights)
+        lines.append(
+            f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch"
+        )
+    return "\n".join(lines)
+
+
+def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict[str, MatrixErrors]]:
+    """Write the folder.
+
+    Args:
+        config: checked.
+        mask: by layer, what sparse decoding would skip; left out of the second moments. For study.
+    Returns:
+        by layer its matrices and their errors.
+    Raises:
+        UserError: the model or the text.
+    """
+    began = time.monotonic()
+    values = read_values(config.model, config.revision)
+    shape = OPTShape.from_values(values, config.model)
+    source = StoredTensors(config.model, config.revision)
+    reader = MatrixReader(source, values)
+    device = resolve_device(config.device)
+    digest = weight_hash(config.model, revision=config.revision)
+    text: dict[str, Any] = {}
+    batches = []
+    if config.quantizer == "gptq":
+        windows, text = calibration_windows(config, shape, digest)
+        batches = embed(source, windows, config.batch_size, device)
+    layouts = row_layouts(shape, config.model)
+    results: list[dict[str, MatrixErrors]] = []
+    opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
+    with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
+        folder.add({source.stored_name(name): source[name] for name in source if ".layers." not in name})
+        start = source.stored_name("decoder.embed_tokens.weight").removesuffix("decoder.embed_tokens.weight")
+        layers = quantised_layers(source, reader, opt, layouts, config.solver(), batches, device, mask)
+        for layer, (others, made) in enumerate(layers):
+            prefix = f"{start}decoder.layers.{layer}."
+            tensors = {prefix + name: tensor for name, tensor in others.items()}
+            for part, result in made.items():
+                tensors |= {f"{prefix}{part}.weight": result.rows.words, f"{prefix}{part}.scales": result.rows.scales}
+            folder.add(tensors)
+            results.append({part: result.errors for part, result in made.items()})
+            progress.update()
+        report = {
+            "quantizer": config.quantizer,
+            "made_of": {"model": config.model, "weight_hash": digest, "quant_method": quant_method(values)},
+            "text": text,
+            "settings": {
+                name: getattr(config, name)
+                for name in ("damp_mean", "damp_own", "act_order", "out_hessian", "correct_bias", "seed")
+            },
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "minutes": round((time.monotonic() - began) / 60, 2),
+            "peak_memory_gb": peak_memory(device),
+            "versions": {"dejavu_train": package_version(), "torch": torch.__version__.split("+")[0]},
+            "date": datetime.date.today().isoformat(),
+        }
+        config_values = {**values, "quantization_config": {"quant_method": INT4, "bits": 4, **report}}
+        errors = [{part: dataclasses.asdict(found) for part, found in made.items()} for made in results]
+        folder.finish(config.model, config.revision, config_values, {**report, "layers": errors})
+    print(summary(results, config.output))
+    return results
+
+
+def calibration_windows(
+    config: QuantizeConfig, shape: OPTShape, digest: str
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Token ids of the calibration text, and what names it.
+
+    Raises:
+        UserError: the text, or fewer than ten tokens for each input of a matrix.
+    """
+    tokenizer = load_tokenizer(config.model, config.revision)
+    tokens = config.calibration_tokens(shape)
+    if config.text.source == SELF:
+        budgets = [("train", tokens)]
+        on_gpu = resolve_device(config.device).type == "cuda"
+        sets, manifest = load_samples(
+            config.text, config.model, digest, config.window, budgets, on_gpu, tokenizer,
+            lambda _rows, _length: open_writer(config),
+        )  # fmt: skip
+    else:
+        sets, manifest = load_sets(config.text, config.model)
+    planned = plan_windows(sets["train"], tokenizer, CollectConfig(window=config.window), tokens, config.seed)
+    windows = [window.ids for window in planned]
+    found = sum(map(len, windows))
+    needed = LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn)
+    if found < needed:
+        raise UserError(
+            f"the text {config.text.key} has {found:,} tokens to calibrate with, gptq needs {needed:,}:"
+            f" {LEAST_PER_INPUT} for each input of a matrix; give more text, or --quantizer rtn"
+        )
+    return windows, {"source": manifest.source, "sha256": manifest.sha256, "tokens": found, "window": config.window}
+
+
+def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
+    """The model, loaded, as a function that writes text, and its name."""
+    dtype = "float16" if resolve_device(config.device).type == "cuda" else "float32"
+    model = load_opt(config.model, dtype, resolve_device(config.device), revision=config.revision)
+    return transformers_writer(model, config.text.sample), "transformers"
+
+
+def peak_memory(device: torch.device) -> Mapping[str, float]:
+    """Of the process, in GB: main memory, and that of the GPU where one was used."""
+    found = {"main": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def summary(results: Sequence[Mapping[str, MatrixErrors]], output: str) -> str:
+    """A line for each kind of matrix: how many were taken over exactly, and the errors of the others."""
+    lines = [f"{output}: errors as ratios of squares, means over the layers"]
+    for part in results[0]:
+        found = [made[part] for made in results]
+        rounded = [result for result in found if not result.exact]
+        line = f"{part}: {len(found) - len(rounded)} exact, {len(rounded)} rounded"
+        if rounded:
+            line += f", weights {np.mean([result.weight_error for result in rounded]):.2e}"
+            outputs = [result.output_error for result in rounded if result.output_error is not None]
+            line += f", outputs {np.mean(outputs):.2e}" if outputs else ""
+        lines.append(line)
+    return "\n".join(lines)

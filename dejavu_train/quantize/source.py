@@ -1,0 +1,54 @@
+"""Reads a model's stored tensors one by one, from a folder or the hub's cache, without building the model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import stored_files
+
+
+class StoredTensors:
+    """The tensors of a checkpoint by their names in transformers' OPTModel; each is read from disk when asked for.
+
+    Raises:
+        UserError: no weights there, or a damaged file.
+    """
+
+    def __init__(self, model: str, revision: str | None = None) -> None:
+        self.model = model
+        self._files: dict[str, tuple[Path, str]] = {}
+        for file in stored_files(model, revision):
+            self._files |= {name.removeprefix("model."): (file, name) for name in self._names(file)}
+
+    def _names(self, file: Path) -> list[str]:
+        if file.suffix != ".safetensors":  # older uploads of the hub have nothing else; weights_only runs no code
+            return list(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        try:
+            with safe_open(file, "pt") as stored:
+                return list(stored.keys())
+        except SafetensorError as error:
+            raise UserError(f"the weights file {file} is damaged ({error}); fetch or save it again") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def stored_name(self, name: str) -> str:
+        """The name as the file has it."""
+        return self._files[name][1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises :class:`UserError` for a tensor that is not there."""
+        if name not in self._files:
+            raise UserError(f"the weights of {self.model} lack the tensor {name}")
+        file, stored_name = self._files[name]
+        if file.suffix != ".safetensors":
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)[stored_name].clone()
+        with safe_open(file, "pt") as stored:
+            return stored.get_tensor(stored_name)

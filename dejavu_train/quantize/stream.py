@@ -1,0 +1,75 @@
+"""Goes through a model's layers once: reads a layer from disk, quantises it, hands it on. One layer is in memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import OPTConfig
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.models.shape import OPTShape
+from dejavu_train.models.stored import LEARNED_POSITIONS_OFFSET
+from dejavu_train.quantize.config import Solver
+from dejavu_train.quantize.foreign import MatrixReader
+from dejavu_train.quantize.layer import Batch, LayerQuantizer, Mask, MatrixResult
+from dejavu_train.quantize.source import StoredTensors
+
+PAD_TOKEN = 1
+LayerMask = Callable[[int], Mask]
+
+
+def embed(source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> list[Batch]:
+    """Token ids, each window (T,), as what the first layer reads."""
+    table, positions = source["decoder.embed_tokens.weight"], source["decoder.embed_positions.weight"]
+    made = []
+    ordered = sorted(windows, key=len, reverse=True)
+    for start in range(0, len(ordered), batch_size):
+        part = ordered[start : start + batch_size]
+        ids = torch.full((len(part), len(part[0])), PAD_TOKEN)
+        for row, window in zip(ids, part, strict=True):
+            row[: len(window)] = torch.from_numpy(window.astype(np.int64))
+        real = torch.arange(ids.shape[1]) < torch.tensor([len(window) for window in part])[:, None]
+        hidden = table[ids].float() + positions[LEARNED_POSITIONS_OFFSET : LEARNED_POSITIONS_OFFSET + ids.shape[1]]
+        made.append(Batch(hidden.to(device), real.to(device)))
+    return made
+
+
+def quantised_layers(
+    source: StoredTensors,
+    reader: MatrixReader,
+    config: OPTConfig,
+    layouts: dict[str, RowLayout],
+    solver: Solver,
+    batches: list[Batch],
+    device: torch.device,
+    mask: LayerMask | None = None,
+) -> Iterator[tuple[dict[str, Tensor], dict[str, MatrixResult]]]:
+    """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits."""
+    config._attn_implementation = "sdpa"  # causal without a mask
+    for layer in range(OPTShape.from_config(config).n_layers):
+        prefix = f"decoder.layers.{layer}."
+        others, given, weights = {}, {}, {}
+        for part in layouts:
+            weights[f"{part}.weight"], rows = reader.read(prefix + part, layouts[part])
+            if rows is not None:
+                given[part] = Int4Rows(rows.words.to(device), rows.scales.to(device))
+        for name in list(source):
+            if name.startswith(prefix) and not reader.is_part(name):
+                others[name.removeprefix(prefix)] = source[name]
+        block = load_block(config, {**weights, **others}, device)
+        quantizer = LayerQuantizer(block, layouts, solver, given)
+        made = quantizer.run(batches, None if mask is None else mask(layer))
+        biases = {f"{part}.bias": block.get_submodule(part).bias for part in layouts}
+        changed = {name: bias.to(others[name]) for name, bias in biases.items() if name in others}
+        yield {**others, **changed}, made
+
+
+def load_block(config: OPTConfig, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """A decoder layer of transformers in fp32, with these tensors by their names within it."""
+    with torch.device("meta"):
+        block = OPTDecoderLayer(config, layer_idx=0)
+    block.load_state_dict({name: tensor.to(device).float() for name, tensor in tensors.items()}, assign=True)
+    return block.requires_grad_(False).eval()

@@ -1,0 +1,135 @@
+"""Checkpoints of other packages, packed here as their formats say: codes come over exactly where our rows can hold
+them, and every other matrix as the numbers that they stand for."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import save_tiny_opt
+from safetensors.torch import load_file, save_file
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.int4 import row_layouts
+from dejavu_train.models.int4_sizes import MATRICES
+from dejavu_train.models.opt import OPTShape, load_opt
+from dejavu_train.quantize import foreign
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.run import quantise
+
+N, M, GROUP = 64, 128, 64
+
+
+def packed(nibbles, order=tuple(range(8))):
+    """(..., 8 w) in 0..15 -> (..., w) int32: nibble i of a word is number order[i] of its eight."""
+    eights = nibbles.long().unflatten(-1, (-1, 8))
+    words = sum(eights[..., order[i]] << 4 * i for i in range(8))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def weights(n=N, m=M, group=GROUP, zero=8):
+    generator = torch.Generator().manual_seed(n + m)
+    stored = torch.randint(0, 16, (n, m), generator=generator)
+    scales = (torch.rand(n, m // group, generator=generator) * 0.1 + 0.01).half()
+    return stored, scales, (stored - zero) * scales.float().repeat_interleave(group, 1)
+
+
+def gptq(stored, scales, zero=8, v2=False, g_idx=None):
+    zeros = torch.full((scales.shape[1], len(stored)), zero - (0 if v2 else 1))
+    own = torch.arange(stored.shape[1]) // (stored.shape[1] // scales.shape[1]) if g_idx is None else g_idx
+    qweight = packed(stored).T.contiguous()  # packed along inputs
+    return {"qweight": qweight, "qzeros": packed(zeros), "scales": scales.T.contiguous(), "g_idx": own.int()}
+
+
+LAYOUT = row_layouts(OPTShape(d_model=64, d_ffn=64, n_layers=1, n_heads=4, vocab_size=9, max_positions=9))["fc1"]
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_gptq(v2):
+    stored, scales, expected = weights()
+    decode = foreign.DECODERS["gptq"]({"bits": 4, "checkpoint_format": "gptq_v2" if v2 else "gptq"})
+    decoded = decode(gptq(stored, scales, v2=v2))
+    torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
+    rows = foreign.exact_rows(decoded, LAYOUT)
+    torch.testing.assert_close(rows.dequantised(), expected, rtol=0, atol=0)
+    order = torch.randperm(M) // GROUP  # activation order: no group of ours has one scale
+    decoded = decode(gptq(stored, scales, v2=v2, g_idx=order))
+    torch.testing.assert_close(decoded.weight, (stored - 8) * scales.float()[:, order], rtol=0, atol=0)
+    assert foreign.exact_rows(decoded, LAYOUT) is None
+    asymmetric = decode(gptq(stored, scales, zero=5, v2=v2))
+    torch.testing.assert_close(asymmetric.weight, (stored - 5) * scales.float().repeat_interleave(GROUP, 1))
+    assert foreign.exact_rows(asymmetric, LAYOUT) is None
+
+
+def test_awq():
+    stored, scales, expected = weights(zero=3)
+    parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
+    parts["qzeros"] = packed(torch.full((2, N), 3), foreign.AWQ_ORDER)
+    decoded = foreign.DECODERS["awq"]({"bits": 4, "version": "gemm"})(parts)
+    torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
+    assert decoded.codes is None
+
+
+def test_compressed_tensors():
+    stored, scales, expected = weights()
+    parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
+    decoded = foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized"})(parts)
+    torch.testing.assert_close(foreign.exact_rows(decoded, LAYOUT).dequantised(), expected, rtol=0, atol=0)
+    with pytest.raises(UserError, match="symmetric integers"):
+        groups = {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}
+        foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized", "config_groups": groups})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_nf4(nested):
+    table = torch.linspace(-1, 1, 16) ** 3
+    indices = torch.randint(0, 16, (N * M,), generator=torch.Generator().manual_seed(0))
+    absmax = torch.rand(N * M // 64) + 0.1
+    state = {"blocksize": 64, "shape": [N, M], "dtype": "float16", "quant_type": "nf4"}
+    parts = {"weight": (indices[::2] << 4 | indices[1::2]).to(torch.uint8)[:, None], "weight.quant_map": table}
+    parts["weight.absmax"] = absmax
+    if nested:
+        codes, more = torch.randint(0, 256, absmax.shape), torch.rand(256)
+        state |= {"nested_blocksize": 256, "nested_offset": 0.3}
+        parts |= {"weight.absmax": codes.to(torch.uint8), "weight.nested_quant_map": more}
+        parts["weight.nested_absmax"] = torch.tensor([0.7])
+        absmax = more[codes] * 0.7 + 0.3
+    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    decoded = foreign.DECODERS["bitsandbytes"]({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})(parts)
+    torch.testing.assert_close(decoded.weight, (table[indices] * absmax.repeat_interleave(64)).view(N, M))
+    assert decoded.codes is None
+
+
+@pytest.mark.parametrize(("method", "config", "message"), [
+    ("gptq", {"bits": 8}, "8 bits"),
+    ("awq", {"bits": 4, "version": "gemv"}, "gemv"),
+    ("compressed-tensors", {"format": "float-quantized"}, "float-quantized"),
+    ("bitsandbytes", {"load_in_8bit": True}, "NF4"),
+])  # fmt: skip
+def test_what_is_not_read_is_named(method, config, message):
+    with pytest.raises(UserError, match=message):
+        foreign.DECODERS[method](config)
+
+
+def test_a_gptq_folder_becomes_ours(tmp_path, capsys):
+    """Groups of 64 inputs, heads of 16: q, k, v, fc1 and the out-projection are taken over, fc2 is rounded anew."""
+    source = save_tiny_opt(tmp_path / "dense", hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+    folder = shutil.copytree(source, tmp_path / "gptq")
+    tensors, dense = load_file(folder / "model.safetensors"), load_opt(str(source))
+    for name in [name for name in tensors if name.endswith("weight") and any(f".{part}." in name for part in MATRICES)]:
+        n, m = tensors.pop(name).shape
+        stored, scales, weight = weights(n, m)
+        tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in gptq(stored, scales).items()}
+        dense.get_submodule(name.removesuffix(".weight")).weight.data = weight
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    (folder / "config.json").write_text(json.dumps(values))
+    quantise(QuantizeConfig(model=str(folder), output=str(tmp_path / "out"), quantizer="rtn", device="cpu"))
+    said = capsys.readouterr().out
+    assert "out_proj: 2 exact, 0 rounded" in said and "fc2: 0 exact, 2 rounded" in said
+    made = load_opt(str(tmp_path / "out"))
+    for name, linear in ((f"model.decoder.layers.1.{part}", part) for part in MATRICES):
+        ours, theirs = made.get_submodule(name).weight, dense.get_submodule(name).weight.detach()
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error == 0 if linear != "fc2" else 0 < error < 0.15

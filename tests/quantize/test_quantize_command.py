@@ -1,0 +1,240 @@
+"""The command from model to folder: what it writes, who reads it, what it refuses, and how little it holds."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import REPOSITORY, save_tiny_opt
+from safetensors.torch import load_file
+from small_runs import flags
+from transformers import AutoModelForCausalLM, OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.cli import parse_config
+from dejavu_train.data.text import TextSource
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.models.hooks import record
+from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.opt import load_opt, read_shape, weight_hash
+from dejavu_train.models.stored import check_folder
+from dejavu_train.pipeline import run as train
+from dejavu_train.quantize import run, stream
+from dejavu_train.quantize.config import QuantizeConfig, Solver
+from dejavu_train.quantize.run import calibration_windows, quantise
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def wide_opt(tmp_path_factory):
+    """2 layers, d_model 64, 4 heads of 16, 96 neurons."""
+    return save_tiny_opt(tmp_path_factory.mktemp("wide-opt"), hidden_size=64, word_embed_proj_dim=64)
+
+
+@pytest.fixture(scope="session")
+def settings(wide_opt, text_file):
+    """What a small run of the command is asked for; change with dataclasses.replace."""
+    text = TextSource(source=str(text_file))
+    return QuantizeConfig(model=str(wide_opt), text=text, tokens=3000, window=64, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def quantised(tmp_path_factory, settings):
+    """The folder of GPTQ."""
+    folder = tmp_path_factory.mktemp("int4") / "gptq"
+    quantise(dataclasses.replace(settings, output=str(folder)))
+    return folder
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+def test_the_folder_is_a_model_for_everyone(quantised, wide_opt):
+    check_folder(str(quantised), read_shape(str(quantised)))
+    model = load_opt(str(quantised), "float16")
+    assert isinstance(model.model.decoder.layers[1].self_attn.out_proj, Int4Linear) and model.dtype == torch.float32
+    ours = logits(model)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(quantised, dtype="float32")), ours)
+    dense = logits(load_opt(str(wide_opt)))
+    assert 0 < (ours - dense).norm() < 0.3 * dense.norm()
+    assert logits(AutoModelForCausalLM.from_pretrained(quantised, dtype="bfloat16")).isfinite().all()
+
+
+def test_saving_writes_the_same_bits(quantised, tmp_path):
+    AutoModelForCausalLM.from_pretrained(quantised).save_pretrained(tmp_path / "again")
+    assert weight_hash(str(tmp_path / "again"), full=True) == weight_hash(str(quantised), full=True)
+    config, again = (json.loads((folder / "config.json").read_text()) for folder in (quantised, tmp_path / "again"))
+    assert config["quantization_config"] == again["quantization_config"]
+
+
+def test_without_the_package_transformers_refuses_and_knows_it_afterwards(quantised):
+    code = f"""
+from transformers import OPTForCausalLM
+try:
+    OPTForCausalLM.from_pretrained({str(quantised)!r})
+except RuntimeError:
+    import dejavu_train
+    print(type(OPTForCausalLM.from_pretrained({str(quantised)!r}).model.decoder.layers[0].fc1).__name__)
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "Int4Linear" and "dejavu_int4" in done.stderr, done.stderr
+
+
+def test_mask_and_gather_agree(quantised):
+    bundle = make_bundle(quantised, means=True, cascade=True).at(0.3, 0.75)
+    bundle.check_model(str(quantised))
+    made = [
+        SparseOPTForCausalLM.from_model(load_opt(str(quantised)), bundle, backend) for backend in ("mask", "gather")
+    ]
+    mask, gather = map(logits, made)
+    torch.testing.assert_close(mask, gather, rtol=1e-3, atol=1e-3)
+    assert (mask - logits(load_opt(str(quantised)))).abs().max() > 0.01
+
+
+def test_a_sparse_model_is_saved_in_4_bits(quantised, tmp_path):
+    make_bundle(quantised).save_pretrained(tmp_path / "bundle")
+    model = SparseOPTForCausalLM.from_pretrained(quantised, tmp_path / "bundle", backend="mask")
+    model.save_pretrained(tmp_path / "both")
+    again = SparseOPTForCausalLM.from_pretrained(tmp_path / "both", backend="mask")
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
+    assert isinstance(again.model.decoder.layers[0].fc1, Int4Linear)
+
+
+def test_a_bundle_of_another_quantisation_is_refused(quantised, wide_opt, settings, tmp_path):
+    quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
+    make_bundle(tmp_path / "rtn").save_pretrained(tmp_path / "bundle")
+    for other in (quantised, wide_opt):
+        with pytest.raises(UserError, match="other weights"):
+            SparseOPTForCausalLM.from_pretrained(other, Bundle.from_pretrained(tmp_path / "bundle"))
+
+
+def test_the_record_says_how_it_was_made(quantised, wide_opt, settings):
+    made = json.loads((quantised / "config.json").read_text())["quantization_config"]
+    assert made["quant_method"] == "dejavu_int4" and made["quantizer"] == "gptq"
+    assert made["made_of"]["weight_hash"] == weight_hash(str(wide_opt))
+    assert made["text"]["source"] == settings.text.key and made["text"]["tokens"] == 3000
+    assert made["settings"]["seed"] == 0 and made["minutes"] >= 0 and made["peak_memory_gb"]["main"] > 0
+    errors = json.loads((quantised / "quantization.json").read_text())["layers"]
+    assert len(errors) == 2 and 0 < errors[1]["fc2"]["output_error"] < 0.1
+
+
+def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp_path):
+    quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
+    dense = load_opt(str(wide_opt))
+    windows, _ = calibration_windows(settings, read_shape(str(wide_opt)), "")
+    ids = torch.stack([torch.from_numpy(window) for window in windows if len(window) == 64][:8]).long()
+    lost = {}
+    for name, folder in (("gptq", quantised), ("rtn", tmp_path / "rtn")):
+        with torch.no_grad():
+            lost[name] = float((load_opt(str(folder))(ids).logits - dense(ids).logits).square().sum())
+    assert lost["gptq"] < 0.67 * lost["rtn"]
+
+
+def test_layers_see_what_the_quantised_model_computes(settings):
+    """The hidden states that the stream carries are those of the finished model, padding left out."""
+    shape = read_shape(settings.model)
+    windows, _ = calibration_windows(settings, shape, "")
+    windows = [*windows[:3], windows[3][:20]]
+    source, config = StoredTensors(settings.model), OPTForCausalLM.config_class.from_pretrained(settings.model)
+    batches = stream.embed(source, windows, 4, torch.device("cpu"))
+    reader = stream.MatrixReader(source, {})
+    model = OPTForCausalLM.from_pretrained(settings.model).eval()
+    layers = stream.quantised_layers(
+        source, reader, config, run.row_layouts(shape), Solver(), batches, torch.device("cpu")
+    )
+    for block, (others, made) in zip(model.model.decoder.layers, layers, strict=True):
+        for part, result in made.items():
+            linear = block.get_submodule(part)
+            linear.weight.data = run.row_layouts(shape)[part].from_rows(result.rows.dequantised())
+            linear.bias.data = others[f"{part}.bias"].float()
+    expected = {}
+    ids = torch.tensor([windows[0].tolist()])
+    with torch.no_grad(), record(model, {"middle", "mlp_out"}, on_layer=expected.__setitem__):
+        model(ids)
+    last = expected[shape.n_layers - 1]
+    torch.testing.assert_close(batches[0].hidden[:1], last["middle"] + last["mlp_out"], rtol=1e-3, atol=1e-3)
+    assert batches[0].real.sum() == sum(map(len, windows))
+
+
+def test_one_layer_is_read_at_a_time(settings, tmp_path, monkeypatch):
+    held, most = [], []
+
+    class Counted(StoredTensors):
+        def __getitem__(self, name):
+            if ".layers." in name:
+                held.append(name.split(".")[2])
+                most.append(len(set(held[-16:])))
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(run, "StoredTensors", Counted)
+    quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "out")))
+    assert held == sorted(held) and len(held) == 2 * 16  # each tensor of a layer once, layer after layer
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def error_of(arguments, capsys):
+    assert exit_on_user_error(run.main, arguments) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "Traceback" not in message
+    return message
+
+
+def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, quantised, tmp_path, capsys):
+    output = tmp_path / "out"
+    base = [f"--model={wide_opt}", f"--output={output}", "--device=cpu", f"--text.source={text_file}", "--window=64"]
+    cases = {
+        (f"--model={tiny_opt}",): "hidden_size of .* is 48|neither 128",
+        ("--tokens=900",): "10 tokens for each input",
+        ("--window=513",): "512 positions",
+        (f"--model={quantised}",): "in 4 bits already",
+        (f"--output={quantised}",): "exists",
+        ("--text.source=no.txt",): "no text file",
+        ("--quantizer=awq",): "gptq, rtn",
+        ("--damp_mean=-1",): "damp_mean",
+    }
+    for change, message in cases.items():
+        assert re.search(message, error_of([*base, *change], capsys)), change
+    short = tmp_path / "short.txt"
+    short.write_text((text_file.read_text()[:12000] + "\n\n") * 3)
+    message = error_of([*base, f"--text.source={short}", "--tokens=960"], capsys)
+    assert "needs 960" in message or "none falls" in message
+    assert not output.exists() and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_check_does_nothing(settings, tmp_path, capsys):
+    run.main([f"--model={settings.model}", f"--output={tmp_path / 'out'}", "--device=cpu", "--check"])
+    assert "bits a weight" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
+    folder = shutil.copytree(wide_opt, tmp_path / "gptq")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
+    message = error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys)
+    assert "--text.source FILE, or --quantizer rtn" in message
+    for action in (load_opt, lambda name: check_folder(name, read_shape(name))):
+        with pytest.raises(UserError, match="quantised by gptq; convert them first"):
+            action(str(folder))
+
+
+def test_predictors_are_trained_on_the_quantised_model(quantised, text_file, tmp_path):
+    few = ("--collect.train_tokens=3000", "--mlp.steps=10", "--heads.steps=10", "--trainer.logger=false")
+    train(parse_config(flags(quantised, text_file, tmp_path / "run", *few)))
+    model = SparseOPTForCausalLM.from_pretrained(quantised, tmp_path / "run" / "bundle", backend="gather")
+    generated = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=[])
+    assert generated.shape == (1, IDS.shape[1] + 3)
+    stored = load_file(tmp_path / "run" / "activations" / "layer_00" / "weights.safetensors")
+    fc1 = load_opt(str(quantised)).model.decoder.layers[0].fc1.weight
+    assert any(tensor.shape == fc1.shape and torch.equal(tensor.float(), fc1) for tensor in stored.values())
