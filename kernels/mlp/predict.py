@@ -23,9 +23,10 @@ from kernels.common.launch import (
     next_power_of_two,
     programmatic,
     start_dependents_and_wait,
+    sums_together,
     wait_for_predecessor,
 )
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
 
 INTERPRETED = tl.constexpr(INTERPRET)
 PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
@@ -104,34 +105,6 @@ def row_tiles(w_ptr, first, n_rows, columns, D: tl.constexpr, BLOCK: tl.constexp
         at = w_ptr + tl.minimum(first + r, n_rows - 1).to(tl.int64) * D
         tiles = tiles + load_vector(at, columns, D, BLOCK)
     return tiles
-
-
-@triton.jit
-def sums_together(tiles, N: tl.constexpr):
-    """The sums of N <= 16 tiles (BLOCK,) as scalars, by one reduction: joined in pairs, summed, split again."""
-    LEVELS: tl.constexpr = 1 if N <= 2 else 2 if N <= 4 else 3 if N <= 8 else 4
-    for _ in tl.static_range(N, 1 << LEVELS):
-        tiles = tiles + (tl.zeros_like(tiles[0]),)
-    for level in tl.static_range(LEVELS):
-        joined = ()
-        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
-            joined = joined + (tl.join(tiles[k], tiles[k + 1]),)
-        tiles = joined
-    sums = (tl.sum(tiles[0], 0),)
-    for level in tl.static_range(LEVELS):
-        halves = ()
-        for k in tl.static_range(1 << level):
-            first, second = tl.split(sums[k])
-            halves = halves + (first, second)
-        sums = halves
-    return sums
-
-
-@triton.jit
-def mean_and_rstd(total, squares, D: tl.constexpr, eps):
-    """Of D values, from their sum and the sum of their squares in fp32."""
-    mean = total / D
-    return mean, tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
 
 
 @triton.jit

@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
-from kernels.common.launch import load_vector, use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.predict import mean_and_rstd, sums_together
+from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
 
 
