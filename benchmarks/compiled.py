@@ -95,11 +95,10 @@ def pretend_a_gpu() -> None:
 
 
 def plain_ptx(kernel: Any) -> str:
-    """PTX without debug sections and line numbers."""
+    """PTX without debug sections, line numbers and the labels that only these name."""
     text = kernel.asm["ptx"].split("\t.section\t.debug")[0].split(".file\t")[0]
-    lines = [line for line in text.splitlines() if not re.match(r"\s*(\.loc|\.file|//)", line)]
-    text = "\n".join(re.sub(r"//.*", "", line).rstrip() for line in lines)
-    return re.sub(r"\$L__\w+|\$\w*(tmp|func)\w*", lambda m: m.group() if "BB" in m.group() else "LABEL", text)
+    lines = (re.sub(r"//.*", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line and not re.match(r"\s*\.loc|\$L__(tmp|func)\w*:", line))
 
 
 def report(kernel: Any) -> SimpleNamespace:

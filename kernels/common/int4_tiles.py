@@ -132,15 +132,33 @@ EIGHT_FLOATS = tl.constexpr((tl.float32,) * 8)
 
 
 @triton.jit
-def code_of(words, COLUMN: tl.constexpr):
-    """Code of one of the eight columns of each word, int32."""
-    return ((words >> (4 * (COLUMN // 2) + 16 * (COLUMN % 2))) & 15) - 8
+def codes_of(words):
+    """The codes of words (...), fp32 (..., 8)."""
+    column = tl.arange(0, 8)
+    shift = 4 * (column // 2) + 16 * (column % 2)
+    if len(words.shape) == 1:
+        codes = (words[:, None] >> shift[None, :]) & 15
+    else:
+        codes = (words[:, :, None] >> shift[None, None, :]) & 15
+    return (codes - 8).to(tl.float32)
 
 
 @triton.jit
-def half_of(pairs, HIGH: tl.constexpr):
-    """One half of int32 pairs of fp16, as fp32."""
-    return ((pairs >> (16 * HIGH)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def halves_of(plane0, plane1, plane2, plane3):
+    """What lies in four planes of pairs (...), fp32 (..., 8)."""
+    columns = tl.join(tl.join(plane0, plane2), tl.join(plane1, plane3))  # (..., 2, 2): high bit of the plane, low bit
+    both = tl.join(columns & 0xFFFF, columns >> 16)
+    if len(plane0.shape) == 1:
+        both = tl.reshape(both, (plane0.shape[0], 8))
+    else:
+        both = tl.reshape(both, (plane0.shape[0], plane0.shape[1], 8))
+    return both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def rounded(products):
+    """fp32 numbers through fp16."""
+    return products.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
@@ -165,11 +183,14 @@ def int4_dot(words, x, VECTOR: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
         else:
             total = tl.inline_asm_elementwise(DOT4, DOT4_OPERANDS, words + x, dtype=tl.float32, is_pure=True, pack=1)
     else:
-        total = 0.0
         for v in tl.static_range(VECTOR):
-            for column in tl.static_range(8):
-                product = code_of(words[v], column).to(tl.float32) * half_of(x[4 * v + column // 2], column % 2)
-                total += product.to(tl.float16).to(tl.float32)
+            numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
+            products = rounded(codes_of(words[v]) * numbers)
+            part = tl.sum(products, len(products.shape) - 1)
+            if v == 0:
+                total = part
+            else:
+                total += part
     return total
 
 
@@ -184,11 +205,14 @@ def int4_outer(acc, first, second, f_first, f_second, ASM: tl.constexpr = ASSEMB
             OUTER, OUTER_OPERANDS, (first, second, f_first, f_second) + acc, dtype=EIGHT_FLOATS, is_pure=True, pack=1
         )
     else:
+        one = rounded(codes_of(first) * halves_of(f_first, f_first, f_first, f_first))
+        two = rounded(codes_of(second) * halves_of(f_second, f_second, f_second, f_second))
+        low, high = tl.split(tl.reshape(one + two, (first.shape[0], 4, 2)))
+        even = split_words(low, 4)
+        odd = split_words(high, 4)
         more = ()
-        for column in tl.static_range(8):
-            one = code_of(first, column).to(tl.float32) * half_of(f_first, 0)
-            two = code_of(second, column).to(tl.float32) * half_of(f_second, 0)
-            more = more + (acc[column] + (one.to(tl.float16).to(tl.float32) + two.to(tl.float16).to(tl.float32)),)
+        for i in tl.static_range(4):
+            more = more + (acc[2 * i] + even[i], acc[2 * i + 1] + odd[i])
     return more
 
 
@@ -359,3 +383,17 @@ def int4_product(row, x, W: tl.constexpr, L: tl.constexpr, FIRST: tl.constexpr =
         acc += part * row[FIRST + N + j].to(tl.float32)
     return acc
 
+
+
+@triton.jit
+def store_columns(at, acc, lane, W: tl.constexpr):
+    """Stores acc, eight tiles (L,) a word as `int4_outer` sums them, divided by FACTOR_UNIT, at `at` (8 W,)."""
+    L: tl.constexpr = lane.shape[0]
+    for j in tl.static_range(n_pieces(W, L)):
+        for v in tl.static_range(piece_vector(W, L, j)):
+            c = acc[8 * (piece_start(W, L, j) // L + v) : 8 * (piece_start(W, L, j) // L + v) + 8]
+            even = tl.join(tl.join(c[0], c[4]), tl.join(c[2], c[6]))
+            odd = tl.join(tl.join(c[1], c[5]), tl.join(c[3], c[7]))
+            tile = tl.reshape(tl.join(even, odd), (L, 8)) * (1 / FACTOR_UNIT)
+            word = piece_start(W, L, j) + lane * piece_vector(W, L, j) + v
+            tl.store(at + (8 * word)[:, None] + tl.arange(0, 8)[None, :], tile, mask=(word < W)[:, None])
