@@ -240,8 +240,8 @@ def dense_rows(
 ) -> None:
     """x (B, d) fp32, weight (n, d), bias (n) or None, activation "none" or "relu" -> out (B, n) fp32.
 
-    One row runs in one kernel, bitwise deterministic; several as a matrix product.
-    Errors: shapes, a CPU tensor, an unknown activation; of 4-bit rows dtypes and groups.
+    One row runs in one kernel, bitwise deterministic; several as a matrix product, of 4-bit rows after these were
+    written out in fp16. Errors: shapes, a CPU tensor, an unknown activation; of 4-bit rows dtypes and groups.
     """
     check_device("x", x)
     batch, d = x.shape
@@ -251,6 +251,8 @@ def dense_rows(
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     if batch > 1:
+        if isinstance(weight, Int4Rows):
+            weight = weight.dequantised(torch.float16)
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
     settings = settings or rows_settings(weight)
