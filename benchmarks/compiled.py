@@ -135,67 +135,70 @@ def halves(*shape: int) -> torch.Tensor:
 
 def fp16_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls with fp16 weights, and with int8 predictors, as the decode engine makes them."""
-    row_state, limit, position = (torch.ones(1, dtype=kind) for kind in (torch.int32, torch.float32, torch.int32))
     for d in WIDTHS:
-        n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
-        h = d // hd
-        x, y = torch.empty(1, d), torch.empty(1, d)
-        ln, w = LayerNormWeights(halves(d), halves(d)), halves(n, d)
-        hidden, z = torch.empty(1, n), torch.empty(1, rank)
-        yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, w[:, 0], "relu", hidden, True)
-        yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", hidden, True)
-        q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
-        qkv_w = halves(h, 3, hd, d)
-        yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, bias, position, q, cache, cache, True)
-        heads = Selection(h, 1, torch.empty(h, dtype=torch.int32), torch.empty(h, dtype=torch.int32),
-                          torch.empty(h, dtype=torch.int32))  # fmt: skip
-        kept, marks = halves(1, 64, d), torch.empty(1, h, dtype=torch.int32)
-        sparse = (qkv_w, bias, heads, position, marks, None, q, cache, cache)
-        yield f"qkv {d}", lambda: qkv.qkv(kept, *sparse, pdl=True)
-        yield f"out {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, heads, y, True)
-        yield f"out all {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, None, y, True)
-        rows, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
-        for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
-            source = x if norm else halves(1, d)
-            yield (
-                f"sparse_mlp {d} {'norm' if norm else 'own'} {early}",
-                lambda source=source, norm=norm, early=early: sparse_mlp.sparse_mlp(
-                    source, norm, w, w[:, 0].contiguous(), w, halves(d), x, rows, y, partials, early, True
-                ),
-            )
-        yield f"sparse_fc1 {d}", lambda: sparse_fc1.sparse_fc1(halves(1, d), w, halves(n), rows, pdl=True)
-        yield f"sparse_fc2 {d}", lambda: sparse_fc2.sparse_fc2(rows, w, halves(d), x, y, partials, True)
-        for kind in (torch.float16, torch.int8):
-            down, up = torch.empty(rank, d, dtype=kind), torch.empty(n, rank, dtype=kind)
-            scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
-            sums = (torch.empty(rank), torch.empty(rank))
-            bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
-            predictor = PredictorWeights(down, up, torch.empty(n), *scales)
-            yield (
-                f"predict {d} {kind}",
-                lambda down=down, scales=scales, sums=sums: predict.predict_down(
-                    x, ln, down, sums, z, scales[0], normalised_out=halves(1, d), pdl=True
-                ),
-            )
-            yield (
-                f"select {d} {kind}",
-                lambda predictor=predictor, bits=bits: select.select_rows(
-                    z, predictor, limit, bits, row_state, pdl=True
-                ),
-            )
-            yield (
-                f"qkv_select {d} {kind}",
-                lambda predictor=predictor, bits=bits: qkv_select.qkv_select(
-                    kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
-                ),
-            )
-        site = site_predict.SiteRows(halves(h + rank, d), (torch.empty(h + rank),) * 2, h, False)
+        yield from cases_of(d)
+
+
+def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Those of one width."""
+    row_state, limit, position = (torch.ones(1, dtype=kind) for kind in (torch.int32, torch.float32, torch.int32))
+    n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
+    h = d // hd
+    x, y = torch.empty(1, d), torch.empty(1, d)
+    ln, w = LayerNormWeights(halves(d), halves(d)), halves(n, d)
+    hidden, z = torch.empty(1, n), torch.empty(1, rank)
+    yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, w[:, 0], "relu", hidden, True)
+    yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", hidden, True)
+    q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
+    qkv_w = halves(h, 3, hd, d)
+    yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, bias, position, q, cache, cache, True)
+    heads = Selection(h, 1, torch.empty(h, dtype=torch.int32), torch.empty(h, dtype=torch.int32),
+                      torch.empty(h, dtype=torch.int32))  # fmt: skip
+    kept, marks = halves(1, 64, d), torch.empty(1, h, dtype=torch.int32)
+    sparse = (qkv_w, bias, heads, position, marks, None, q, cache, cache)
+    yield f"qkv {d}", lambda: qkv.qkv(kept, *sparse, pdl=True)
+    yield f"out {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, heads, y, True)
+    yield f"out all {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, None, y, True)
+    rows, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
+    for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
+        source = x if norm else halves(1, d)
         yield (
-            f"site {d}",
-            lambda site=site: site_predict.site_predict(
-                x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, True
+            f"sparse_mlp {d} {'norm' if norm else 'own'} {early}",
+            lambda source=source, norm=norm, early=early: sparse_mlp.sparse_mlp(
+                source, norm, w, w[:, 0].contiguous(), w, halves(d), x, rows, y, partials, early, True
             ),
         )
+    yield f"sparse_fc1 {d}", lambda: sparse_fc1.sparse_fc1(halves(1, d), w, halves(n), rows, pdl=True)
+    yield f"sparse_fc2 {d}", lambda: sparse_fc2.sparse_fc2(rows, w, halves(d), x, y, partials, True)
+    for kind in (torch.float16, torch.int8):
+        down, up = torch.empty(rank, d, dtype=kind), torch.empty(n, rank, dtype=kind)
+        scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
+        sums = (torch.empty(rank), torch.empty(rank))
+        bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
+        predictor = PredictorWeights(down, up, torch.empty(n), *scales)
+        yield (
+            f"predict {d} {kind}",
+            lambda down=down, scales=scales, sums=sums: predict.predict_down(
+                x, ln, down, sums, z, scales[0], normalised_out=halves(1, d), pdl=True
+            ),
+        )
+        yield (
+            f"select {d} {kind}",
+            lambda predictor=predictor, bits=bits: select.select_rows(z, predictor, limit, bits, row_state, pdl=True),
+        )
+        yield (
+            f"qkv_select {d} {kind}",
+            lambda predictor=predictor, bits=bits: qkv_select.qkv_select(
+                kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
+            ),
+        )
+    site = site_predict.SiteRows(halves(h + rank, d), (torch.empty(h + rank),) * 2, h, False)
+    yield (
+        f"site {d}",
+        lambda site=site: site_predict.site_predict(
+            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, True
+        ),
+    )
 
 
 def main() -> int:

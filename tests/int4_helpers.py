@@ -26,4 +26,6 @@ def assert_rounded_products(got: torch.Tensor, want: torch.Tensor, sums: torch.T
     """
     assert got.isfinite().all()
     excess = (got.double() - want).abs() - rtol * sums - 1e-5
-    assert (excess <= 0).all(), f"{int((excess > 0).sum())} of {excess.numel()} differ by more, {excess.max():.2e} at most"
+    assert (excess <= 0).all(), (
+        f"{int((excess > 0).sum())} of {excess.numel()} differ by more, {excess.max():.2e} at most"
+    )

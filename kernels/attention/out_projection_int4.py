@@ -1,13 +1,13 @@
 # mypy: disable-error-code="assignment"
-"""The output projection over the selected heads with 4-bit weights: y = residual + bias + sum over heads of W_h mixed_h.
+"""The output projection over the selected heads with 4-bit weights.
 
     y[i] = residual[i] + bias[i] + sum_h scale[h, i] sum_j code[h, i, j] mixed[h head_dim + j],   h selected
 
-The weight lies head by head, Int4Rows of shape (h, d, head_dim) with one scale a head and output, so that a skipped head
-skips codes and scales alike; fp16 weights (`out_projection`) keep rows of all heads. mixed (1, h * head_dim) fp32 is
-rounded to fp16; sums in fp32, the scale multiplies a thread's part of a head.
-Threads are spread over C chunks (16 bytes of one head and output; at head dim 80, 8 bytes) and L / C outputs, each thread
-walks over the chunks of the selected heads, C apart, for R neighbouring outputs: what it reads of mixed serves R times.
+The weight lies head by head, Int4Rows of shape (h, d, head_dim) with one scale a head and output, so that a skipped
+head skips codes and scales alike; fp16 weights (`out_projection`) keep rows of all heads. mixed (1, h * head_dim) fp32
+is rounded to fp16; sums in fp32, the scale multiplies a thread's part of a head.
+Threads are spread over C chunks (16 bytes of one head and output; at head dim 80, 8 bytes) and L / C outputs. Each goes
+over the chunks of the selected heads, C apart, for R neighbouring outputs: what it reads of mixed serves R times.
 The first chunks are read before the wait: selection, bias and residual are older than the launch before, see
 `out_projection`.
 """

@@ -384,7 +384,6 @@ def int4_product(row, x, W: tl.constexpr, L: tl.constexpr, FIRST: tl.constexpr =
     return acc
 
 
-
 @triton.jit
 def store_columns(at, acc, lane, W: tl.constexpr):
     """Stores acc, eight tiles (L,) a word as `int4_outer` sums them, divided by FACTOR_UNIT, at `at` (8 W,)."""

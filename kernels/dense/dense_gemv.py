@@ -7,7 +7,7 @@ that come next are always on their way before these are summed, the first ones b
 width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
 
 GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_tiles`; n is
-then rounded to fp16 and lies in registers as planes of pairs. BLOCK is a piece's columns, of words the threads of a row.
+then rounded to fp16 and lies in registers as planes of pairs. BLOCK is a piece's columns; of words, a row's threads.
 """
 
 from dataclasses import dataclass

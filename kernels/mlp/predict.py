@@ -9,9 +9,9 @@ are in registers before the wait for the stage before; after it one pass over x 
 together, and one reduction adds them all up: a barrier, where a sum each would take a dozen. A program also normalises
 its slice of x for fc1.
 
-Rows of uint8 are nibbles as a bundle stores them: of a row's H = ceil(d / 2) bytes, byte j holds code + 8 of column j in
-its low nibble and of column H + j in the high one. A nibble u becomes the float 1 + u / 16 by placing it in the mantissa
-of 1.0, so four instructions and eight byte permutations make eight floats; what the ones and eights add comes off a sum:
+Rows of uint8 are nibbles as a bundle stores them: of a row's H = ceil(d / 2) bytes, byte j holds code + 8 of column j
+in its low nibble and of column H + j in the high one. A nibble u becomes the float 1 + u / 16 in the mantissa of 1.0,
+so four instructions and eight byte permutations make eight floats; what the ones and eights add comes off a sum:
     sum_j code[j] z[j] = 16 sum_j (1 + u[j] / 16) z[j] - 24 sum_j z[j]
 """
 

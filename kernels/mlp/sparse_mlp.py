@@ -141,7 +141,9 @@ def _layer_norm(x, gain, shift, D: tl.constexpr, EPS: tl.constexpr, STEPS: tl.co
 
 
 @triton.jit
-def _rows(w, scales, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
+def _rows(
+    w, scales, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
+):
     """`gathered_tiles`, or gathered 4-bit rows one after another."""
     if GROUP > 0:
         tiles = ()

@@ -41,8 +41,8 @@ def check(out, mixed, weight, bias, residual, selection):
 
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "density", "settings"),
-    [(3, 32, 20, 0.5, (8, 4, 2)), (2, 64, 9, 0.0, (8, 2, 1)), (3, 80, 17, None, (8, 4, 4)), (2, 80, 8, 1.0, (16, 8, 2)),
-     (2, 128, 10, None, (8, 8, 2)), (3, 16, 12, 0.6, (8, 4, 4))],
+    [(3, 32, 6, 0.5, (8, 4, 2)), (2, 64, 9, 0.0, (8, 2, 1)), (3, 80, 9, None, (8, 4, 4)), (2, 80, 8, 1.0, (16, 8, 2)),
+     (2, 128, 4, None, (8, 8, 2)), (3, 16, 12, 0.6, (8, 4, 4))],
 )  # fmt: skip
 def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
     mixed, weight, *rest = case(device, n_heads, head_dim, d, density)

@@ -24,13 +24,12 @@ def rounding(x, ln, weight):
 
 @pytest.mark.parametrize(
     ("n", "d", "group", "rows", "lanes"),
-    [(7, 256, 128, 2, 4), (9, 64, 32, 1, 16), (5, 40, 40, 4, 4), (10, 384, 128, 8, 8), (3, 96, 32, 2, 2)],
+    [(3, 256, 128, 2, 4), (4, 64, 32, 1, 16), (5, 40, 40, 4, 4), (9, 128, 128, 8, 4), (3, 96, 32, 2, 2)],
 )
-@pytest.mark.parametrize("activation", ["none", "relu"])
-def test_dense_rows(device, n, d, group, rows, lanes, activation):
+def test_dense_rows(device, n, d, group, rows, lanes):
     x, ln = with_outliers(torch.randn(1, d, device=device) * 2 + 1), norm(d, device)
     weight = random_rows(device, n, d, group=group)
-    bias = torch.randn(n, device=device) if activation == "relu" else None
+    activation, bias = ("relu", torch.randn(n, device=device)) if n % 2 else ("none", None)
     out, want = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device).double()
     dense_rows(x, ln, weight, bias, activation, out, settings=RowSettings(1, rows, max(1, lanes // 32), lanes))
     dense_rows_reference(x.double(), ln, weight, bias, activation, want)

@@ -35,8 +35,8 @@ def check(out, selection, n, w1, b1, w2, b2, residual):
     assert_rounded_products(out, want, sums + wrong * 2**10, 2**-10)
 
 
-@pytest.mark.parametrize(("n", "d", "group"), [(30, 64, 32), (12, 128, 128), (7, 40, 40)])
-@pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("n", "d", "group"), [(8, 64, 32), (6, 128, 128), (5, 40, 40)])
+@pytest.mark.parametrize("density", [0.0, 0.6])
 def test_equals_both_products(device, n, d, group, density):
     selection, rows, tensors = make_problem(device, n, d, density, group)
     w1, w2 = tensors[1], tensors[3]
@@ -53,7 +53,7 @@ def test_equals_both_products(device, n, d, group, density):
 
 
 def test_rows_of_value_zero_are_not_read(device):
-    selection, rows, tensors = make_problem(device, 16, 64, 1.0)
+    selection, rows, tensors = make_problem(device, 8, 64, 1.0)
     x, w1, b1, w2, _, _ = tensors
     dead = (x.double() @ w1.dequantised(torch.float64).T + b1.double())[0] < -0.1
     assert dead.any() and not dead.all()
@@ -66,7 +66,7 @@ def test_rows_of_value_zero_are_not_read(device):
 
 @pytest.mark.parametrize("early", [None, "list", "x"])
 def test_settings_and_a_layer_norm(device, early):
-    selection, rows, (x, *tensors) = make_problem(device, 20, 96, 0.5)
+    selection, rows, (x, *tensors) = make_problem(device, 8, 96, 0.7)
     ln = None
     n = x
     if early != "x":
