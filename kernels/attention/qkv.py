@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.checks import check_projection, check_shape
+from kernels.common.int4 import check_rows
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
@@ -300,7 +301,9 @@ def qkv_launch(
 
     As many tiles as all heads have: the hardware hands them out, and those beyond the selected heads' leave.
     """
-    batch, n_heads, head_dim, d = check_projection(attn_in, weight, bias, q, k_cache, v_cache, position)
+    d = weight.shape[-1]
+    batch, n_heads, head_dim = check_projection(attn_in, d, bias, q, k_cache, v_cache, position)
+    check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
     check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
     check_shape("watermark", watermark, batch, n_heads)
     if policy not in POLICIES:

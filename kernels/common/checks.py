@@ -66,19 +66,17 @@ def check_head_dim(head_dim: int) -> None:
 
 def check_projection(
     x: Tensor,
-    weight: Tensor,
+    d: int,
     bias: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     position: Tensor,
-) -> tuple[int, int, int, int]:
-    """The tensors of a q/k/v projection fit each other; returns (B, h, head_dim, d)."""
+) -> tuple[int, int, int]:
+    """The tensors of a q/k/v projection of d columns fit each other; returns (B, h, head_dim). Not the weight's."""
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)
-    d = weight.shape[-1]
-    check_shape("weight", weight, n_heads, 3, head_dim, d)
     check_shape("bias", bias, n_heads, 3, head_dim)
     capacity = k_cache.shape[2]
     check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
@@ -86,4 +84,4 @@ def check_projection(
     check_shape("position", position, batch)
     if x.shape[-1] != d:
         raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
-    return batch, n_heads, head_dim, d
+    return batch, n_heads, head_dim

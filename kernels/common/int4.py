@@ -7,13 +7,71 @@ Columns 8 w .. 8 w + 7 of a row are word w. Column 8 w + 2 i + s lies in the nib
 of fp16 pairs want them. The scale may be negative, so that code -8 falls on whichever extreme is larger.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kernels.common.checks import require
+from kernels.common.checks import check_shape, check_tensor, require
 
 COLUMNS_PER_WORD = 8
 SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))
+
+
+@dataclass(frozen=True)
+class Int4Rows:
+    """A matrix (n, d) in 4 bits: words (n, d / 8) int32, scales (n, groups) fp16. Kernels take it in place of a tensor.
+
+    Leading dimensions may be more than one, as those of q/k/v's (h, 3, head_dim, d).
+    """
+
+    words: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return (*self.words.shape[:-1], self.words.shape[-1] * COLUMNS_PER_WORD)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.shape[-1] // max(1, self.scales.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes
+
+    def view(self, *shape: int) -> "Int4Rows":
+        """The same rows under other leading dimensions; shape ends with the columns."""
+        return Int4Rows(self.words.view(*shape[:-1], -1), self.scales.view(*shape[:-1], -1))
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix in plain torch: exact in fp32 and fp64."""
+        words, scales = self.words.flatten(0, -2), self.scales.flatten(0, -2)
+        return dequantise(words, scales).to(dtype).view(self.shape)
+
+    def check(self, name: str, shape: tuple[int, ...], like: Tensor) -> None:
+        """Raise ValueError, naming the matrix, for another shape, dtype or device, and groups that do not divide d."""
+        *rows, d = shape
+        require(d % COLUMNS_PER_WORD == 0, f"{name}: {d} columns are no multiple of {COLUMNS_PER_WORD}, a word's")
+        check_tensor(f"{name}.words", self.words, (*rows, d // COLUMNS_PER_WORD), (torch.int32,), like)
+        groups = self.scales.shape[-1]
+        require(groups > 0 and d % groups == 0, f"{name}: {groups} groups do not divide {d} columns")
+        check_tensor(f"{name}.scales", self.scales, (*rows, groups), (torch.float16,), like)
+        whole = 4 * COLUMNS_PER_WORD  # what a thread reads at once, and shares a scale
+        require(
+            self.group % whole == 0 or groups == 1,
+            f"{name}: groups of {self.group} columns; expected a multiple of {whole}, or one group a row",
+        )
+
+
+def check_rows(name: str, weight: Tensor | Int4Rows, shape: tuple[int, ...], like: Tensor) -> None:
+    """Rows of either format have this shape."""
+    if isinstance(weight, Int4Rows):
+        weight.check(name, shape, like)
+    else:
+        check_shape(name, weight, *shape)
 
 
 def pack_int4(codes: Tensor) -> Tensor:

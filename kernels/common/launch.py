@@ -181,6 +181,27 @@ def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.
     return xs
 
 
+@triton.jit
+def sums_together(tiles, N: tl.constexpr):
+    """The sums of N <= 16 tiles (BLOCK,) as scalars, by one reduction: joined in pairs, summed, split again."""
+    LEVELS: tl.constexpr = 1 if N <= 2 else 2 if N <= 4 else 3 if N <= 8 else 4
+    for _ in tl.static_range(N, 1 << LEVELS):
+        tiles = tiles + (tl.zeros_like(tiles[0]),)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
+            joined = joined + (tl.join(tiles[k], tiles[k + 1]),)
+        tiles = joined
+    sums = (tl.sum(tiles[0], 0),)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for k in tl.static_range(1 << level):
+            first, second = tl.split(sums[k])
+            halves = halves + (first, second)
+        sums = halves
+    return sums
+
+
 def column_block(d: int, warps: int = 4) -> int:
     """Columns a step: 16 bytes of fp16 a thread, less for narrow matrices."""
     return min(256 * warps, max(16, next_power_of_two(d)))

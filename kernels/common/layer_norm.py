@@ -34,6 +34,13 @@ def layer_norm_reference(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype = t
 
 
 @triton.jit
+def mean_and_rstd(total, squares, D: tl.constexpr, eps):
+    """Of D values, from their sum and the sum of their squares in fp32."""
+    mean = total / D
+    return mean, tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
+
+
+@triton.jit
 def _layer_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -5,6 +5,9 @@ x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. Programs stride 
 that come next are always on their way before these are summed, the first ones before the wait for the stage before
 (weights depend on nothing). x stays in registers, in one-dimensional pieces spread over all threads of a program: a
 width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
+
+GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_tiles`; n is
+then rounded to fp16 and lies in registers as planes of pairs. BLOCK is a piece's columns; of words, a row's threads.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape
+from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.int4 import Int4Rows, check_rows
+from kernels.common.int4_tiles import int4_product, int4_row, normalised_planes, row_tiles, rows_together
 from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
@@ -45,36 +50,93 @@ def row_settings(d: int) -> RowSettings:
     return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
 
 
+def int4_row_settings(d: int) -> RowSettings:
+    """Launch settings for 4-bit rows, warps being the threads of a row. Not measured yet: `benchmarks/int4_rows.py`."""
+    if INTERPRET:
+        return RowSettings(1, 2, 1, 4 if d < 512 else 16)
+    lanes = 256 if d > 9216 else 128 if d >= 2048 else 32
+    # As many programs as registers allow: 103 a thread at 4096, 166-178 up to 9216, 128 at 12288.
+    return RowSettings(4 if d <= 4096 else 3 if d <= 7168 else 2, 8 if d <= 4096 else 4, lanes // 32, lanes)
+
+
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
     """Plain torch, any batch."""
-    y = torch.nn.functional.linear(layer_norm_reference(x, ln, weight.dtype), weight)
+    if isinstance(weight, Int4Rows):
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        y = layer_norm_reference(x, ln, torch.float16).to(wide) @ weight.dequantised(wide).T
+    else:
+        y = torch.nn.functional.linear(layer_norm_reference(x, ln, weight.dtype), weight)
     if bias is not None:
         y = y + bias
     out.copy_(y.relu() if activation == "relu" else y)
 
 
 @triton.jit
-def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def row_pieces(
+    weight, scales, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
+):
     """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read."""
     tiles = ()
     for r in tl.static_range(ROWS):
-        width = tl.where(line + r < n_rows, D, 0)
-        at = weight + (line + r).to(tl.int64) * D
-        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
-            column = j * BLOCK + c
-            tiles = tiles + (tl.load(at + column, mask=column < width, other=0.0, eviction_policy="evict_first"),)
+        if GROUP > 0:
+            tiles = tiles + int4_row(weight, scales, line, line + r < n_rows, c, D // 8, GROUP, r)
+        else:
+            width = tl.where(line + r < n_rows, D, 0)
+            at = weight + (line + r).to(tl.int64) * D
+            for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+                column = j * BLOCK + c
+                tiles = tiles + (tl.load(at + column, mask=column < width, other=0.0, eviction_policy="evict_first"),)
     return tiles
 
 
 @triton.jit
-def normalised_vector(
-    x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
+def row_product(w, n, r, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Each thread's part of the product of row r of the pieces w with the pieces n, fp32 (BLOCK,)."""
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    acc = w[r * STEPS].to(tl.float32) * n[0]
+    for j in tl.static_range(1, STEPS):
+        acc += w[r * STEPS + j].to(tl.float32) * n[j]
+    return acc
+
+
+@triton.jit
+def int4_step(
+    w, n, weight, scales, line, n_rows, c, D: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D."""
-    xs = load_vector(x, c, D, BLOCK)
-    gains = load_vector(norm_weight, c, D, BLOCK)
-    shifts = load_vector(norm_bias, c, D, BLOCK)
-    return normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, TYPE)
+    """(products (ROWS,) of the 4-bit rows w with n, rows line .. line + ROWS - 1 in their place).
+
+    A row makes room for the one to come as soon as it is used, and all are summed by one reduction.
+    """
+    parts = ()
+    coming = ()
+    for r in tl.static_range(ROWS):
+        parts = parts + (int4_product(w, n, D // 8, L, r * row_tiles(D // 8, L)),)
+        coming = coming + int4_row(weight, scales, line, line + r < n_rows, c, D // 8, GROUP, r)
+    return rows_together(parts, ROWS), coming
+
+
+@triton.jit
+def normalised_vector(
+    x,
+    norm_weight,
+    norm_bias,
+    c,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    TYPE: tl.constexpr,
+    GROUP: tl.constexpr = 0,
+):
+    """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D; or for 4-bit rows
+    as planes of fp16 pairs."""
+    if GROUP > 0:
+        n = normalised_planes(x, norm_weight, norm_bias, c, D // 8, BLOCK, EPS)
+    else:
+        xs = load_vector(x, c, D, BLOCK)
+        gains = load_vector(norm_weight, c, D, BLOCK)
+        shifts = load_vector(norm_bias, c, D, BLOCK)
+        n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, TYPE)
+    return n
 
 
 @triton.jit
@@ -107,48 +169,69 @@ def _dense_rows_kernel(
     norm_weight,
     norm_bias,
     weight,
+    scales,
     bias,
     out,
     n_rows,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     c = tl.arange(0, BLOCK)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
+    w = row_pieces(weight, scales, first, n_rows, c, D, BLOCK, ROWS, GROUP)
     wait_for_predecessor(PDL)
-    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty, GROUP)
     for begin in range(first, n_rows, step):
-        coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
-        offsets = ()
-        for r in tl.static_range(ROWS):
+        if GROUP > 0:
+            values, w = int4_step(w, n, weight, scales, begin + step, n_rows, c, D, BLOCK, ROWS, GROUP)
+            lines = begin + tl.arange(0, ROWS)
             if HAS_BIAS:
-                offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < n_rows, other=0.0),)
-        for r in tl.static_range(ROWS):
-            acc = w[r * STEPS].to(tl.float32) * n[0]
-            for j in tl.static_range(1, STEPS):
-                acc += w[r * STEPS + j].to(tl.float32) * n[j]
-            if begin + r < n_rows:
-                value = tl.sum(acc, 0)
+                values += tl.load(bias + lines, mask=lines < n_rows, other=0.0).to(tl.float32)
+            if RELU:
+                values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
+            tl.store(out + lines, values, mask=lines < n_rows)
+        else:
+            coming = row_pieces(weight, scales, begin + step, n_rows, c, D, BLOCK, ROWS, GROUP)
+            offsets = ()
+            for r in tl.static_range(ROWS):
                 if HAS_BIAS:
-                    value += offsets[r].to(tl.float32)
-                if RELU:
-                    value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
-                tl.store(out + begin + r, value)
-        w = coming
+                    offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < n_rows, other=0.0),)
+            for r in tl.static_range(ROWS):
+                acc = row_product(w, n, r, D, BLOCK)
+                if begin + r < n_rows:
+                    value = tl.sum(acc, 0)
+                    if HAS_BIAS:
+                        value += offsets[r].to(tl.float32)
+                    if RELU:
+                        value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+                    tl.store(out + begin + r, value)
+            w = coming
+
+
+def rows_settings(weight: Tensor | Int4Rows) -> RowSettings:
+    """Launch settings by format and width."""
+    return (int4_row_settings if isinstance(weight, Int4Rows) else row_settings)(weight.shape[-1])
+
+
+def row_launch(weight: Tensor | Int4Rows, settings: RowSettings) -> tuple[Tensor, Tensor | None, int, int, int]:
+    """(words or numbers, scales, group or 0, block, warps) of a kernel that walks over rows."""
+    d = weight.shape[-1]
+    if not isinstance(weight, Int4Rows):
+        return weight, None, 0, settings.block(d), settings.warps_for(d)
+    return weight.words, weight.scales, weight.group, settings.width, max(1, settings.width // 32)
 
 
 def dense_rows(
     x: Tensor,
     ln: LayerNormWeights,
-    weight: Tensor,
+    weight: Tensor | Int4Rows,
     bias: Tensor | None,
     activation: str,
     out: Tensor,
@@ -157,36 +240,41 @@ def dense_rows(
 ) -> None:
     """x (B, d) fp32, weight (n, d), bias (n) or None, activation "none" or "relu" -> out (B, n) fp32.
 
-    One row runs in one kernel, bitwise deterministic; several as a matrix product.
-    Errors: shapes, a CPU tensor, an unknown activation.
+    One row runs in one kernel, bitwise deterministic; several as a matrix product, of 4-bit rows after these were
+    written out in fp16. Errors: shapes, a CPU tensor, an unknown activation; of 4-bit rows dtypes and groups.
     """
     check_device("x", x)
     batch, d = x.shape
     n = weight.shape[0]
-    check_shape("weight", weight, n, d)
+    check_rows("weight", weight, (n, d), x)
     check_shape("out", out, batch, n)
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     if batch > 1:
+        if isinstance(weight, Int4Rows):
+            weight = weight.dequantised(torch.float16)
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
-    settings = settings or row_settings(d)
+    settings = settings or rows_settings(weight)
+    words, scales, group, block, warps = row_launch(weight, settings)
     pdl = use_pdl(pdl, x.device)
     _dense_rows_kernel[(min(n_sms(x.device) * settings.programs, triton.cdiv(n, settings.rows)),)](
         x,
         ln.weight,
         ln.bias,
-        weight,
+        words,
+        scales,
         x if bias is None else bias,
         out,
         n,
         D=d,
-        BLOCK=settings.block(d),
+        BLOCK=block,
         ROWS=settings.rows,
+        GROUP=group,
         HAS_BIAS=bias is not None,
         RELU=activation == "relu",
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=settings.warps_for(d),
+        num_warps=warps,
         launch_pdl=pdl,
     )

@@ -12,16 +12,29 @@ import triton
 import triton.language as tl
 
 from kernels.common.checks import check_projection
+from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import qkv_batch
-from kernels.dense.dense_gemv import RowSettings, normalised_vector, row_pieces, row_settings
+from kernels.dense.dense_gemv import (
+    RowSettings,
+    int4_step,
+    normalised_vector,
+    row_launch,
+    row_pieces,
+    row_product,
+    rows_settings,
+)
 
 
 def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=False) -> None:
     """Plain torch; also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
     batch, n_heads, head_dim = q.shape
-    n = layer_norm_reference(x, ln, weight.dtype)
+    if isinstance(weight, Int4Rows):
+        weight = weight.dequantised()
+        n = layer_norm_reference(x, ln, torch.float16).float()
+    else:
+        n = layer_norm_reference(x, ln, weight.dtype)
     rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + bias.float().flatten()
     rows = rows.view(batch, n_heads, 3, head_dim)
     q.copy_(rows[:, :, 0])
@@ -36,6 +49,7 @@ def _qkv_dense_kernel(
     norm_weight,
     norm_bias,
     weight,
+    scales,
     bias,
     position,
     q,
@@ -47,47 +61,58 @@ def _qkv_dense_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # As `dense_gemv`, but a row's result goes to q, or to the caches at the position.
     N_ROWS: tl.constexpr = 3 * HEAD_DIM * H
-    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     c = tl.arange(0, BLOCK)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    w = row_pieces(weight, first, N_ROWS, c, D, BLOCK, ROWS)
+    w = row_pieces(weight, scales, first, N_ROWS, c, D, BLOCK, ROWS, GROUP)
     last = tl.load(position)
     wait_for_predecessor(PDL)
-    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty, GROUP)
     for begin in range(first, N_ROWS, step):
-        coming = row_pieces(weight, begin + step, N_ROWS, c, D, BLOCK, ROWS)
-        offsets = ()
-        for r in tl.static_range(ROWS):
-            offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < N_ROWS, other=0.0),)
-        for r in tl.static_range(ROWS):
-            acc = w[r * STEPS].to(tl.float32) * n[0]
-            for j in tl.static_range(1, STEPS):
-                acc += w[r * STEPS + j].to(tl.float32) * n[j]
-            line = begin + r
-            if line < N_ROWS:
-                value = tl.sum(acc, 0) + offsets[r].to(tl.float32)
-                head = line // (3 * HEAD_DIM)
-                row = line % (3 * HEAD_DIM)
-                slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
-                if row < HEAD_DIM:
-                    tl.store(q + head * HEAD_DIM + row, value)
-                elif row < 2 * HEAD_DIM:
-                    tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
-                else:
-                    tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
-        w = coming
+        if GROUP > 0:
+            values, w = int4_step(w, n, weight, scales, begin + step, N_ROWS, c, D, BLOCK, ROWS, GROUP)
+            line = begin + tl.arange(0, ROWS)
+            inside = line < N_ROWS
+            values += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)
+            head = line // (3 * HEAD_DIM)
+            row = line % (3 * HEAD_DIM)
+            slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+            key = inside & (row >= HEAD_DIM) & (row < 2 * HEAD_DIM)
+            tl.store(q + head * HEAD_DIM + row, values, mask=inside & (row < HEAD_DIM))
+            tl.store(k_cache + slot, values.to(k_cache.dtype.element_ty), mask=key)
+            tl.store(v_cache + slot, values.to(v_cache.dtype.element_ty), mask=inside & (row >= 2 * HEAD_DIM))
+        else:
+            coming = row_pieces(weight, scales, begin + step, N_ROWS, c, D, BLOCK, ROWS, GROUP)
+            offsets = ()
+            for r in tl.static_range(ROWS):
+                offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < N_ROWS, other=0.0),)
+            for r in tl.static_range(ROWS):
+                acc = row_product(w, n, r, D, BLOCK)
+                line = begin + r
+                if line < N_ROWS:
+                    value = tl.sum(acc, 0) + offsets[r].to(tl.float32)
+                    head = line // (3 * HEAD_DIM)
+                    row = line % (3 * HEAD_DIM)
+                    slot = (head * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+                    if row < HEAD_DIM:
+                        tl.store(q + head * HEAD_DIM + row, value)
+                    elif row < 2 * HEAD_DIM:
+                        tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty))
+                    else:
+                        tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty))
+            w = coming
 
 
 def qkv_dense(
     x: torch.Tensor,
     ln: LayerNormWeights,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Int4Rows,
     bias: torch.Tensor,
     position: torch.Tensor,
     q: torch.Tensor,
@@ -97,17 +122,23 @@ def qkv_dense(
     settings: RowSettings | None = None,
 ) -> None:
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
-    batch, n_heads, head_dim, d = check_projection(x, weight, bias, q, k_cache, v_cache, position)
+    d = weight.shape[-1]
+    batch, n_heads, head_dim = check_projection(x, d, bias, q, k_cache, v_cache, position)
+    check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
     if batch > 1:
+        if isinstance(weight, Int4Rows):
+            weight = weight.dequantised(torch.float16)
         qkv_batch(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
     pdl = use_pdl(pdl, q.device)
-    settings = settings or row_settings(d)
+    settings = settings or rows_settings(weight)
+    words, scales, group, block, warps = row_launch(weight, settings)
     _qkv_dense_kernel[(min(n_sms(q.device) * settings.programs, 3 * n_heads * head_dim // settings.rows),)](
         x,
         ln.weight,
         ln.bias,
-        weight,
+        words,
+        scales,
         bias,
         position,
         q,
@@ -117,10 +148,11 @@ def qkv_dense(
         H=n_heads,
         HEAD_DIM=head_dim,
         D=d,
-        BLOCK=settings.block(d),
+        BLOCK=block,
         ROWS=settings.rows,
+        GROUP=group,
         EPS=ln.eps,
         PDL=pdl,
-        num_warps=settings.warps_for(d),
+        num_warps=warps,
         launch_pdl=pdl,
     )

@@ -17,8 +17,8 @@ from kernels.attention.head_select import head_select_reference
 from kernels.common.checks import check_device, check_shape
 from kernels.common.launch import use_pdl
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.predict import norm_launch, norm_sums, normalised_rows, row_values
-from kernels.mlp.select import PredictorWeights, Selection, unscaled
+from kernels.mlp.predict import norm_launch, norm_sums, normalised_rows, row_values, unscaled
+from kernels.mlp.select import PredictorWeights, Selection
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SiteRows:
     @classmethod
     def stack(cls, heads: Tensor, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
         """In the dtype of the heads' predictor; scales of `down` are multiplied in."""
-        down = unscaled(mlp.down, mlp.down_scale, torch.float32)
+        down = unscaled(mlp.down, mlp.down_scale, torch.float32, heads.shape[1])
         rows = torch.cat([heads, down.to(heads.dtype)])
         return cls(rows, norm_sums(rows, ln), len(heads), mlp.relu)
 

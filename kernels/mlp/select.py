@@ -14,10 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, QUANTIZED_TYPES, check_input, check_tensor, require
+from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
 from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
-from kernels.mlp.predict import norm_sums, predict_down, to_float
+from kernels.mlp.predict import (
+    CODE_TYPES,
+    nibble_floats,
+    norm_sums,
+    predict_down,
+    stored_width,
+    to_float,
+    unscaled,
+)
 from kernels.mlp.predict_batch import predict_down_batch
 from kernels.mlp.select_batch import select_batch_kernel, store_selection
 
@@ -87,6 +95,8 @@ class Selection:
 class PredictorWeights:
     """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
 
+    For one row at a time also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `predict`.
+
     sums: of down with the LayerNorm in front of it, where that is known (`with_norm`): a shorter kernel for one row.
     """
 
@@ -120,20 +130,15 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
-def unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """weight (n, d) in `dtype`, its rows times their scales (n,) where it has some."""
-    return weight.to(dtype) if scale is None else weight.to(dtype) * scale[:, None].to(dtype)
-
-
 def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeights | None = None) -> Tensor:
     """Logits (B, n) in plain torch; fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     if ln is not None:
         x = layer_norm_reference(x, ln, wide)
-    hidden = x.to(wide) @ unscaled(predictor.down, predictor.down_scale, wide).T
+    hidden = x.to(wide) @ unscaled(predictor.down, predictor.down_scale, wide, x.shape[1]).T
     if predictor.relu:
         hidden = hidden.relu()
-    logits = hidden @ unscaled(predictor.up, predictor.up_scale, wide).T
+    logits = hidden @ unscaled(predictor.up, predictor.up_scale, wide, hidden.shape[1]).T
     return logits if predictor.bias is None else logits + predictor.bias.to(wide)
 
 
@@ -170,13 +175,15 @@ def _select_kernel(
     logits_ptr,
     n,
     RANK: tl.constexpr,
+    HIGH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One batch row: a program owns a block. Its whole tile of `up` is static, so it is in registers before the wait.
 
-    Columns come in chunks of a power of two, and what is left of them as a rest.
+    Columns come in chunks of a power of two, and what is left of them as a rest. RANK: elements of a row of `up`; where
+    they are nibbles, HIGH of them have a column in the high one too.
     """
     pid = tl.program_id(0)
     rows = pid * BLOCK + tl.arange(0, BLOCK)
@@ -209,12 +216,31 @@ def _select_kernel(
         state = tl.load(row_state_ptr)
     wait_for_predecessor(PDL)
     acc = tl.zeros((BLOCK, CHUNK), tl.float32)
-    for j in tl.static_range(STEPS):
-        acc += to_float(tiles[j]) * tl.load(hidden_ptr + j * CHUNK + r)[None, :]
-    logits = tl.sum(acc, 1)
-    if REST > 0:
-        z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
-        logits += tl.sum(to_float(rest) * z[None, :], 1)
+    if up_ptr.dtype.element_ty == tl.uint8:
+        total = tl.zeros((CHUNK,), tl.float32)
+        for j in tl.static_range(STEPS):
+            c = j * CHUNK + r
+            low_z = tl.load(hidden_ptr + c)
+            high_z = tl.load(hidden_ptr + RANK + c, mask=c < HIGH, other=0.0)
+            floats = nibble_floats(tiles[j])
+            acc += floats[0] * low_z[None, :] + floats[1] * high_z[None, :]
+            total += low_z + high_z
+        logits = tl.sum(acc, 1)
+        ones = tl.sum(total, 0)
+        if REST > 0:
+            low_z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
+            high_z = tl.load(hidden_ptr + RANK + last, mask=last < HIGH, other=0.0)
+            floats = nibble_floats(rest)
+            logits += tl.sum(floats[0] * low_z[None, :] + floats[1] * high_z[None, :], 1)
+            ones += tl.sum(low_z + high_z, 0)
+        logits = 16 * logits - 24 * ones
+    else:
+        for j in tl.static_range(STEPS):
+            acc += to_float(tiles[j]) * tl.load(hidden_ptr + j * CHUNK + r)[None, :]
+        logits = tl.sum(acc, 1)
+        if REST > 0:
+            z = tl.load(hidden_ptr + last, mask=last < RANK, other=0.0)
+            logits += tl.sum(to_float(rest) * z[None, :], 1)
     if up_scale_ptr is not None:
         logits = logits * scale
     if bias_ptr is not None:
@@ -295,7 +321,9 @@ def select_rows(
     """
     batch, rank = check_input("hidden", hidden)
     n = predictor.up.shape[0]
-    check_tensor("predictor.up", predictor.up, (n, rank), FLOAT_TYPES + QUANTIZED_TYPES, hidden)
+    width = stored_width(predictor.up, rank)
+    check_tensor("predictor.up", predictor.up, (n, width), FLOAT_TYPES + CODE_TYPES, hidden)
+    require(batch == 1 or predictor.up.dtype != torch.uint8, "nibbles are for one row at a time; take int8 codes")
     require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
     check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
     if predictor.bias is not None:
@@ -319,12 +347,13 @@ def select_rows(
     common = (predictor.up, predictor.up_scale, predictor.bias, threshold_ptr, value, row_state)
     outputs = (out.ids, out.counts, out.row_bits, logits_out)
     if batch == 1:
-        tile = out.block * rank * predictor.up.element_size()
+        tile = out.block * width * predictor.up.element_size()
         warps = warps or (8 if out.block > 32 and tile >= 32768 else 4)
-        chunk = rank_chunk(rank, predictor.up.element_size())
+        chunk = rank_chunk(width, predictor.up.element_size())
+        high = rank - width if predictor.up.dtype == torch.uint8 else 0
         _select_kernel[grid](
-            hidden, *common, *outputs, n, RANK=rank, CHUNK=chunk, BLOCK=out.block, PDL=has_pdl, num_warps=warps,
-            launch_pdl=use_pdl,
+            hidden, *common, *outputs, n, RANK=width, HIGH=high, CHUNK=chunk, BLOCK=out.block, PDL=has_pdl,
+            num_warps=warps, launch_pdl=use_pdl,
         )  # fmt: skip
     else:
         select_batch_kernel[grid](

@@ -1,0 +1,239 @@
+"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops.
+
+    python -m benchmarks.compiled                          a line for each kernel and shape, for compute capability 9.0
+    python -m benchmarks.compiled --save before.json       the PTX of each, with what names source lines taken out
+    python -m benchmarks.compiled --compare before.json    the same kernels again: what changed; exit code 1 if any did
+
+The public functions run on CPU tensors with a launch replaced by a compilation, so that settings, specialisation and
+constants are those of a real call. Weights are never read: they are allocated and left alone.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kernels.attention import out_projection, qkv
+from kernels.common import checks, launch
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense import dense_gemv, qkv_dense
+from kernels.lookahead import qkv_select, site_predict
+from kernels.mlp import predict, select, sparse_fc1, sparse_fc2, sparse_mlp
+from kernels.mlp.select import PredictorWeights, Selection
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
+
+
+class _Device:
+    """A driver that knows what to compile for and nothing else."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+def compiled_launches(call: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """(name, compiled kernel) of every launch that `call` makes."""
+    found: list[tuple[str, Any]] = []
+
+    def compile_only(self: JITFunction, grid: Any) -> Callable[..., Any]:
+        def launch_of(*args: Any, **kwargs: Any) -> Any:
+            kernel = self.warmup(*args, grid=grid, **kwargs)
+            found.append((self.fn.__name__, kernel))
+            return kernel
+
+        return launch_of
+
+    kept = JITFunction.__getitem__
+    JITFunction.__getitem__ = compile_only
+    try:
+        call()
+    finally:
+        JITFunction.__getitem__ = kept
+    return found
+
+
+def pretend_a_gpu() -> None:
+    """CPU tensors pass for those of a GPU with dependent launches and 132 multiprocessors."""
+    assert not checks.INTERPRET, "run without TRITON_INTERPRET"
+    triton.runtime.driver.set_active(_Device())
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels."):
+            for attribute, stand_in in (
+                ("check_device", lambda *_: None),
+                ("n_sms", lambda _: 132),
+                ("use_pdl", lambda pdl, _: pdl),
+                ("programmatic", lambda _, pdl: (True, pdl)),
+            ):
+                if hasattr(module, attribute):
+                    setattr(module, attribute, stand_in)
+    launch._knows_pdl = lambda _: True  # type: ignore[assignment]
+
+
+def plain_ptx(kernel: Any) -> str:
+    """PTX without debug sections, line numbers and the labels that only these name."""
+    text = kernel.asm["ptx"].split("\t.section\t.debug")[0].split(".file\t")[0]
+    lines = (re.sub(r"//.*", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line and not re.match(r"\s*\.loc|\$L__(tmp|func)\w*:", line))
+
+
+def report(kernel: Any) -> SimpleNamespace:
+    """Of a compiled kernel: registers, bytes spilled, shared memory, and its machine code's instructions by name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
+        sass = subprocess.check_output([TOOLS / "cuobjdump", "-sass", file.name], text=True)
+    numbers = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage))
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", sass)
+    return SimpleNamespace(
+        registers=int(numbers["REG"]),
+        stack=int(numbers["STACK"]),
+        shared=kernel.metadata.shared,
+        code=[(int(at, 16), name, rest) for at, name, rest in lines],
+    )
+
+
+def loops(code: list[tuple[int, str, str]]) -> list[list[str]]:
+    """Instruction names of each innermost loop: what lies between a backward branch and its target."""
+    found = []
+    for at, name, rest in code:
+        target = re.search(r"(0x[0-9a-f]+)", rest)
+        if name.startswith("BRA") and target and int(target.group(1), 16) < at:
+            found.append((int(target.group(1), 16), at))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [[name for at, name, _ in code if low <= at <= high] for low, high in inner]
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.float16)
+
+
+def fp16_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls with fp16 weights, and with int8 predictors, as the decode engine makes them."""
+    for d in WIDTHS:
+        yield from cases_of(d)
+
+
+def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Those of one width."""
+    row_state, limit, position = (torch.ones(1, dtype=kind) for kind in (torch.int32, torch.float32, torch.int32))
+    n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
+    h = d // hd
+    x, y = torch.empty(1, d), torch.empty(1, d)
+    ln, w = LayerNormWeights(halves(d), halves(d)), halves(n, d)
+    hidden, z = torch.empty(1, n), torch.empty(1, rank)
+    yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, w[:, 0], "relu", hidden, True)
+    yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", hidden, True)
+    q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
+    qkv_w = halves(h, 3, hd, d)
+    yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, bias, position, q, cache, cache, True)
+    heads = Selection(h, 1, torch.empty(h, dtype=torch.int32), torch.empty(h, dtype=torch.int32),
+                      torch.empty(h, dtype=torch.int32))  # fmt: skip
+    kept, marks = halves(1, 64, d), torch.empty(1, h, dtype=torch.int32)
+    sparse = (qkv_w, bias, heads, position, marks, None, q, cache, cache)
+    yield f"qkv {d}", lambda: qkv.qkv(kept, *sparse, pdl=True)
+    yield f"out {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, heads, y, True)
+    yield f"out all {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, None, y, True)
+    rows, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
+    for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
+        source = x if norm else halves(1, d)
+        yield (
+            f"sparse_mlp {d} {'norm' if norm else 'own'} {early}",
+            lambda source=source, norm=norm, early=early: sparse_mlp.sparse_mlp(
+                source, norm, w, w[:, 0].contiguous(), w, halves(d), x, rows, y, partials, early, True
+            ),
+        )
+    yield f"sparse_fc1 {d}", lambda: sparse_fc1.sparse_fc1(halves(1, d), w, halves(n), rows, pdl=True)
+    yield f"sparse_fc2 {d}", lambda: sparse_fc2.sparse_fc2(rows, w, halves(d), x, y, partials, True)
+    for kind in (torch.float16, torch.int8):
+        down, up = torch.empty(rank, d, dtype=kind), torch.empty(n, rank, dtype=kind)
+        scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
+        sums = (torch.empty(rank), torch.empty(rank))
+        bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
+        predictor = PredictorWeights(down, up, torch.empty(n), *scales)
+        yield (
+            f"predict {d} {kind}",
+            lambda down=down, scales=scales, sums=sums: predict.predict_down(
+                x, ln, down, sums, z, scales[0], normalised_out=halves(1, d), pdl=True
+            ),
+        )
+        yield (
+            f"select {d} {kind}",
+            lambda predictor=predictor, bits=bits: select.select_rows(z, predictor, limit, bits, row_state, pdl=True),
+        )
+        yield (
+            f"qkv_select {d} {kind}",
+            lambda predictor=predictor, bits=bits: qkv_select.qkv_select(
+                kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
+            ),
+        )
+    site = site_predict.SiteRows(halves(h + rank, d), (torch.empty(h + rank),) * 2, h, False)
+    yield (
+        f"site {d}",
+        lambda site=site: site_predict.site_predict(
+            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, True
+        ),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", metavar="JSON")
+    parser.add_argument("--compare", metavar="JSON")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    args = parser.parse_args()
+    pretend_a_gpu()
+    texts: dict[str, str] = {}
+    for name, call in fp16_cases():  # one after the other: a case holds the tensors of its width
+        if args.only not in name:
+            continue
+        for function, kernel in compiled_launches(call):
+            key = f"{name} {function}"
+            text = plain_ptx(kernel)
+            texts[key] = hashlib.sha256(text.encode()).hexdigest()
+            if not args.save and not args.compare:
+                found = report(kernel)
+                sizes = ", ".join(str(len(loop)) for loop in loops(found.code))
+                print(
+                    f"{key}: {found.registers} registers, {found.stack} B stack, {found.shared} B shared, "
+                    f"loops of {sizes or 'none'} instructions",
+                    flush=True,
+                )
+    if args.save:
+        Path(args.save).write_text(json.dumps(texts, indent=1))
+    if args.compare:
+        before = json.loads(Path(args.compare).read_text())
+        changed = [key for key, value in texts.items() if before.get(key) not in (None, value)]
+        new = [key for key in texts if key not in before]
+        print(f"{len(texts)} kernels: {len(changed)} changed, {len(new)} new", *changed, sep="\n  ")
+        return int(bool(changed))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The kernels for 4-bit weights on one GPU, in less than ten minutes: their GPU tests, then rows of int4_rows.csv.
+#   bash benchmarks/int4.sh [OUTPUT_FOLDER]      default: benchmarks/results
+# What the tests say lies in OUTPUT_FOLDER/int4_tests.log; a failure there does not keep the benchmark from running.
+set -u
+export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1
+out=${1:-benchmarks/results}
+mkdir -p "$out"
+python3 -m pytest -q -m gpu -n 8 --timeout 200 tests/kernels/common/test_int4_tiles.py tests/kernels/dense/test_int4_dense.py \
+  tests/kernels/mlp/test_int4_mlp.py tests/kernels/mlp/test_nibbles.py tests/kernels/attention/test_int4_projection.py \
+  > "$out/int4_tests.log" 2>&1
+failed=$?
+tail -n 15 "$out/int4_tests.log"
+echo "tests done after $SECONDS s, exit code $failed"
+python3 benchmarks/int4_rows.py --csv "$out/int4_rows.csv" --seconds $((420 - SECONDS))
+python3 benchmarks/int4_rows.py --sweep --d 9216 4096 --ops rows mlp out --seconds $((540 - SECONDS)) | tee "$out/int4_sweep.txt"
+exit "$failed"

@@ -1,0 +1,86 @@
+"""The output projection over selected heads with 4-bit weights; what is not selected is poisoned."""
+
+import pytest
+import torch
+from int4_helpers import assert_rounded_products, random_rows, with_outliers
+
+from kernels.attention.head_select import head_selection
+from kernels.attention.out_projection_int4 import (
+    HeadRowSettings,
+    by_head,
+    project_head_rows,
+    project_head_rows_reference,
+)
+from kernels.common.int4 import Int4Rows
+
+NAN = float("nan")
+
+
+def case(device, n_heads, head_dim, d, density, size=0.05):
+    weight = random_rows(device, n_heads, d, head_dim, group=head_dim, size=size)
+    mixed = with_outliers(torch.randn(1, n_heads * head_dim, device=device))
+    residual, bias = torch.randn(1, d, device=device), torch.randn(d, device=device)
+    selection = None
+    if density is not None:
+        mask = torch.rand(1, n_heads, device=device) < density
+        selection = head_selection(n_heads, device)
+        selection.set_mask(mask)
+        mixed *= mask.repeat_interleave(head_dim, 1)
+    return mixed, weight, bias, residual, selection
+
+
+def check(out, mixed, weight, bias, residual, selection):
+    want = torch.empty(out.shape, dtype=torch.float64, device=out.device)
+    project_head_rows_reference(mixed.double(), weight, bias, residual, selection, want)
+    sums = torch.empty_like(want)
+    size = Int4Rows(weight.words, weight.scales).dequantised(torch.float64).abs()
+    x = mixed.double().abs().view(1, *weight.shape[::2])
+    sums = torch.einsum("bhj,hij->bi", x, size)
+    assert_rounded_products(out, want, sums)
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "d", "density", "settings"),
+    [(3, 32, 6, 0.5, (8, 4, 2)), (2, 64, 9, 0.0, (8, 2, 1)), (3, 80, 9, None, (8, 4, 4)), (2, 80, 8, 1.0, (16, 8, 2)),
+     (2, 128, 4, None, (8, 8, 2)), (3, 16, 12, 0.6, (8, 4, 4))],
+)  # fmt: skip
+def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
+    mixed, weight, *rest = case(device, n_heads, head_dim, d, density)
+    if rest[-1] is not None:
+        kept = weight.scales.clone()
+        weight.scales[rest[-1].row_bits == 0] = NAN
+    out = torch.full((1, d), NAN, device=device)
+    project_head_rows(mixed, weight, *rest, out, settings=HeadRowSettings(*settings))
+    if rest[-1] is not None:
+        weight.scales.copy_(kept)
+    check(out, mixed, weight, *rest)
+
+
+def test_heads_lie_one_after_another():
+    weight = torch.arange(24.0).view(2, 12)
+    assert torch.equal(by_head(weight, 3)[1], weight[:, 4:8])
+
+
+def test_errors_name_what_does_not_fit(device):
+    mixed, weight, *rest = case(device, 2, 64, 8, None)
+    out = torch.empty(1, 8, device=device)
+    halves = random_rows(device, 2, 8, 64, group=32)
+    with pytest.raises(ValueError, match="2 groups a head, expected one"):
+        project_head_rows(mixed, halves, *rest, out)
+    with pytest.raises(ValueError, match="head dim 24"):
+        project_head_rows(mixed, random_rows(device, 2, 8, 24, group=24), *rest, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "d", "density"),
+    [(72, 128, 9216, 0.5), (32, 128, 4096, None), (96, 128, 12288, 0.85), (32, 80, 2560, 0.5), (32, 64, 2048, 0.5),
+     (12, 32, 384, 0.0)],
+)  # fmt: skip
+def test_at_true_shapes(n_heads, head_dim, d, density):
+    mixed, weight, *rest = case("cuda", n_heads, head_dim, d, density, d**-0.5)
+    out, again = (torch.full((1, d), NAN, device="cuda") for _ in range(2))
+    project_head_rows(mixed, weight, *rest, out)
+    project_head_rows(mixed, weight, *rest, again, pdl=True)
+    assert torch.equal(out, again)
+    check(out, mixed, weight, *rest)

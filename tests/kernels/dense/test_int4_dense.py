@@ -1,0 +1,108 @@
+"""Dense rows and q/k/v of all heads with 4-bit weights."""
+
+import pytest
+import torch
+from int4_helpers import assert_rounded_products, random_rows, with_outliers
+
+from kernels.common.int4 import Int4Rows
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.dense_gemv import RowSettings, dense_rows, dense_rows_reference
+from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
+
+NAN = float("nan")
+
+
+def norm(d, device):
+    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+
+
+def rounding(x, ln, weight):
+    """Sums of |products| (1, n) in fp64."""
+    n = layer_norm_reference(x.double(), ln, torch.float16).double()
+    return n.abs() @ weight.dequantised(torch.float64).abs().T
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "group", "rows", "lanes"),
+    [(3, 256, 128, 2, 4), (4, 64, 32, 1, 16), (5, 40, 40, 4, 4), (9, 128, 128, 8, 4), (3, 96, 32, 2, 2)],
+)
+def test_dense_rows(device, n, d, group, rows, lanes):
+    x, ln = with_outliers(torch.randn(1, d, device=device) * 2 + 1), norm(d, device)
+    weight = random_rows(device, n, d, group=group)
+    activation, bias = ("relu", torch.randn(n, device=device)) if n % 2 else ("none", None)
+    out, want = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device).double()
+    dense_rows(x, ln, weight, bias, activation, out, settings=RowSettings(1, rows, max(1, lanes // 32), lanes))
+    dense_rows_reference(x.double(), ln, weight, bias, activation, want)
+    # x itself may round to the neighbouring fp16 number, where the kernel's LayerNorm differs in its last digit
+    assert_rounded_products(out, want, rounding(x, ln, weight), 2**-10)
+
+
+@pytest.mark.parametrize(("n_heads", "head_dim"), [(2, 32), (1, 80)])
+def test_qkv_of_all_heads(device, n_heads, head_dim):
+    d, capacity = 64, 5
+    x, ln = with_outliers(torch.randn(1, d, device=device)), norm(d, device)
+    weight = random_rows(device, n_heads, 3, head_dim, d, group=32)
+    bias, position = torch.randn(n_heads, 3, head_dim, device=device), torch.tensor([3], device=device).int()
+    made = []
+    for run in (qkv_dense, qkv_dense_reference):
+        q = torch.full((1, n_heads, head_dim), NAN, device=device)
+        caches = [torch.zeros(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
+        run(x, ln, weight, bias, position, q, *caches)
+        made.append([q, *caches])
+    for got, want in zip(*made, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-3)
+        assert torch.equal(got == 0, want == 0)  # nothing but the present position is written
+
+
+def test_a_nan_is_passed_on(device):
+    x = torch.randn(1, 64, device=device)
+    x[0, 7] = NAN
+    out = torch.zeros(1, 5, device=device)
+    dense_rows(x, norm(64, device), random_rows(device, 5, 64, group=32), None, "relu", out)
+    assert out.isnan().all()
+
+
+def test_errors_name_the_matrix(device):
+    x, ln, out = torch.randn(1, 96, device=device), norm(96, device), torch.empty(1, 4, device=device)
+    good = random_rows(device, 4, 96, group=32)
+    for rows, message in (
+        (Int4Rows(good.words, good.scales[:, :2].contiguous()), "groups of 48 columns; expected a multiple of 32"),
+        (Int4Rows(good.words, torch.ones(4, 5, device=device).half()), "5 groups do not divide 96"),
+        (Int4Rows(good.words.long(), good.scales), r"weight\.words: expected int32"),
+        (Int4Rows(good.words, good.scales.float()), r"weight\.scales: expected float16"),
+        (Int4Rows(good.words[:3].contiguous(), good.scales), r"weight\.scales: expected shape \(3, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dense_rows(x, ln, rows, None, "none", out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [2048, 2560, 4096, 5120, 7168, 9216, 12288])
+def test_dense_rows_at_true_shapes(d):
+    n = 3001
+    x, ln = with_outliers(torch.randn(1, d, device="cuda"), 8), norm(d, "cuda")
+    weight, bias = random_rows("cuda", n, d, size=d**-0.5), torch.randn(n, device="cuda").half()
+    want, made = torch.empty(1, n, device="cuda").double(), []
+    dense_rows_reference(x.double(), ln, weight, bias.double(), "none", want)
+    for pdl in (False, True, True):
+        made.append(torch.full((1, n), NAN, device="cuda"))
+        dense_rows(x, ln, weight, bias, "none", made[-1], pdl=pdl)
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+    assert_rounded_products(made[0], want, rounding(x, ln, weight), 2**-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n_heads", "head_dim"), [(32, 128), (32, 80), (32, 64), (12, 32)])
+def test_qkv_at_true_shapes(n_heads, head_dim):
+    d = n_heads * head_dim
+    x, ln = with_outliers(torch.randn(1, d, device="cuda"), 8), norm(d, "cuda")
+    weight = random_rows("cuda", n_heads, 3, head_dim, d, group=128, size=d**-0.5)
+    bias, position = torch.randn(n_heads, 3, head_dim, device="cuda").half(), torch.tensor([3], device="cuda").int()
+    made = []
+    for run in (qkv_dense, qkv_dense_reference):
+        q = torch.full((1, n_heads, head_dim), NAN, device="cuda")
+        caches = [torch.zeros(1, n_heads, 8, head_dim, device="cuda").half() for _ in range(2)]
+        run(x, ln, weight, bias, position, q, *caches)
+        made.append([q, *caches])
+    for got, want in zip(*made, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), atol=5e-2, rtol=5e-3)
