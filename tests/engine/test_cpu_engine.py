@@ -120,7 +120,7 @@ def test_a_long_gap_is_filled_in(tiny_opt):
 def test_int8_weights_are_those_of_the_rounded_model(tiny_opt):
     bundle = make_bundle(tiny_opt, cascade=True).at(0.5, 0.6)
     model, row = load_opt(str(tiny_opt)), tokens(60)
-    dense = CpuEngine(model, stored="int8", group=20, threads=2).score([row])[0]
+    dense = CpuEngine(model, stored="int8", group=64, threads=2).score([row])[0]
     sparse = CpuEngine(model, bundle, stored="int8", threads=2).score([row])[0]
     exact = gather_nll(model, bundle, row)
     assert abs(sparse.mean() - exact.mean()) < 0.05 and not torch.equal(sparse, exact)
@@ -134,10 +134,10 @@ def test_int8_weights_are_those_of_the_rounded_model(tiny_opt):
         for layer in rounded.model.decoder.layers:
             attention = layer.self_attn
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj, layer.fc1):
-                linear.weight.copy_(rounding(linear.weight, 20))
+                linear.weight.copy_(rounding(linear.weight, 64))
             for linear in (attention.out_proj, layer.fc2):
-                linear.weight.copy_(rounding(linear.weight.T, 20).T)
-        rounded.model.decoder.embed_tokens.weight.copy_(rounding(rounded.model.decoder.embed_tokens.weight, 20))
+                linear.weight.copy_(rounding(linear.weight.T, 64).T)
+        rounded.model.decoder.embed_tokens.weight.copy_(rounding(rounded.model.decoder.embed_tokens.weight, 64))
         expected = nll_of(rounded(torch.tensor([row])).logits, row)
     torch.testing.assert_close(dense, expected, atol=1e-4, rtol=1e-4)
 
@@ -178,9 +178,9 @@ def test_bytes_are_counted(tiny_opt):
     engine, shape = CpuEngine(weights, threads=2), weights.shape
     engine.generate([tokens(4)], 2, stop_tokens=())
     read = engine.bytes_read()
-    d, f = shape.d_model, shape.d_ffn
-    assert read["lm_head"] == 2 * 4 * shape.vocab_size * d
-    assert 4 * shape.n_layers * d * (4 * d + f) < read["weights"] <= 4 * shape.n_layers * d * (4 * d + 2 * f)
+    d, f, columns = shape.d_model, shape.d_ffn, 64  # in whole cache lines
+    assert read["lm_head"] == 2 * 4 * shape.vocab_size * columns
+    assert 4 * shape.n_layers * columns * (4 * d + f) < read["weights"] <= 4 * shape.n_layers * columns * (4 * d + 2 * f)
     assert read["kv"] == 8 * shape.n_layers * d * 5 and read["predictors"] == 0
 
 

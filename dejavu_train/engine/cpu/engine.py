@@ -93,8 +93,10 @@ class CpuEngine:
         if late:
             for parameter in model.model.decoder.layers.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
-        self.state = arrays.new_state(self.shape, batch, self.context, int((self.selectors.kept >= 0).sum()))
-        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors)
+        operand = np.float32 if self.weights.model.rows.dtype == np.float32 else np.int16
+        kept = int((self.selectors.kept >= 0).sum())
+        self.state = arrays.new_state(self.shape, batch, self.context, kept, operand)
+        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors, operand)
         self._command = np.zeros(8, np.int64)
         self._arguments = (self.weights.model, self.selectors, self.state, self.scratch, new_control(), self._command)
         self._seconds_per_step = CALL_SECONDS

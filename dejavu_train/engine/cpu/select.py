@@ -21,10 +21,9 @@ from dejavu_train.engine.cpu.arrays import (
     UP,
     UP_SCALE,
 )
+from dejavu_train.engine.cpu.row_kernels import dot_nibbles
 from dejavu_train.engine.cpu.threads import barrier, bits_from_float, compiled
-from dejavu_train.engine.cpu.vector_ops import dot_levels, scale_and_shift, stored_products, stored_sums
-
-BLOCK = 16  # consecutive rows that one thread takes when threads take turns: their results are a cache line
+from dejavu_train.engine.cpu.vector_ops import scale_and_shift, stored_products, stored_sums
 
 
 @compiled()
@@ -34,13 +33,13 @@ def stored_bytes(kind, n):
 
 
 @compiled()
-def predict_down(selectors, state, work, site, thread, n_threads):
+def predict_down(model, selectors, state, work, site, thread, n_threads):
     """The first half of every predictor that reads this site: work.hidden from work.normed. Threads share."""
     for at in range(selectors.sites[site], selectors.sites[site + 1]):
         number = selectors.readers[at]
         spec = selectors.spec[number]
         kind, rank = spec[KIND], spec[RANK]
-        d = work.normed.shape[2]
+        d = model.norms.shape[2]
         start, stop = rank * thread // n_threads, rank * (thread + 1) // n_threads
         work.bytes_read[thread, PREDICTORS] += (stop - start) * stored_bytes(kind, d)
         scale = selectors.scale[spec[DOWN_SCALE] : spec[DOWN_SCALE] + rank]
@@ -49,7 +48,7 @@ def predict_down(selectors, state, work, site, thread, n_threads):
                 hidden = work.hidden[number, b]
                 stored_products(
                     selectors.float32, selectors.float16, selectors.int8, selectors.int4, kind, spec[DOWN], scale,
-                    work.normed[thread, b], start, stop, hidden,
+                    work.normed[thread, b, :d], start, stop, hidden,
                 )  # fmt: skip
                 if spec[RELU]:
                     for r in range(start, stop):
@@ -162,13 +161,13 @@ def select_heads(selectors, state, work, number, thread):
 
 @compiled()
 def select_neurons(model, selectors, state, work, control, layer, number, thread, n_threads):
-    """The neurons of this step into lists: each thread writes its share to work.units, unit_rows and counts."""
+    """The neurons of this step into lists: each thread writes its share to work.found, found_rows and counts."""
     spec, fine = selectors.spec[number], selectors.fine[layer]
     n, batch = spec[UNITS], state.row_state.shape[0]
     always, sparse = rows_in_state(state, DENSE), rows_in_state(state, SPARSE)
     start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
     work.bytes_read[thread, PREDICTORS] += (stop - start) * (stored_bytes(spec[KIND], spec[RANK]) + 8)
-    chosen = work.unit_rows[thread]
+    chosen = work.found_rows[thread]
     chosen[:] = always
     for b in range(batch):
         if state.row_state[b] == SPARSE:
@@ -194,7 +193,7 @@ def select_neurons(model, selectors, state, work, control, layer, number, thread
             bits = second_stage(model, selectors, work, layer, fine * n + i, i, bits, sparse, thread)
         if bits:
             # Entries before start were overwritten, which are read no more: count <= i - start.
-            work.units[thread, count] = i
+            work.found[thread, count] = i
             chosen[start + count] = bits
             count += 1
     work.counts[thread, 0] = count
@@ -228,10 +227,10 @@ def second_stage(model, selectors, work, layer, row, unit, bits, sparse, thread)
         return bits
     for b in range(work.hidden.shape[1]):
         if tested >> b & 1:
-            whole = dot_levels(selectors.upper[row], work.levels[thread, b]) - 8 * work.level_sum[thread, b]
+            whole = dot_nibbles(selectors.upper, row, work.levels[thread, b]) - 8 * work.level_sum[thread, b]
             score = (
                 np.float32(whole) * selectors.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
             )
-            if not score > selectors.grid[row, 2]:
+            if not score > selectors.grid[row, 1]:
                 bits &= ~(1 << b)
     return bits

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model
+from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
+from dejavu_train.engine.cpu.row_kernels import CHUNK
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 
@@ -44,7 +45,7 @@ class CpuWeights:
         Args:
             model: pre-norm OPT, of any floating dtype.
             stored: ``float32``, or ``int8``: weights rounded to 8 bits, LayerNorms, biases and positions in fp32.
-            group: columns that share a scale; None = the whole row. int8 only.
+            group: columns that share a scale, a multiple of CHUNK; None = the whole row. int8 only.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist.
@@ -101,16 +102,17 @@ class CpuWeights:
         """Store weight (n, d) as the rows from number ``first`` on."""
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
-            rows = slice(int(first) + start, int(first) + start + len(part))
+            rows, d = slice(int(first) + start, int(first) + start + len(part)), self.shape.d_model
+            self.model.rows[rows, d:] = 0
             if self.model.rows.dtype == np.float32:
-                self.model.rows[rows] = part.numpy()
+                self.model.rows[rows, :d] = part.numpy()
             else:
                 codes, scales = quantise_groups(part, self.model.group)
-                self.model.rows[rows], self.model.scales[rows] = codes.numpy(), scales.numpy()
+                self.model.rows[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
 
     def rows(self, first: int, n: int) -> Tensor:
         """n rows from number ``first`` on as fp32 (n, d): a view of fp32 weights, a copy of int8 ones."""
-        part = torch.from_numpy(self.model.rows[first : first + n])
+        part = torch.from_numpy(self.model.rows[first : first + n, : self.shape.d_model])
         if part.dtype == torch.float32:
             return part
         scales = torch.from_numpy(self.model.scales[first : first + n])
@@ -139,18 +141,19 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
     if stored not in STORED:
         raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
-    if group is not None and (stored != "int8" or group < 1):
-        raise UserError(f"a group of {group} columns needs int8 weights and at least 1 column, got {stored}")
+    if group is not None and (stored != "int8" or group < 1 or group % CHUNK):
+        raise UserError(f"a group of {group} columns needs int8 weights and a multiple of {CHUNK}, got {stored}")
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
-    group = min(group or d, d)
+    columns = padded(d)
+    group = min(group or columns, columns)
     per_layer = 4 * d + 2 * f
     first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
     assert (QKV, OUT, FC1, FC2) == (0, 1, 2, 3)
     embedding = per_layer * n_layers
     n_rows = embedding + vocab * (1 if tied else 2)
     model = Model(
-        rows=np.empty((n_rows, d), STORED[stored]),
-        scales=np.ones((n_rows, math.ceil(d / group)), np.float32),
+        rows=np.empty((n_rows, columns), STORED[stored]),
+        scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
         group=group,
         first=first.astype(np.int64),
         embedding=embedding,
