@@ -36,7 +36,9 @@ class Model(Group):
     """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32; first (L, 4): first row of each part.
 
     Rows of q, k and v: (first[QKV] + (3 head + part) e + i), part 0, 1, 2 for q, k, v. norms (2 L + 1, 2, d): weight
-    and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them.
+    and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head exists
+    twice: screen (V, D) int8 with screen_scale (V, 1), and screen_error (V, 2), what an int8 logit is off by at most:
+    the first number for each unit of the norm of x, the second for each unit of its levels.
     """
 
     rows: np.ndarray
@@ -45,6 +47,9 @@ class Model(Group):
     first: np.ndarray
     embedding: int
     lm_head: int
+    screen: np.ndarray
+    screen_scale: np.ndarray
+    screen_error: np.ndarray
     vocab: int
     n_heads: int
     norms: np.ndarray

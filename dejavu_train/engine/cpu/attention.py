@@ -38,16 +38,14 @@ def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads
             if not mask[head] >> b & 1:
                 continue
             position, results = state.position[b], work.results[thread, b]
-            operand, unit = work.operand[thread, b], work.operand_unit[thread, b]
-            dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, unit, results)
-            put_qkv(model, state, work, layer, b, head, inside, position, results[i : i + count])
-            without_q = max(0, e - inside)
-            if kept < 0 or without_q >= count:
-                continue
-            for p in range(state.watermark[layer, b, head], position):
-                operand, unit = state.attn_in[kept, b, p], state.attn_unit[kept, b, p]
+            none_missing = kept < 0 or inside + count <= e  # rows of q alone
+            for p in range(position if none_missing else state.watermark[layer, b, head], position + 1):
+                operand, unit, skipped = work.operand[thread, b], work.operand_unit[thread, b], 0
+                if p < position:
+                    operand, unit = state.attn_in[kept, b, p], state.attn_unit[kept, b, p]
+                    skipped = max(0, e - inside)  # q of an earlier position
                 dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, unit, results)
-                put_qkv(model, state, work, layer, b, head, inside + without_q, p, results[i + without_q : i + count])
+                put_qkv(model, state, work, layer, b, head, inside + skipped, p, results[i + skipped : i + count])
         i += count
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
 

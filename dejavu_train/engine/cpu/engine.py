@@ -151,7 +151,7 @@ class CpuEngine:
 
     def tail(self, mode: str = "greedy", score: bool = False) -> None:
         """The tokens that follow what `begin` ran densely."""
-        self._call(0, mode, score, tail_only=True)
+        self._call(1, mode, score, tail_only=True)
 
     def _steps(self, n: int, mode: str, score: bool) -> int:
         """Up to n steps in one call of compiled code that takes about CALL_SECONDS; returns how many were asked for."""

@@ -47,11 +47,15 @@ class _Rows:
 
     def prefetch(self, column: Any) -> None:
         """Ask for this chunk of the next four rows: processors prefetch along a row, not along a list of them."""
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         for row in range(ROWS, 2 * ROWS):
-            line = self.builder.bitcast(self.builder.gep(self.data[row], [column]), _I8.as_pointer())
-            self.builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # read, into the second level, data
+            _prefetch(self.builder, self.builder.gep(self.data[row], [column]))
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    line = builder.bitcast(address, _I8.as_pointer())
+    builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into the second level, data
 
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
@@ -268,20 +272,22 @@ def add_four(
 
 
 @intrinsic
-def dot_nibbles(typingctx: Any, pairs: Any, number: Any, levels: Any) -> Any:
+def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: Any) -> Any:
     """Sum of (code + 8) * level, exact: row ``number`` of pairs (., D / 2) uint8, levels (D) int16; int32.
 
-    A byte holds column j in its lower half and column D / 2 + j in its upper half.
+    A byte holds column j in its lower half and column D / 2 + j in its upper half. Row ``coming`` is fetched meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
         half = builder.extract_value(array.shape, 1)
         row = builder.gep(array.data, [builder.mul(args[1], half)])
-        data = context.make_array(signature.args[2])(context, builder, args[2]).data
+        later = builder.gep(array.data, [builder.mul(args[2], half)])
+        data = context.make_array(signature.args[3])(context, builder, args[3]).data
         integers, width = ir.VectorType(_I16, 2 * LANES), 2 * LANES
 
         def part(column: Any, sums: list[Any]) -> list[Any]:
+            _prefetch(builder, builder.gep(later, [column]))
             for i in range(CHUNK // 2 // width):
                 here = builder.add(column, _I64(i * width))
                 codes = builder.zext(_load(builder, builder.gep(row, [here]), ir.VectorType(_I8, width)), integers)
@@ -301,4 +307,4 @@ def dot_nibbles(typingctx: Any, pairs: Any, number: Any, levels: Any) -> Any:
         reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
         return builder.call(reduce, [builder.add(*sums)])
 
-    return types.int32(pairs, types.int64, levels), generate
+    return types.int32(pairs, types.int64, types.int64, levels), generate

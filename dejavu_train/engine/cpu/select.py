@@ -25,6 +25,8 @@ from dejavu_train.engine.cpu.row_kernels import dot_nibbles
 from dejavu_train.engine.cpu.threads import barrier, bits_from_float, compiled
 from dejavu_train.engine.cpu.vector_ops import scale_and_shift, stored_products, stored_sums
 
+AHEAD = 4  # candidates of the second stage whose planes are fetched while one is tested
+
 
 @compiled()
 def stored_bytes(kind, n):
@@ -185,19 +187,20 @@ def select_neurons(model, selectors, state, work, control, layer, number, thread
             if state.row_state[b] == SPARSE:
                 unit, total = round_input(work.normed[thread, b], work.levels[thread, b])
                 work.level_unit[thread, b], work.level_sum[thread, b] = unit, total
-    count, read = 0, 0
+    # Lists shrink in place: what is overwritten was read, since count <= i - start and kept <= c.
+    found, count = work.found[thread], 0
     for i in range(start, stop):
-        bits = chosen[i]
-        if bits and fine >= 0:
-            read += selectors.upper.shape[1] + 8
-            bits = second_stage(model, selectors, work, layer, fine * n + i, i, bits, sparse, thread)
-        if bits:
-            # Entries before start were overwritten, which are read no more: count <= i - start.
-            work.found[thread, count] = i
-            chosen[start + count] = bits
-            count += 1
+        found[count], chosen[start + count] = i, chosen[i]
+        count += chosen[i] != 0
+    if fine >= 0:
+        work.bytes_read[thread, PREDICTORS] += count * (selectors.upper.shape[1] + 8)
+        candidates, count = count, 0
+        for c in range(candidates):
+            unit, coming = found[c], fine * n + found[min(c + AHEAD, candidates - 1)]
+            bits = second_stage(model, selectors, work, layer, unit, coming, chosen[start + c], sparse, thread)
+            found[count], chosen[start + count] = unit, bits
+            count += bits != 0
     work.counts[thread, 0] = count
-    work.bytes_read[thread, PREDICTORS] += read
 
 
 @compiled()
@@ -217,17 +220,17 @@ def round_input(x, levels):
 
 
 @compiled()
-def second_stage(model, selectors, work, layer, row, unit, bits, sparse, thread):
+def second_stage(model, selectors, work, layer, unit, coming, bits, sparse, thread):
     """The bits that stay: a sparse row keeps a candidate whose product by the upper plane exceeds its threshold.
 
     In whole numbers, and in fp32 in the order of `planes.SecondStage.scores`: all executors decide alike.
     """
-    tested = bits & sparse
+    row, tested = selectors.fine[layer] * model.fc1_bias.shape[1] + unit, bits & sparse
     if not tested:
         return bits
     for b in range(work.hidden.shape[1]):
         if tested >> b & 1:
-            whole = dot_nibbles(selectors.upper, row, work.levels[thread, b]) - 8 * work.level_sum[thread, b]
+            whole = dot_nibbles(selectors.upper, row, coming, work.levels[thread, b]) - 8 * work.level_sum[thread, b]
             score = (
                 np.float32(whole) * selectors.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
             )

@@ -7,7 +7,7 @@ run; else it is the same code. The residual stream x is private: every thread ad
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import DONE, HEADS, LEVELS, LM_HEAD, MLP, SPARSE
+from dejavu_train.engine.cpu.arrays import DONE, GREEDY, HEADS, LEVELS, LM_HEAD, MLP, SPARSE
 from dejavu_train.engine.cpu.attention import (
     attend,
     keep_input,
@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
 from dejavu_train.engine.cpu.sampling import advance, head_needed, largest_of, not_finite
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled, inlined
-from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, round_to_levels
+from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, norm, round_to_levels
 
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
 N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
@@ -42,10 +42,10 @@ def embed(model, state, work, thread):
 @compiled()
 def normalise(model, state, work, number, thread):
     """LayerNorm ``number`` of x into this thread's normed, and the operand of it."""
-    norm = model.norms[number]
+    weight, bias = model.norms[number, 0], model.norms[number, 1]
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
-            layer_norm(work.x[thread, b], norm[0], norm[1], model.eps, work.normed[thread, b])
+            layer_norm(work.x[thread, b], weight, bias, model.eps, work.normed[thread, b])
             if model.rows.itemsize == 1:
                 unit = round_to_levels(work.normed[thread, b], LEVELS, work.operand[thread, b])
                 work.operand_unit[thread, b] = unit
@@ -108,22 +108,71 @@ def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, 
 
 
 @compiled()
+def all_logits(model, state, work, start, stop, thread):
+    """Logits of the tokens from start to stop."""
+    numbers, results, n = work.numbers[thread], work.results[thread], stop - start
+    for i in range(n):
+        numbers[i] = model.lm_head + start + i
+    operands, units, live = work.operand[thread], work.operand_unit[thread], live_rows(state)
+    dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, results)
+    for b in range(state.row_state.shape[0]):
+        if live >> b & 1:
+            copy(work.logits[b, start:stop], results[b, :n])
+            work.best_token[thread, b] = start + largest_of(results[b, :n])
+            work.faulty[thread, b] = not_finite(results[b, :n])
+    work.bytes_read[thread, LM_HEAD] += n * row_bytes(model)
+
+
+@compiled()
+def likeliest_tokens(model, state, work, start, stop, thread):
+    """The token with the largest logit from start to stop, by fp32 rows of those alone that can have it.
+
+    A logit of the LM head in int8 is off by a known bound at most; tokens whose logit cannot reach the largest by these
+    bounds need no fp32 row, which are four times the bytes.
+    """
+    numbers, results, n = work.numbers[thread], work.results[thread], stop - start
+    live = live_rows(state)
+    for b in range(state.row_state.shape[0]):
+        if live >> b & 1:
+            work.operand_unit[thread, b] = round_to_levels(work.normed[thread, b], LEVELS, work.levels[thread, b])
+    for i in range(n):
+        numbers[i] = start + i
+    levels, units = work.levels[thread], work.operand_unit[thread]
+    dot_list(model.screen, model.screen_scale, model.screen.shape[1], numbers, n, levels, units, live, results)
+    work.bytes_read[thread, LM_HEAD] += n * (model.screen.shape[1] + 12)
+    for b in range(state.row_state.shape[0]):
+        if not live >> b & 1:
+            continue
+        unit, length = units[b], norm(work.normed[thread, b])
+        units[b] = 1
+        work.faulty[thread, b] = not_finite(results[b, :n])
+        reached = -np.float32(np.inf)
+        for i in range(n):
+            off = model.screen_error[start + i, 0] * length + model.screen_error[start + i, 1] * unit
+            reached = max(reached, results[b, i] - off)
+        count = 0
+        for i in range(n):
+            off = model.screen_error[start + i, 0] * length + model.screen_error[start + i, 1] * unit
+            numbers[count] = model.lm_head + start + i
+            count += results[b, i] + off >= reached
+        count = max(count, 1)  # none where logits are not finite
+        dot_list(model.rows, model.scales, model.group, numbers, count, work.operand[thread], units, 1 << b, results)
+        work.bytes_read[thread, LM_HEAD] += count * row_bytes(model)
+        best = largest_of(results[b, :count])
+        work.best_token[thread, b] = numbers[best] - model.lm_head
+        work.logits[b, work.best_token[thread, b]] = results[b, best]
+
+
+@compiled()
 def tail(model, state, work, control, mode, score, thread, n_threads):
     """Logits of x, and the next tokens."""
     if head_needed(state, score):
         normalise(model, state, work, model.norms.shape[0] - 1, thread)
         start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
-        numbers, results, n = work.numbers[thread], work.results[thread], stop - start
-        for i in range(n):
-            numbers[i] = model.lm_head + start + i
-        operands, units, live = work.operand[thread], work.operand_unit[thread], live_rows(state)
-        dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, results)
-        for b in range(state.row_state.shape[0]):
-            if live >> b & 1:
-                copy(work.logits[b, start:stop], results[b, :n])
-                work.best_token[thread, b] = start + largest_of(results[b, :n])
-                work.faulty[thread, b] = not_finite(results[b, :n])
-        work.bytes_read[thread, LM_HEAD] += n * row_bytes(model)
+        if model.rows.itemsize == 4 and mode == GREEDY and not score:
+            likeliest_tokens(model, state, work, start, stop, thread)
+        else:
+            all_logits(model, state, work, start, stop, thread)
     barrier(control, n_threads)
     if thread == 0:
         advance(state, work, mode, score, n_threads)
@@ -134,18 +183,17 @@ def tail(model, state, work, control, mode, score, thread, n_threads):
 def run(model, selectors, state, work, control, command, thread, n_threads):
     """What a command asks for: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
     mode, score = command[MODE], command[SCORE]
-    if command[TAIL_ONLY]:
-        for b in range(state.row_state.shape[0]):
-            copy(work.x[thread, b], work.residual[b])
-        tail(model, state, work, control, mode, score, thread, n_threads)
-        return
     everyone = (1 << state.row_state.shape[0]) - 1
     for _ in range(command[N_STEPS]):
         if rows_in_state(state, DONE) == everyone:
             break
-        any_sparse = rows_in_state(state, SPARSE) != 0
-        embed(model, state, work, thread)
-        for layer in range(model.first.shape[0]):
-            attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
-            mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+        if command[TAIL_ONLY]:
+            for b in range(state.row_state.shape[0]):
+                copy(work.x[thread, b], work.residual[b])
+        else:
+            any_sparse = rows_in_state(state, SPARSE) != 0
+            embed(model, state, work, thread)
+            for layer in range(model.first.shape[0]):
+                attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+                mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
         tail(model, state, work, control, mode, score, thread, n_threads)

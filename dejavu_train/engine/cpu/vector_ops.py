@@ -163,6 +163,15 @@ def layer_norm(x, weight, bias, eps, out):
         out[j] = (x[j] - mean) * factor * weight[j] + bias[j]
 
 
+@compiled(fastmath=SUMS)
+def norm(x):
+    """The Euclidean length of x (n,)."""
+    squares = np.float32(0)
+    for j in range(x.shape[0]):
+        squares += x[j] * x[j]
+    return np.sqrt(squares)
+
+
 @compiled()
 def copy(out, values):
     """values (n,) into out (at least n)."""

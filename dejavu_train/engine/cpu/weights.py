@@ -20,6 +20,7 @@ from dejavu_train.models.opt import OPTShape
 STORED = {"float32": np.float32, "int8": np.int8}
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 ROWS_AT_ONCE = 4096
+SUMMED = 3e-5  # of the norms of x and a row: more than two orders of summing up a product in fp32 differ by
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class CpuWeights:
         weights.put(weights.model.embedding, decoder.embed_tokens.weight)
         if not tied:
             weights.put(weights.model.lm_head, model.lm_head.weight)
+        weights.screen()
         h = shape.n_heads
         for i, layer in enumerate(decoder.layers):
             attention, first = layer.self_attn, weights.model.first[i]
@@ -93,6 +95,7 @@ class CpuWeights:
         for start in range(0, len(weights.model.rows), ROWS_AT_ONCE):
             n = min(ROWS_AT_ONCE, len(weights.model.rows) - start)
             weights.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
+        weights.screen()
         weights.model.positions[:] = (
             torch.empty(weights.model.positions.shape).normal_(0, std, generator=generator).numpy()
         )
@@ -109,6 +112,17 @@ class CpuWeights:
             else:
                 codes, scales = quantise_groups(part, self.model.group)
                 self.model.rows[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
+
+    def screen(self) -> None:
+        """Round the LM head to int8 beside its fp32 rows, with bounds of what a logit of it is off by."""
+        model, d = self.model, self.shape.d_model
+        for start in range(0, len(model.screen) if model.rows.dtype == np.float32 else 0, ROWS_AT_ONCE):
+            part = self.rows(model.lm_head + start, min(ROWS_AT_ONCE, model.vocab - start))
+            codes, scales = quantise_groups(part, d)
+            rows, rounded = slice(start, start + len(part)), codes * scales
+            model.screen[rows, :d], model.screen_scale[rows] = codes.numpy(), scales.numpy()
+            off = (part - rounded).norm(dim=1) + SUMMED * part.norm(dim=1)
+            model.screen_error[rows] = torch.stack([off, rounded.abs().sum(dim=1) / 2], dim=1).numpy()
 
     def rows(self, first: int, n: int) -> Tensor:
         """n rows from number ``first`` on as fp32 (n, d): a view of fp32 weights, a copy of int8 ones."""
@@ -158,6 +172,9 @@ def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: flo
         first=first.astype(np.int64),
         embedding=embedding,
         lm_head=embedding if tied else embedding + vocab,
+        screen=np.zeros((vocab if stored == "float32" else 1, columns), np.int8),
+        screen_scale=np.ones((vocab if stored == "float32" else 1, 1), np.float32),
+        screen_error=np.zeros((vocab if stored == "float32" else 1, 2), np.float32),
         vocab=vocab,
         n_heads=shape.n_heads,
         norms=np.zeros((2 * n_layers + 1, 2, d), np.float32),
