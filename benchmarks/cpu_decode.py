@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.rows import append_row, commit, five_digits
@@ -137,12 +136,8 @@ def transformers_rival(model: Any, rows: list[list[int]], steps: int, compiled: 
     return Rival("transformers-compile" if compiled else "transformers-eager", step)
 
 
-def random_transformers(shape: OPTShape, weights: CpuWeights) -> Any:
-    """A model of this shape; its weights are random in every layer, as the time depends on their bytes.
-
-    Large matrices are views of the engine's random numbers where those are fp32, so that they exist once.
-    """
-    from torch import nn
+def random_transformers(shape: OPTShape) -> Any:
+    """A model of this shape; its weights are random in every layer, as the time depends on their bytes."""
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
@@ -150,23 +145,7 @@ def random_transformers(shape: OPTShape, weights: CpuWeights) -> Any:
         ffn_dim=shape.d_ffn, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
         max_position_embeddings=shape.max_positions, do_layer_norm_before=True, dtype="float32",
     )  # fmt: skip
-    rows = weights.model.rows
-    if rows.dtype != np.float32 or rows.shape[1] != shape.d_model:
-        return OPTForCausalLM(config).eval()
-    with torch.device("meta"):
-        model = OPTForCausalLM(config)
-    flat, at = torch.from_numpy(rows).view(-1), 0
-    for part in model.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            n = parameter.numel()
-            if parameter.ndim == 2 and at + n <= len(flat) and parameter.shape != model.lm_head.weight.shape:
-                value, at = flat[at : at + n].view(parameter.shape), at + n
-            elif parameter.ndim == 2:
-                value = flat[-n:].view(parameter.shape)
-            else:
-                value = torch.ones(n) if "norm" in name else torch.zeros(n)
-            setattr(part, name, nn.Parameter(value, requires_grad=False))
-    return model.eval()
+    return OPTForCausalLM(config).eval()
 
 
 def run_in_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
@@ -275,7 +254,7 @@ def main() -> int:
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
     theirs = None
     if args.rivals:
-        theirs = random_transformers(shape, engines[0][1].weights) if args.shape else load_opt(args.model)
+        theirs = random_transformers(shape) if args.shape else load_opt(args.model)
     for name in args.rivals:
         try:
             rival = transformers_rival(theirs, rows, tokens, name == "compile")

@@ -180,11 +180,12 @@ def test_bytes_are_counted(tiny_opt):
     read = engine.bytes_read()
     d, f, columns = shape.d_model, shape.d_ffn, 64  # in whole cache lines
     assert read["lm_head"] == 3 * 4 * shape.vocab_size * columns
-    assert 4 * shape.n_layers * columns * (4 * d + f) < read["weights"] <= 4 * shape.n_layers * columns * (4 * d + 2 * f)
+    two_steps = 2 * 4 * shape.n_layers * columns
+    assert two_steps * (4 * d + f) < read["weights"] <= two_steps * (4 * d + 2 * f)
     assert read["kv"] == 8 * shape.n_layers * d * 3 and read["predictors"] == 0
     engine.generate([tokens(4)], 2, stop_tokens=())
     one_pass = (columns + 12) * shape.vocab_size  # the LM head in int8, and the fp32 rows that can be the largest
-    assert engine.bytes_read()["lm_head"] > 2 * one_pass
+    assert 2 * one_pass < engine.bytes_read()["lm_head"] < 2.2 * one_pass
 
 
 def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):

@@ -106,9 +106,7 @@ def _pair_products(context: Any, builder: Any, a: Any, b: Any) -> Any:
     half = ir.VectorType(_I32, LANES)
     if "+avx2" in context.codegen().magic_tuple()[2]:
         kind = ir.FunctionType(half, [a.type, b.type])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd"), [a, b]
-        )
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd"), [a, b])
     sums = []
     for parity in range(2):
         lanes = ir.Constant(half, list(range(parity, 2 * LANES, 2)))
