@@ -137,8 +137,8 @@ class Scratch(Group):
     """Of each thread: x, normed (N, B, D) fp32, operand (N, B, D) and operand_unit (N, B) of normed, levels (N, B, D)
     int16, level_unit, level_sum (N, B), partial (2, N, B, D), scores (N, max(T, h)), mask, heads (N, h), units,
     unit_rows, found, found_rows (N, f), a list of row numbers (N, .) int32 with results or factors of each (N, B, .)
-    fp32, best_token and faulty (N, B), counts and bytes_read (N, 4), all with gaps at the end of a thread's part. Of all: hidden
-    (P, B,
+    fp32, best_token and faulty (N, B), counts and bytes_read (N, 4), all with gaps at the end of a thread's part. Of
+    all: hidden (P, B,
     R), q and heads_out (B, d), unit_logits (B, f), logits (B, V), residual (B, d), ones (B).
     """
 

@@ -1,5 +1,7 @@
 """Compiled MLP of one token: fc1, ReLU and fc2, neuron by neuron, over all neurons or over a list."""
 
+from typing import Any
+
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FC1, FC2, WEIGHTS
@@ -28,13 +30,14 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         dot_list(model.rows, model.scales, model.group, numbers, n, operands, scales_of, live, results)
     active = 0
     for i in range(n):
-        unit, found = units[i], False
+        found: Any = False
+        unit = units[i]
         for b in range(results.shape[0]):
             value = np.float32(0)
             if bits[i] >> b & 1:
                 value = max(results[b, i] + model.fc1_bias[layer, unit], np.float32(0))
             results[b, active] = value  # active <= i: what is overwritten was read
-            found |= value > np.float32(0)
+            found = found or value > np.float32(0)
         numbers[active] = model.first[layer, FC2] + unit
         active += found
     work.partial[1, thread] = 0
