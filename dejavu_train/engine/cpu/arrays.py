@@ -1,11 +1,15 @@
 """The arrays of the CPU engine, in the groups in which compiled code receives them.
 
-Letters: L layers, B batch rows, T context, V vocabulary, d model width, f neurons, h heads, e head width, N threads,
-P predictors, R the largest rank, C layers with a second stage.
+Letters: L layers, B batch rows, T context, V vocabulary, d model width, D = d in whole chunks of CHUNK columns, f
+neurons, h heads, e head width, N threads, P predictors, R the largest rank, C layers with a second stage.
 
 A *row* is d weights that are multiplied with one number or summed into one: a row of q, k, v, fc1 or the LM head as
 stored, a column of the output projection or of fc2. All rows of a model lie in one array, so that whatever is selected
 is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have scale 1.
+Columns from d to D are zero, in rows and in vectors.
+
+The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows; for int8 rows whole numbers in
+-LEVELS..LEVELS with a unit, since products of whole numbers are several times faster than those of converted codes.
 """
 
 import math
@@ -13,6 +17,7 @@ import math
 import numpy as np
 
 from dejavu_train.engine.cpu.groups import Group
+from dejavu_train.engine.cpu.row_kernels import CHUNK
 from dejavu_train.models.opt import OPTShape
 
 QKV, OUT, FC1, FC2 = range(4)  # parts of a layer, columns of Model.first
@@ -24,13 +29,16 @@ DONE, SPARSE, DENSE = range(3)  # State.row_state
 LINE = 64  # bytes; what two threads write again and again never lies on one cache line
 PADDED = LINE // 4  # elements between the parts of two threads
 GREEDY, TEMPERATURE, TOP_P = range(3)  # sampling modes
+LEVELS = 32767  # of an operand: int16
 
 
 class Model(Group):
-    """rows (n, d) fp32 or int8, scales (n, ceil(d / group)) fp32; first (L, 4): first row of each part.
+    """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32; first (L, 4): first row of each part.
 
     Rows of q, k and v: (first[QKV] + (3 head + part) e + i), part 0, 1, 2 for q, k, v. norms (2 L + 1, 2, d): weight
-    and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them.
+    and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head exists
+    twice: screen (V, D) int8 with screen_scale (V, 1), and screen_error (V, 2), what an int8 logit is off by at most:
+    the first number for each unit of the norm of x, the second for each unit of its levels.
     """
 
     rows: np.ndarray
@@ -39,6 +47,9 @@ class Model(Group):
     first: np.ndarray
     embedding: int
     lm_head: int
+    screen: np.ndarray
+    screen_scale: np.ndarray
+    screen_error: np.ndarray
     vocab: int
     n_heads: int
     norms: np.ndarray
@@ -60,8 +71,8 @@ class Selectors(Group):
     offsets count elements of the flat arrays float32, float16 (as uint16), int8 and int4 (bytes of two codes, as in
     ``quantization``); down lies there as stored, up transposed. out_bias (L, d) includes the projected means; means (L,
     h, e). kept (L): where attn_in of a layer is kept, -1 = nowhere. fine (L): number of the cascade, -1 = none. upper
-    (C f, d / 2): two codes + 8 a byte, column j low and d / 2 + j high; whole (C f, d) int16 and grid (C f, 3), with
-    columns step, scale, stage-2 threshold.
+    (C f, D / 2): two codes + 8 a byte, column j low and D / 2 + j high; whole (C f, D) int16 with whole_scale (C f, 1);
+    grid (C f, 2), with columns step, stage-2 threshold.
     """
 
     at: np.ndarray
@@ -81,6 +92,7 @@ class Selectors(Group):
     fine: np.ndarray
     upper: np.ndarray
     whole: np.ndarray
+    whole_scale: np.ndarray
     grid: np.ndarray
 
     def __init__(self, **fields: np.ndarray) -> None:
@@ -89,7 +101,8 @@ class Selectors(Group):
 
 class State(Group):
     """Per row: tokens (B, T) int32, nll (B, T) fp32, the rest (B): see ``advance``. keys (L, B, h, e, T), values (L,
-    B, h, T, e), attn_in (layers with sparse heads, B, T, d) fp32; watermark (L, B, h): K and V are valid below.
+    B, h, T, e) fp32, attn_in (layers with sparse heads, B, T, D) as operands, with attn_unit (., B, T); watermark (L,
+    B, h): K and V are valid below.
     """
 
     tokens: np.ndarray
@@ -107,6 +120,7 @@ class State(Group):
     keys: np.ndarray
     values: np.ndarray
     attn_in: np.ndarray
+    attn_unit: np.ndarray
     watermark: np.ndarray
 
     def __init__(self, **fields: np.ndarray) -> None:
@@ -120,14 +134,18 @@ class State(Group):
 
 
 class Scratch(Group):
-    """Of each thread: x, normed (N, B, d) fp32, levels (N, B, d) int16, level_unit, level_sum (N, B),
-    partial (2, N, B, d), scores (N, max(T, h)), mask, heads (N, h), units, unit_rows (N, f), counts and bytes_read
-    (N, 4), all with gaps at the end of a thread's part. Of all: hidden (P, B, R), q and heads_out (B, d),
-    unit_logits (B, f), logits (B, V), residual (B, d).
+    """Of each thread: x, normed (N, B, D) fp32, operand (N, B, D) and operand_unit (N, B) of normed, levels (N, B, D)
+    int16, level_unit, level_sum (N, B), partial (2, N, B, D), scores (N, max(T, h)), mask, heads (N, h), units,
+    unit_rows, found, found_rows (N, f), a list of row numbers (N, .) int32 with results or factors of each (N, B, .)
+    fp32, best_token and faulty (N, B), counts and bytes_read (N, 4), all with gaps at the end of a thread's part. Of
+    all: hidden (P, B,
+    R), q and heads_out (B, d), unit_logits (B, f), logits (B, V), residual (B, d), ones (B).
     """
 
     x: np.ndarray
     normed: np.ndarray
+    operand: np.ndarray
+    operand_unit: np.ndarray
     levels: np.ndarray
     level_unit: np.ndarray
     level_sum: np.ndarray
@@ -137,6 +155,12 @@ class Scratch(Group):
     heads: np.ndarray
     units: np.ndarray
     unit_rows: np.ndarray
+    found: np.ndarray
+    found_rows: np.ndarray
+    numbers: np.ndarray
+    results: np.ndarray
+    best_token: np.ndarray
+    faulty: np.ndarray
     counts: np.ndarray
     bytes_read: np.ndarray
     hidden: np.ndarray
@@ -145,9 +169,15 @@ class Scratch(Group):
     unit_logits: np.ndarray
     logits: np.ndarray
     residual: np.ndarray
+    ones: np.ndarray
 
     def __init__(self, **fields: np.ndarray) -> None:
         super().__init__("Scratch", **fields)
+
+
+def padded(d: int) -> int:
+    """d columns in whole chunks."""
+    return -(-d // CHUNK) * CHUNK
 
 
 def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -158,8 +188,8 @@ def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
     return memory[start : start + n_bytes].view(dtype).reshape(size)
 
 
-def new_state(shape: OPTShape, batch: int, context: int, n_kept: int) -> State:
-    """All rows done. Pages of the caches are taken from memory as rows grow."""
+def new_state(shape: OPTShape, batch: int, context: int, n_kept: int, operand: type) -> State:
+    """All rows done. Pages of the caches are taken from memory as rows grow. operand: fp32 or int16."""
     n_layers, h, e = shape.n_layers, shape.n_heads, shape.head_dim
 
     def ints(*size: int) -> np.ndarray:
@@ -183,13 +213,16 @@ def new_state(shape: OPTShape, batch: int, context: int, n_kept: int) -> State:
         fault=ints(batch),
         keys=floats(n_layers, batch, h, e, context),
         values=floats(n_layers, batch, h, context, e),
-        attn_in=floats(n_kept, batch, context, h * e),
+        attn_in=np.zeros((n_kept, batch, context, padded(h * e)), operand),
+        attn_unit=floats(n_kept, batch, context) + 1,
         watermark=ints(n_layers, batch, h),
     )
 
 
-def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, selectors: Selectors) -> Scratch:
-    """Scratch of one engine."""
+def new_scratch(
+    shape: OPTShape, batch: int, context: int, n_threads: int, selectors: Selectors, operand: type
+) -> Scratch:
+    """Scratch of one engine. operand: fp32 or int16."""
     d, f, h, vocab = shape.d_model, shape.d_ffn, shape.n_heads, shape.vocab_size
     rank = max([1, *selectors.spec[:, RANK].tolist()])
 
@@ -199,19 +232,29 @@ def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, selec
     def ints(*size: int) -> np.ndarray:
         return aligned(size, np.int64)
 
-    padded = batch + -(-PADDED // d)  # rows of a thread: those after the batch's are a gap
+    vectors = (n_threads, batch + 1, padded(d))  # the last is a gap
+    listed = max(f, 3 * d, -(-vocab // n_threads)) + PADDED
+    normed = floats(*vectors)
     return Scratch(
-        x=floats(n_threads, padded, d),
-        normed=floats(n_threads, padded, d),
-        levels=aligned((n_threads, padded + padded, d), np.int16),
+        x=floats(*vectors),
+        normed=normed,
+        operand=normed if operand == np.float32 else aligned(vectors, operand),
+        operand_unit=floats(n_threads, PADDED) + 1,
+        levels=aligned(vectors, np.int16),
         level_unit=floats(n_threads, PADDED),
         level_sum=ints(n_threads, PADDED),
         scores=floats(n_threads, max(context, h) + PADDED),
-        partial=floats(2, n_threads, padded, d),
+        partial=floats(2, *vectors),
         mask=ints(n_threads, h + PADDED),
         heads=ints(n_threads, h + PADDED),
         units=ints(n_threads, f + PADDED),
         unit_rows=ints(n_threads, f + PADDED),
+        found=ints(n_threads, f + PADDED),
+        found_rows=ints(n_threads, f + PADDED),
+        numbers=aligned((n_threads, listed), np.int32),
+        results=floats(n_threads, batch, listed),
+        best_token=ints(n_threads, PADDED),
+        faulty=ints(n_threads, PADDED),
         counts=ints(n_threads, PADDED),
         bytes_read=ints(n_threads, PADDED),
         hidden=floats(max(1, len(selectors.spec)), batch, rank),
@@ -220,4 +263,5 @@ def new_scratch(shape: OPTShape, batch: int, context: int, n_threads: int, selec
         unit_logits=floats(batch, f),
         logits=floats(batch, vocab),
         residual=floats(batch, d),
+        ones=np.ones(batch, np.float32),
     )

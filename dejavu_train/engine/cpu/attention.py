@@ -3,9 +3,9 @@
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
-from dejavu_train.engine.cpu.select import BLOCK
+from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import SUMS, add_row, copy, dot_row, exp_negative
+from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, copy, exp_negative
 
 
 @compiled()
@@ -20,40 +20,49 @@ def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads
     """q of the selected heads into work.q, k and v into the caches, for this position and those where they are missing.
 
     A head that is selected again finds K and V missing from its watermark on; they are computed from the kept
-    attn_in of those positions, row of weights by row, so that the weights are still read once. Threads take turns.
+    attn_in of those positions, four rows of weights by four, so that the weights are still read once.
     """
     e = state.keys.shape[3]
     first, kept = model.first[layer, QKV], selectors.kept[layer]
-    scale = np.float32(1) / np.sqrt(np.float32(e))
-    mask, heads, read = work.mask[thread], work.heads[thread], 0
-    for i in range(n_heads * 3 * e):
-        if (i // BLOCK) % n_threads != thread:
-            continue
-        head, part, k = heads[i // (3 * e)], (i // e) % 3, i % e
-        local = (head * 3 + part) * e + k
-        bias = model.qkv_bias[layer, local]
-        read += 1
+    mask, heads, numbers = work.mask[thread], work.heads[thread], work.numbers[thread]
+    start, stop = n_heads * 3 * e * thread // n_threads, n_heads * 3 * e * (thread + 1) // n_threads
+    n = stop - start
+    for i in range(n):
+        at = start + i
+        numbers[i] = first + heads[at // (3 * e)] * 3 * e + at % (3 * e)
+    i = 0
+    while i < n:
+        head, inside = heads[(start + i) // (3 * e)], (start + i) % (3 * e)
+        count = min(ROWS, n - i, 3 * e - inside)  # of one head
         for b in range(state.row_state.shape[0]):
             if not mask[head] >> b & 1:
                 continue
-            position = state.position[b]
-            value = dot_row(model.rows, model.scales, model.group, first + local, work.normed[thread, b]) + bias
-            if part == 0:
-                work.q[b, head * e + k] = value * scale
-                continue
-            if part == 1:
-                state.keys[layer, b, head, k, position] = value
-            else:
-                state.values[layer, b, head, position, k] = value
-            if kept < 0:
-                continue
-            for p in range(state.watermark[layer, b, head], position):
-                value = dot_row(model.rows, model.scales, model.group, first + local, state.attn_in[kept, b, p]) + bias
-                if part == 1:
-                    state.keys[layer, b, head, k, p] = value
-                else:
-                    state.values[layer, b, head, p, k] = value
-    work.bytes_read[thread, WEIGHTS] += read * row_bytes(model)
+            position, results = state.position[b], work.results[thread, b]
+            none_missing = kept < 0 or inside + count <= e  # rows of q alone
+            for p in range(position if none_missing else state.watermark[layer, b, head], position + 1):
+                operand, unit, skipped = work.operand[thread, b], work.operand_unit[thread, b], 0
+                if p < position:
+                    operand, unit = state.attn_in[kept, b, p], state.attn_unit[kept, b, p]
+                    skipped = max(0, e - inside)  # q of an earlier position
+                dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, unit, results)
+                put_qkv(model, state, work, layer, b, head, inside + skipped, p, results[i + skipped : i + count])
+        i += count
+    work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
+
+
+@compiled()
+def put_qkv(model, state, work, layer, b, head, inside, position, products):
+    """Products with the rows of a head from number ``inside`` on, of 3 e, where they belong, biases added."""
+    e = state.keys.shape[3]
+    for r in range(products.shape[0]):
+        part, k = (inside + r) // e, (inside + r) % e
+        value = products[r] + model.qkv_bias[layer, head * 3 * e + inside + r]
+        if part == 0:
+            work.q[b, head * e + k] = value * (np.float32(1) / np.sqrt(np.float32(e)))
+        elif part == 1:
+            state.keys[layer, b, head, k, position] = value
+        else:
+            state.values[layer, b, head, position, k] = value
 
 
 @compiled()
@@ -62,7 +71,8 @@ def keep_input(selectors, state, work, layer):
     kept = selectors.kept[layer]
     for b in range(state.row_state.shape[0]):
         if kept >= 0 and state.row_state[b] != DONE:
-            copy(state.attn_in[kept, b, state.position[b]], work.normed[0, b])
+            copy(state.attn_in[kept, b, state.position[b]], work.operand[0, b])
+            state.attn_unit[kept, b, state.position[b]] = work.operand_unit[0, b]
 
 
 @compiled()
@@ -131,17 +141,18 @@ def attend(selectors, state, work, layer, n_heads, thread, n_threads):
 @compiled()
 def project_out(model, state, work, layer, n_heads, thread, n_threads):
     """This thread's share of the output projection's sum over the selected heads, into work.partial[0]."""
-    e = state.keys.shape[3]
-    first, read = model.first[layer, OUT], 0
+    e, batch = state.keys.shape[3], state.row_state.shape[0]
+    numbers, factors = work.numbers[thread], work.results[thread]
     work.partial[0, thread] = 0
-    for i in range(n_heads * e):
-        if (i // BLOCK) % n_threads != thread:
-            continue
-        head = work.heads[thread, i // e]
-        unit = head * e + i % e
-        read += 1
-        for b in range(state.row_state.shape[0]):
-            if work.mask[thread, head] >> b & 1:
-                factor = work.heads_out[b, unit]
-                add_row(work.partial[0, thread, b], model.rows, model.scales, model.group, first + unit, factor)
-    work.bytes_read[thread, WEIGHTS] += read * row_bytes(model)
+    start, stop = n_heads * e * thread // n_threads, n_heads * e * (thread + 1) // n_threads
+    live = 0
+    for at in range(start, stop):
+        head = work.heads[thread, at // e]
+        unit, bits = head * e + at % e, work.mask[thread, head]
+        live |= bits
+        numbers[at - start] = model.first[layer, OUT] + unit
+        for b in range(batch):
+            factors[b, at - start] = work.heads_out[b, unit] if bits >> b & 1 else np.float32(0)
+    n = stop - start
+    add_list(work.partial[0, thread], model.rows, model.scales, model.group, numbers, factors, n, live)
+    work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)

@@ -20,24 +20,39 @@ def _sum(data: np.ndarray) -> float:
     return float(total)
 
 
-def read_bandwidth(threads: int | None = None, megabytes: int = MEGABYTES, seconds: float = SECONDS) -> float:
-    """GB/s (1e9 bytes) of the fastest of some passes of sequential reading, a share of the memory for each thread.
-
-    Takes about a second, and the memory that it reads. Other work on the machine lowers it.
+class Reader:
+    """Reads the same memory again and again, a share of it for each thread.
 
     Args:
         threads: None = as many as the process may use.
+        megabytes: in all, which stay allocated; a pass shorter than the caches measures those.
     """
-    n = threads or usable_cores()
-    parts = [np.ones((megabytes << 20) // 4 // n, np.float32) for _ in range(n)]
-    _sum(parts[0][:16])
+
+    def __init__(self, threads: int | None = None, megabytes: int = MEGABYTES) -> None:
+        n = threads or usable_cores()
+        self._parts = [np.ones((megabytes << 20) // 4 // n, np.float32) for _ in range(n)]
+        self._pool = ThreadPoolExecutor(n)
+        self.n_bytes = sum(part.nbytes for part in self._parts)
+        _sum(self._parts[0][:16])
+
+    def read(self) -> None:
+        """One sequential pass over all of the memory."""
+        list(self._pool.map(_sum, self._parts))
+
+
+def read_bandwidth(threads: int | None = None, megabytes: int = MEGABYTES, seconds: float = SECONDS) -> float:
+    """GB/s (1e9 bytes) of the fastest of some passes of sequential reading.
+
+    Takes about a second, and the memory that it reads. Other work on the machine lowers it, and on a shared host other
+    machines' work does: what is compared with it should be measured in turns with it, as `benchmarks.cpu_decode` does.
+    """
+    reader = Reader(threads, megabytes)
     best, end = np.inf, time.perf_counter() + seconds
-    with ThreadPoolExecutor(n) as pool:
-        while time.perf_counter() < end:
-            started = time.perf_counter()
-            list(pool.map(_sum, parts))
-            best = min(best, time.perf_counter() - started)
-    return sum(part.nbytes for part in parts) / float(best) / 1e9
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        reader.read()
+        best = min(best, time.perf_counter() - started)
+    return reader.n_bytes / float(best) / 1e9
 
 
 if __name__ == "__main__":

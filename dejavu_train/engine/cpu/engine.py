@@ -93,8 +93,10 @@ class CpuEngine:
         if late:
             for parameter in model.model.decoder.layers.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
-        self.state = arrays.new_state(self.shape, batch, self.context, int((self.selectors.kept >= 0).sum()))
-        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors)
+        operand = np.float32 if self.weights.model.rows.dtype == np.float32 else np.int16
+        kept = int((self.selectors.kept >= 0).sum())
+        self.state = arrays.new_state(self.shape, batch, self.context, kept, operand)
+        self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors, operand)
         self._command = np.zeros(8, np.int64)
         self._arguments = (self.weights.model, self.selectors, self.state, self.scratch, new_control(), self._command)
         self._seconds_per_step = CALL_SECONDS
@@ -149,7 +151,7 @@ class CpuEngine:
 
     def tail(self, mode: str = "greedy", score: bool = False) -> None:
         """The tokens that follow what `begin` ran densely."""
-        self._call(0, mode, score, tail_only=True)
+        self._call(1, mode, score, tail_only=True)
 
     def _steps(self, n: int, mode: str, score: bool) -> int:
         """Up to n steps in one call of compiled code that takes about CALL_SECONDS; returns how many were asked for."""

@@ -1,62 +1,78 @@
 """Compiled MLP of one token: fc1, ReLU and fc2, neuron by neuron, over all neurons or over a list."""
 
+from typing import Any
+
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FC1, FC2, WEIGHTS
 from dejavu_train.engine.cpu.attention import row_bytes
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import add_row, dot_row
+from dejavu_train.engine.cpu.vector_ops import add_list, dot_list
 
 
 @compiled()
-def one_neuron(model, selectors, state, work, layer, neuron, bits, thread):
-    """Add the neuron's output for the batch rows in ``bits`` to work.partial[1]; returns the bytes of weights read.
+def listed_neurons(model, selectors, work, layer, n, live, thread):
+    """work.partial[1] = sum of the outputs of n neurons, work.units with the batch rows in work.unit_rows.
 
-    Of fc2 a row is read where the neuron is active.
+    Of fc2 the rows of neurons are read that are active in some batch row.
     """
-    fine, n = selectors.fine[layer], model.fc1_bias.shape[1]
-    active = False
-    for b in range(state.row_state.shape[0]):
-        if not bits >> b & 1:
-            continue
-        x = work.normed[thread, b]
-        if fine >= 0:
-            value = dot_row(selectors.whole, selectors.grid[:, 1:2], x.shape[0], fine * n + neuron, x)
-        else:
-            value = dot_row(model.rows, model.scales, model.group, model.first[layer, FC1] + neuron, x)
-        value += model.fc1_bias[layer, neuron]
-        if value > np.float32(0):
-            active = True
-            number = model.first[layer, FC2] + neuron
-            add_row(work.partial[1, thread, b], model.rows, model.scales, model.group, number, value)
-    one = row_bytes(model)
-    return (2 * selectors.whole.shape[1] + 4 if fine >= 0 else one) + (one if active else 0)
+    fine, f = selectors.fine[layer], model.fc1_bias.shape[1]
+    units, bits = work.units[thread], work.unit_rows[thread]
+    numbers, results = work.numbers[thread], work.results[thread]
+    operands, scales_of = work.operand[thread], work.operand_unit[thread]
+    first = fine * f if fine >= 0 else model.first[layer, FC1]
+    for i in range(n):
+        numbers[i] = first + units[i]
+    if fine >= 0:
+        whole, scale = selectors.whole, selectors.whole_scale
+        dot_list(whole, scale, whole.shape[1], numbers, n, work.normed[thread], work.ones, live, results)
+    else:
+        dot_list(model.rows, model.scales, model.group, numbers, n, operands, scales_of, live, results)
+    active = 0
+    for i in range(n):
+        found: Any = False
+        unit = units[i]
+        for b in range(results.shape[0]):
+            value = np.float32(0)
+            if bits[i] >> b & 1:
+                value = max(results[b, i] + model.fc1_bias[layer, unit], np.float32(0))
+            results[b, active] = value  # active <= i: what is overwritten was read
+            found = found or value > np.float32(0)
+        numbers[active] = model.first[layer, FC2] + unit
+        active += found
+    work.partial[1, thread] = 0
+    add_list(work.partial[1, thread], model.rows, model.scales, model.group, numbers, results, active, live)
+    of_fc1 = 2 * selectors.whole.shape[1] + 4 if fine >= 0 else row_bytes(model)
+    work.bytes_read[thread, WEIGHTS] += n * of_fc1 + active * row_bytes(model)
 
 
 @compiled()
-def dense_mlp(model, selectors, state, work, layer, bits, thread, n_threads):
-    """All neurons; a thread takes consecutive ones."""
+def take_all(model, work, live, thread, n_threads):
+    """List this thread's share of all neurons, consecutive ones; returns how many."""
     n = model.fc1_bias.shape[1]
-    work.partial[1, thread], read = 0, 0
-    for neuron in range(n * thread // n_threads, n * (thread + 1) // n_threads):
-        read += one_neuron(model, selectors, state, work, layer, neuron, bits, thread)
-    work.bytes_read[thread, WEIGHTS] += read
+    start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
+    for i in range(stop - start):
+        work.units[thread, i] = start + i
+        work.unit_rows[thread, i] = live
+    return stop - start
 
 
 @compiled()
-def sparse_mlp(model, selectors, state, work, layer, thread, n_threads):
-    """The neurons that all threads selected together, in equal shares whichever thread found them."""
-    n = model.fc1_bias.shape[1]
-    work.partial[1, thread], read = 0, 0
+def take_share(model, work, thread, n_threads):
+    """List this thread's share of the neurons that all threads found, equal shares whoever found them.
+
+    Returns how many. work.found and found_rows -> work.units and unit_rows.
+    """
     total = 0
     for other in range(n_threads):
         total += work.counts[other, 0]
     start, stop = total * thread // n_threads, total * (thread + 1) // n_threads
-    before = 0
+    before, n = 0, 0
     for other in range(n_threads):
-        count, segment = work.counts[other, 0], n * other // n_threads
+        count, segment = work.counts[other, 0], model.fc1_bias.shape[1] * other // n_threads
         for i in range(max(start - before, 0), min(stop - before, count)):
-            bits = work.unit_rows[other, segment + i]
-            read += one_neuron(model, selectors, state, work, layer, work.units[other, i], bits, thread)
+            work.units[thread, n] = work.found[other, i]
+            work.unit_rows[thread, n] = work.found_rows[other, segment + i]
+            n += 1
         before += count
-    work.bytes_read[thread, WEIGHTS] += read
+    return n

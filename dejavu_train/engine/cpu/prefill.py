@@ -1,10 +1,11 @@
 """The dense prompt phase on a CPU: many tokens at once in plain torch, over views of the engine's own weights."""
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Selectors, State
+from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, OUT, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 
 
@@ -32,7 +33,11 @@ def prefill(weights: CpuWeights, selectors: Selectors, state: State, row: int, c
         first = [int(number) for number in model.first[layer]]
         n = norm(2 * layer, x)
         if selectors.kept[layer] >= 0:
-            state.attn_in[selectors.kept[layer], row, :count] = n.numpy()
+            kept = selectors.kept[layer], row, slice(count)
+            if state.attn_in.dtype == np.float32:
+                state.attn_in[(*kept, slice(d))] = n.numpy()
+            else:
+                state.attn_in[(*kept, slice(d))], state.attn_unit[kept] = whole_levels(n)
         heads = F.linear(n, weights.rows(first[QKV], 3 * d), torch.from_numpy(model.qkv_bias[layer]))
         q, k, v = heads.view(count, h, 3, e).permute(2, 1, 0, 3)
         state.keys[layer, row, :, :, :count] = k.transpose(1, 2).numpy()
@@ -51,4 +56,12 @@ def _fc1(weights: CpuWeights, selectors: Selectors, layer: int) -> Tensor:
     if fine < 0:
         return weights.rows(int(weights.model.first[layer, FC1]), f)
     rows = slice(fine * f, (fine + 1) * f)
-    return torch.from_numpy(selectors.whole[rows]).float().mul_(torch.from_numpy(selectors.grid[rows, 1:2]))
+    whole = torch.from_numpy(selectors.whole[rows, : weights.shape.d_model])
+    return whole.float().mul_(torch.from_numpy(selectors.whole_scale[rows]))
+
+
+def whole_levels(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """x (n, d) fp32 as whole numbers (n, d) int16 with a unit (n) each, as `vector_ops.round_to_levels` makes them."""
+    unit = x.abs().amax(dim=1, keepdim=True) / LEVELS
+    unit[unit == 0] = 1
+    return (x / unit).round_().to(torch.int16).numpy(), unit[:, 0].numpy()

@@ -15,12 +15,13 @@ from dejavu_train.engine.cpu.threads import bits_from_float, compiled
 from dejavu_train.engine.cpu.vector_ops import SUMS, exp_negative
 
 
-@compiled()
+@compiled(fastmath=SUMS)
 def largest_of(logits):
     """The id of the largest logit (V,), the lowest of equal ones; 0 where all are NaN."""
     best = -np.float32(np.inf)
     for i in range(logits.shape[0]):
-        best = max(best, logits[i])
+        value = logits[i]
+        best = value if value > best else best  # no max(), whose rules for NaN and zeros keep it from vectors
     for i in range(logits.shape[0]):
         if logits[i] == best:
             return i
@@ -74,9 +75,8 @@ def uniform(seed, at):
 
 
 @compiled()
-def draw(logits, mode, temperature, top_p, seed, at):
-    """A random id from logits (V,), which are overwritten."""
-    best = logits[largest_of(logits)]
+def draw(logits, best, mode, temperature, top_p, seed, at):
+    """A random id from logits (V,), which are overwritten; best is the largest."""
     total = to_weights(logits, best, temperature)
     bits = np.int32(0)
     if mode == TOP_P:
@@ -108,10 +108,10 @@ def negative_log_likelihood(logits, token):
 @compiled()
 def not_finite(logits):
     """Whether a logit (V,) is NaN or infinite."""
-    total = np.float32(0)
+    largest = np.int32(0)
     for i in range(logits.shape[0]):
-        total += logits[i] - logits[i]
-    return total != np.float32(0)
+        largest = max(largest, bits_from_float(logits[i]) & np.int32(0x7FFFFFFF))
+    return largest >= np.int32(0x7F800000)
 
 
 @compiled()
@@ -124,7 +124,7 @@ def head_needed(state, score):
 
 
 @compiled()
-def advance(state, work, mode, score):
+def advance(state, work, mode, score, n_threads):
     """Give every row that is not done its next token, from work.logits (B, V)."""
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] == DONE:
@@ -132,16 +132,20 @@ def advance(state, work, mode, score):
         at = state.position[b] + 1
         known = at < state.known[b]
         logits = work.logits[b]
-        if (score or not known) and state.fault[b] == 0 and not_finite(logits):
-            state.fault[b] = at
+        likeliest = work.best_token[0, b]
+        for thread in range(n_threads):
+            if (score or not known) and state.fault[b] == 0 and work.faulty[thread, b]:
+                state.fault[b] = at
+            token = work.best_token[thread, b]
+            likeliest = token if logits[token] > logits[likeliest] else likeliest
         if known:
             token = np.int64(state.tokens[b, at])
             if score:
                 state.nll[b, at] = negative_log_likelihood(logits, token)
         elif mode == GREEDY:
-            token = largest_of(logits)
+            token = likeliest
         else:
-            token = draw(logits, mode, state.temperature[b], state.top_p[b], state.seed[b], at)
+            token = draw(logits, logits[likeliest], mode, state.temperature[b], state.top_p[b], state.seed[b], at)
         state.tokens[b, at] = token
         stopped = False
         for stop in state.stops:

@@ -21,10 +21,11 @@ from dejavu_train.engine.cpu.arrays import (
     UP,
     UP_SCALE,
 )
+from dejavu_train.engine.cpu.row_kernels import dot_nibbles
 from dejavu_train.engine.cpu.threads import barrier, bits_from_float, compiled
-from dejavu_train.engine.cpu.vector_ops import dot_levels, scale_and_shift, stored_products, stored_sums
+from dejavu_train.engine.cpu.vector_ops import scale_and_shift, stored_products, stored_sums
 
-BLOCK = 16  # consecutive rows that one thread takes when threads take turns: their results are a cache line
+AHEAD = 4  # candidates of the second stage whose planes are fetched while one is tested
 
 
 @compiled()
@@ -34,13 +35,13 @@ def stored_bytes(kind, n):
 
 
 @compiled()
-def predict_down(selectors, state, work, site, thread, n_threads):
+def predict_down(model, selectors, state, work, site, thread, n_threads):
     """The first half of every predictor that reads this site: work.hidden from work.normed. Threads share."""
     for at in range(selectors.sites[site], selectors.sites[site + 1]):
         number = selectors.readers[at]
         spec = selectors.spec[number]
         kind, rank = spec[KIND], spec[RANK]
-        d = work.normed.shape[2]
+        d = model.norms.shape[2]
         start, stop = rank * thread // n_threads, rank * (thread + 1) // n_threads
         work.bytes_read[thread, PREDICTORS] += (stop - start) * stored_bytes(kind, d)
         scale = selectors.scale[spec[DOWN_SCALE] : spec[DOWN_SCALE] + rank]
@@ -49,7 +50,7 @@ def predict_down(selectors, state, work, site, thread, n_threads):
                 hidden = work.hidden[number, b]
                 stored_products(
                     selectors.float32, selectors.float16, selectors.int8, selectors.int4, kind, spec[DOWN], scale,
-                    work.normed[thread, b], start, stop, hidden,
+                    work.normed[thread, b, :d], start, stop, hidden,
                 )  # fmt: skip
                 if spec[RELU]:
                     for r in range(start, stop):
@@ -162,13 +163,13 @@ def select_heads(selectors, state, work, number, thread):
 
 @compiled()
 def select_neurons(model, selectors, state, work, control, layer, number, thread, n_threads):
-    """The neurons of this step into lists: each thread writes its share to work.units, unit_rows and counts."""
+    """The neurons of this step into lists: each thread writes its share to work.found, found_rows and counts."""
     spec, fine = selectors.spec[number], selectors.fine[layer]
     n, batch = spec[UNITS], state.row_state.shape[0]
     always, sparse = rows_in_state(state, DENSE), rows_in_state(state, SPARSE)
     start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
     work.bytes_read[thread, PREDICTORS] += (stop - start) * (stored_bytes(spec[KIND], spec[RANK]) + 8)
-    chosen = work.unit_rows[thread]
+    chosen = work.found_rows[thread]
     chosen[:] = always
     for b in range(batch):
         if state.row_state[b] == SPARSE:
@@ -186,19 +187,20 @@ def select_neurons(model, selectors, state, work, control, layer, number, thread
             if state.row_state[b] == SPARSE:
                 unit, total = round_input(work.normed[thread, b], work.levels[thread, b])
                 work.level_unit[thread, b], work.level_sum[thread, b] = unit, total
-    count, read = 0, 0
+    # Lists shrink in place: what is overwritten was read, since count <= i - start and kept <= c.
+    found, count = work.found[thread], 0
     for i in range(start, stop):
-        bits = chosen[i]
-        if bits and fine >= 0:
-            read += selectors.upper.shape[1] + 8
-            bits = second_stage(model, selectors, work, layer, fine * n + i, i, bits, sparse, thread)
-        if bits:
-            # Entries before start were overwritten, which are read no more: count <= i - start.
-            work.units[thread, count] = i
-            chosen[start + count] = bits
-            count += 1
+        found[count], chosen[start + count] = i, chosen[i]
+        count += chosen[i] != 0
+    if fine >= 0:
+        work.bytes_read[thread, PREDICTORS] += count * (selectors.upper.shape[1] + 8)
+        candidates, count = count, 0
+        for c in range(candidates):
+            unit, coming = found[c], fine * n + found[min(c + AHEAD, candidates - 1)]
+            bits = second_stage(model, selectors, work, layer, unit, coming, chosen[start + c], sparse, thread)
+            found[count], chosen[start + count] = unit, bits
+            count += bits != 0
     work.counts[thread, 0] = count
-    work.bytes_read[thread, PREDICTORS] += read
 
 
 @compiled()
@@ -218,20 +220,20 @@ def round_input(x, levels):
 
 
 @compiled()
-def second_stage(model, selectors, work, layer, row, unit, bits, sparse, thread):
+def second_stage(model, selectors, work, layer, unit, coming, bits, sparse, thread):
     """The bits that stay: a sparse row keeps a candidate whose product by the upper plane exceeds its threshold.
 
     In whole numbers, and in fp32 in the order of `planes.SecondStage.scores`: all executors decide alike.
     """
-    tested = bits & sparse
+    row, tested = selectors.fine[layer] * model.fc1_bias.shape[1] + unit, bits & sparse
     if not tested:
         return bits
     for b in range(work.hidden.shape[1]):
         if tested >> b & 1:
-            whole = dot_levels(selectors.upper[row], work.levels[thread, b]) - 8 * work.level_sum[thread, b]
+            whole = dot_nibbles(selectors.upper, row, coming, work.levels[thread, b]) - 8 * work.level_sum[thread, b]
             score = (
                 np.float32(whole) * selectors.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
             )
-            if not score > selectors.grid[row, 2]:
+            if not score > selectors.grid[row, 1]:
                 bits &= ~(1 << b)
     return bits

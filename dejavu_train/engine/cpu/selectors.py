@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
-from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Selectors
+from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.predictors.bit_planes import BitPlanes
@@ -153,19 +153,21 @@ def make_selectors(
     fine = np.full(n_layers, -1, np.int64)
     tested = sorted(layer for layer in cascades or {} if at[layer, MLP] >= 0)
     fine[tested] = np.arange(len(tested))
-    upper = np.zeros((max(1, len(tested) * f), d // 2 if tested else 1), np.uint8)
-    whole = np.zeros((max(1, len(tested) * f), d if tested else 1), np.int16)
-    grid = np.zeros((max(1, len(tested) * f), 3), np.float32)
+    columns, n_tested = padded(d), max(1, len(tested) * f)
+    upper = np.zeros((n_tested, columns // 2 if tested else 1), np.uint8)
+    whole = np.zeros((n_tested, columns if tested else 1), np.int16)
+    whole_scale, grid = np.zeros((n_tested, 1), np.float32), np.zeros((n_tested, 2), np.float32)
     for number, layer in enumerate(tested):
         assert cascades is not None
         scale, steps, threshold = cascades[layer]
         rows = slice(number * f, (number + 1) * f)
         weight = weights.rows(int(weights.model.first[layer, FC1]), f) if fc1 is None else fc1(layer)
         planes = BitPlanes.of(weight.detach().float().cpu(), scale, steps)
-        codes = planes.codes()
-        upper[rows] = pack_nibbles(codes.to(torch.int8)).numpy()
-        whole[rows] = (planes.weight() / planes.scale[:, None]).round().numpy()
-        grid[rows] = torch.stack([planes.step, planes.scale, threshold.cpu().float()], dim=1).numpy()
+        codes = torch.nn.functional.pad(planes.codes().to(torch.int8), (0, columns - d))
+        upper[rows] = pack_nibbles(codes).numpy()
+        whole[rows, :d] = (planes.weight() / planes.scale[:, None]).round().numpy()
+        whole_scale[rows, 0] = planes.scale.numpy()
+        grid[rows] = torch.stack([planes.step, threshold.cpu().float()], dim=1).numpy()
     return Selectors(
         at=at,
         sites=np.cumsum([0, *map(len, readers)]).astype(np.int64),
@@ -179,5 +181,6 @@ def make_selectors(
         fine=fine,
         upper=upper,
         whole=whole,
+        whole_scale=whole_scale,
         grid=grid,
     )

@@ -7,7 +7,7 @@ run; else it is the same code. The residual stream x is private: every thread ad
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import DONE, HEADS, LM_HEAD, MLP, SPARSE
+from dejavu_train.engine.cpu.arrays import DONE, GREEDY, HEADS, LEVELS, LM_HEAD, MLP, SPARSE
 from dejavu_train.engine.cpu.attention import (
     attend,
     keep_input,
@@ -16,11 +16,11 @@ from dejavu_train.engine.cpu.attention import (
     raise_watermarks,
     row_bytes,
 )
-from dejavu_train.engine.cpu.mlp import dense_mlp, sparse_mlp
-from dejavu_train.engine.cpu.sampling import advance, head_needed
+from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
+from dejavu_train.engine.cpu.sampling import advance, head_needed, largest_of, not_finite
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled, inlined
-from dejavu_train.engine.cpu.vector_ops import add, add_row, copy, dot_row, layer_norm
+from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, norm, round_to_levels
 
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
 N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
@@ -29,21 +29,26 @@ N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sen
 @compiled()
 def embed(model, state, work, thread):
     """Token and position embedding into this thread's x."""
+    numbers, factors = work.numbers[thread], work.results[thread]
+    factors[:, 0] = 1
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
-            x, position = work.x[thread, b], state.position[b]
-            copy(x, model.positions[position + POSITION_OFFSET])
-            token = model.embedding + np.int64(state.tokens[b, position])
-            add_row(x, model.rows, model.scales, model.group, token, np.float32(1))
+            position = state.position[b]
+            copy(work.x[thread, b], model.positions[position + POSITION_OFFSET])
+            numbers[0] = model.embedding + state.tokens[b, position]
+            add_list(work.x[thread], model.rows, model.scales, model.group, numbers, factors, 1, 1 << b)
 
 
 @compiled()
 def normalise(model, state, work, number, thread):
-    """LayerNorm ``number`` of x into this thread's normed."""
-    norm = model.norms[number]
+    """LayerNorm ``number`` of x into this thread's normed, and the operand of it."""
+    weight, bias = model.norms[number, 0], model.norms[number, 1]
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
-            layer_norm(work.x[thread, b], norm[0], norm[1], model.eps, work.normed[thread, b])
+            layer_norm(work.x[thread, b], weight, bias, model.eps, work.normed[thread, b])
+            if model.rows.itemsize == 1:
+                unit = round_to_levels(work.normed[thread, b], LEVELS, work.operand[thread, b])
+                work.operand_unit[thread, b] = unit
 
 
 @compiled()
@@ -56,6 +61,12 @@ def add_partials(state, work, half, bias, thread, n_threads):
                 add(work.x[thread, b], work.partial[half, other, b])
 
 
+@compiled()
+def live_rows(state):
+    """Bits of the batch rows that are not done."""
+    return ((1 << state.row_state.shape[0]) - 1) & ~rows_in_state(state, DONE)
+
+
 @inlined()
 def attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads):
     """x += the attention block of x."""
@@ -63,7 +74,7 @@ def attention_half(model, selectors, state, work, control, layer, any_sparse, th
     if thread == 0:
         keep_input(selectors, state, work, layer)
     if any_sparse and selectors.sites[2 * layer + 1] > selectors.sites[2 * layer]:
-        predict_down(selectors, state, work, 2 * layer, thread, n_threads)
+        predict_down(model, selectors, state, work, 2 * layer, thread, n_threads)
         barrier(control, n_threads)
     n_heads = select_heads(selectors, state, work, selectors.at[layer, HEADS], thread)
     project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads)
@@ -82,20 +93,74 @@ def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, 
     """x += the MLP block of x."""
     normalise(model, state, work, 2 * layer + 1, thread)
     if any_sparse and selectors.sites[2 * layer + 2] > selectors.sites[2 * layer + 1]:
-        predict_down(selectors, state, work, 2 * layer + 1, thread, n_threads)
+        predict_down(model, selectors, state, work, 2 * layer + 1, thread, n_threads)
         barrier(control, n_threads)
     number = selectors.at[layer, MLP]
     if any_sparse and number >= 0:
         select_neurons(model, selectors, state, work, control, layer, number, thread, n_threads)
         barrier(control, n_threads)
-        sparse_mlp(model, selectors, state, work, layer, thread, n_threads)
+        n = take_share(model, work, thread, n_threads)
     else:
-        alive = 0
-        for b in range(state.row_state.shape[0]):
-            alive |= (state.row_state[b] != DONE) << b
-        dense_mlp(model, selectors, state, work, layer, alive, thread, n_threads)
+        n = take_all(model, work, live_rows(state), thread, n_threads)
+    listed_neurons(model, selectors, work, layer, n, live_rows(state), thread)
     barrier(control, n_threads)
     add_partials(state, work, 1, model.fc2_bias[layer], thread, n_threads)
+
+
+@compiled()
+def all_logits(model, state, work, start, stop, thread):
+    """Logits of the tokens from start to stop."""
+    numbers, results, n = work.numbers[thread], work.results[thread], stop - start
+    for i in range(n):
+        numbers[i] = model.lm_head + start + i
+    operands, units, live = work.operand[thread], work.operand_unit[thread], live_rows(state)
+    dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, results)
+    for b in range(state.row_state.shape[0]):
+        if live >> b & 1:
+            copy(work.logits[b, start:stop], results[b, :n])
+            work.best_token[thread, b] = start + largest_of(results[b, :n])
+            work.faulty[thread, b] = not_finite(results[b, :n])
+    work.bytes_read[thread, LM_HEAD] += n * row_bytes(model)
+
+
+@compiled()
+def likeliest_tokens(model, state, work, start, stop, thread):
+    """The token with the largest logit from start to stop, by fp32 rows of those alone that can have it.
+
+    A logit of the LM head in int8 is off by a known bound at most; tokens whose logit cannot reach the largest by these
+    bounds need no fp32 row, which are four times the bytes.
+    """
+    numbers, results, n = work.numbers[thread], work.results[thread], stop - start
+    live = live_rows(state)
+    for b in range(state.row_state.shape[0]):
+        if live >> b & 1:
+            work.operand_unit[thread, b] = round_to_levels(work.normed[thread, b], LEVELS, work.levels[thread, b])
+    for i in range(n):
+        numbers[i] = start + i
+    levels, units = work.levels[thread], work.operand_unit[thread]
+    dot_list(model.screen, model.screen_scale, model.screen.shape[1], numbers, n, levels, units, live, results)
+    work.bytes_read[thread, LM_HEAD] += n * (model.screen.shape[1] + 12)
+    for b in range(state.row_state.shape[0]):
+        if not live >> b & 1:
+            continue
+        unit, length = units[b], norm(work.normed[thread, b])
+        units[b] = 1
+        work.faulty[thread, b] = not_finite(results[b, :n])
+        reached = -np.float32(np.inf)
+        for i in range(n):
+            off = model.screen_error[start + i, 0] * length + model.screen_error[start + i, 1] * unit
+            reached = max(reached, results[b, i] - off)
+        count = 0
+        for i in range(n):
+            off = model.screen_error[start + i, 0] * length + model.screen_error[start + i, 1] * unit
+            numbers[count] = model.lm_head + start + i
+            count += results[b, i] + off >= reached
+        count = max(count, 1)  # none where logits are not finite
+        dot_list(model.rows, model.scales, model.group, numbers, count, work.operand[thread], units, 1 << b, results)
+        work.bytes_read[thread, LM_HEAD] += count * row_bytes(model)
+        best = largest_of(results[b, :count])
+        work.best_token[thread, b] = numbers[best] - model.lm_head
+        work.logits[b, work.best_token[thread, b]] = results[b, best]
 
 
 @compiled()
@@ -104,15 +169,13 @@ def tail(model, state, work, control, mode, score, thread, n_threads):
     if head_needed(state, score):
         normalise(model, state, work, model.norms.shape[0] - 1, thread)
         start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
-        for i in range(start, stop):
-            for b in range(state.row_state.shape[0]):
-                if state.row_state[b] != DONE:
-                    value = dot_row(model.rows, model.scales, model.group, model.lm_head + i, work.normed[thread, b])
-                    work.logits[b, i] = value
-        work.bytes_read[thread, LM_HEAD] += (stop - start) * row_bytes(model)
+        if model.rows.itemsize == 4 and mode == GREEDY and not score:
+            likeliest_tokens(model, state, work, start, stop, thread)
+        else:
+            all_logits(model, state, work, start, stop, thread)
     barrier(control, n_threads)
     if thread == 0:
-        advance(state, work, mode, score)
+        advance(state, work, mode, score, n_threads)
     barrier(control, n_threads)
 
 
@@ -120,18 +183,17 @@ def tail(model, state, work, control, mode, score, thread, n_threads):
 def run(model, selectors, state, work, control, command, thread, n_threads):
     """What a command asks for: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
     mode, score = command[MODE], command[SCORE]
-    if command[TAIL_ONLY]:
-        for b in range(state.row_state.shape[0]):
-            copy(work.x[thread, b], work.residual[b])
-        tail(model, state, work, control, mode, score, thread, n_threads)
-        return
     everyone = (1 << state.row_state.shape[0]) - 1
     for _ in range(command[N_STEPS]):
         if rows_in_state(state, DONE) == everyone:
             break
-        any_sparse = rows_in_state(state, SPARSE) != 0
-        embed(model, state, work, thread)
-        for layer in range(model.first.shape[0]):
-            attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
-            mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+        if command[TAIL_ONLY]:
+            for b in range(state.row_state.shape[0]):
+                copy(work.x[thread, b], work.residual[b])
+        else:
+            any_sparse = rows_in_state(state, SPARSE) != 0
+            embed(model, state, work, thread)
+            for layer in range(model.first.shape[0]):
+                attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+                mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
         tail(model, state, work, control, mode, score, thread, n_threads)

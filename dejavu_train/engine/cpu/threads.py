@@ -1,9 +1,10 @@
 """A team of threads inside compiled code: atomic counters, and a barrier that spins briefly and then sleeps.
 
 A decoding step is a chain of short parallel phases, some seven a layer, so that a barrier must cost less than a
-microsecond; numba's own parallel loops take many times that to start. A thread that waits spins for about ten
-microseconds, then sleeps on a condition variable: other processes get their share of the cores, and an idle team uses
-none.
+microsecond; numba's own parallel loops take many times that to start. A thread that waits spins for a few times as long
+as sleeping and waking take, and offers its core to other processes every few microseconds while it does; then it
+sleeps on a condition variable. Other processes get their share of the cores, and an idle team uses none. On a virtual
+machine a sleep of any length costs some 50 microseconds: with spins of 5 microseconds, barriers were half of a step.
 
 ``control`` is an int64 array of CONTROL_WORDS words; words that different threads write lie on different cache lines.
 """
@@ -22,7 +23,7 @@ from numba.extending import intrinsic
 CONTROL_WORDS = 64
 ARRIVED, GENERATION, SLEEPERS = 0, 8, 16  # word numbers
 MUTEX, CONDITION = 24, 40  # 128 bytes each: larger than any pthread_mutex_t and pthread_cond_t
-SPINS = 200  # about 10 microseconds of pauses
+SPINS, PAUSES = 50, 100  # rounds of pauses, 3 to 5 microseconds each, with an offer of the core after each
 
 SUPPORTED = os.name == "posix"
 _POINTER = types.intp
@@ -31,6 +32,7 @@ _mutex_lock = types.ExternalFunction("pthread_mutex_lock", types.int32(_POINTER)
 _mutex_unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(_POINTER))
 _condition_init = types.ExternalFunction("pthread_cond_init", types.int32(_POINTER, _POINTER))
 _condition_wait = types.ExternalFunction("pthread_cond_wait", types.int32(_POINTER, _POINTER))
+_offer_core = types.ExternalFunction("sched_yield", types.int32())
 _condition_broadcast = types.ExternalFunction("pthread_cond_broadcast", types.int32(_POINTER))
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -158,9 +160,11 @@ def barrier(control: np.ndarray, n_threads: int) -> None:
             _mutex_unlock(address(control, MUTEX))
         return
     for _ in range(SPINS):
-        if atomic_load(control, GENERATION) != generation:
-            return
-        pause()
+        for _ in range(PAUSES):
+            if atomic_load(control, GENERATION) != generation:
+                return
+            pause()
+        _offer_core()
     _mutex_lock(address(control, MUTEX))
     atomic_add(control, SLEEPERS, 1)
     while atomic_load(control, GENERATION) == generation:

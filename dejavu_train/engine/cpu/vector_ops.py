@@ -1,4 +1,4 @@
-"""Compiled sums over one row of weights: dot products, scaled additions, LayerNorm, and exp.
+"""Compiled sums over rows of weights and vectors: products with a list of rows, LayerNorm, and exp.
 
 Plain loops that LLVM turns into vector instructions: sums may be reordered (``SUMS``), which is what lets it.
 """
@@ -6,47 +6,55 @@ Plain loops that LLVM turns into vector instructions: sums may be reordered (``S
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
-from dejavu_train.engine.cpu.threads import compiled, float_from_bits
+from dejavu_train.engine.cpu.row_kernels import ROWS, add_four, dot_four
+from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
 
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
 """What the compiler may do with floating-point sums: reorder and fuse them, and take the sign of zero for either."""
 
 
-@compiled(fastmath=SUMS)
-def dot_row(rows, scales, group, number, x):
-    """Row ``number`` times x (d,) fp32."""
-    row = rows[number]
-    d = x.shape[0]
-    if group >= d:
-        whole = np.float32(0)
-        for j in range(d):
-            whole += np.float32(row[j]) * x[j]
-        return whole * scales[number, 0]
-    total = np.float32(0)
-    for g in range(scales.shape[1]):
-        part = np.float32(0)
-        some, same = row[g * group : (g + 1) * group], x[g * group : (g + 1) * group]
-        for j in range(some.shape[0]):
-            part += np.float32(some[j]) * same[j]
-        total += part * scales[number, g]
-    return total
+@compiled()
+def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
+    """out[b, i] = row numbers[i] times operands[b], for the first n of the list and every batch row b in ``live``.
+
+    Args:
+        numbers: (at least n) int32. operands (B + 1, D), units (at least B) fp32, out (B, at least n + 3) fp32.
+    """
+    for i in range(0, n, ROWS):
+        for b in range(out.shape[0]):
+            if live >> b & 1:
+                dot_four(rows, scales, group, numbers, i, n, operands[b], units[b], out[b])
 
 
-@compiled(fastmath=SUMS)
-def add_row(out, rows, scales, group, number, factor):
-    """Add ``factor`` times row ``number`` to out (d,) fp32."""
-    row = rows[number]
-    d = out.shape[0]
-    if group >= d:
-        by = factor * scales[number, 0]
-        for j in range(d):
-            out[j] += np.float32(row[j]) * by
-        return
-    for g in range(scales.shape[1]):
-        by = factor * scales[number, g]
-        some, same = row[g * group : (g + 1) * group], out[g * group : (g + 1) * group]
-        for j in range(some.shape[0]):
-            same[j] += np.float32(some[j]) * by
+@compiled()
+def add_list(out, rows, scales, group, numbers, factors, n, live):
+    """out[b] += factors[b, i] times row numbers[i], for the first n of the list and every batch row b in ``live``.
+
+    Args:
+        out: (B + 1, D) fp32. numbers (at least n) int32, factors (B, at least n) fp32.
+    """
+    for i in range(0, n, ROWS):
+        for b in range(factors.shape[0]):
+            if live >> b & 1:
+                add_four(out[b], rows, scales, group, numbers, factors[b], i, n)
+
+
+@compiled()
+def round_to_levels(x, most, levels):
+    """x (D,) as whole numbers in -most..most into levels (D,) int16: x ~ level * unit; returns the unit.
+
+    Off by at most half a unit a column, so a product with weights w by at most unit / 2 * sum |w|. NaN makes the unit
+    NaN, and so all that is multiplied with it.
+    """
+    largest = np.int32(0)
+    for j in range(x.shape[0]):
+        largest = max(largest, bits_from_float(x[j]) & np.int32(0x7FFFFFFF))  # whole numbers, as vectors take them
+    if largest == 0:
+        largest = bits_from_float(np.float32(1))
+    factor = np.float32(most) / float_from_bits(largest)
+    for j in range(x.shape[0]):
+        levels[j] = np.int16(np.int32(np.rint(x[j] * factor)))
+    return float_from_bits(largest) / np.float32(most)
 
 
 @compiled(fastmath=SUMS)
@@ -139,22 +147,10 @@ def half_value(bits):
     return -magnitude if wide & np.int32(0x8000) else magnitude
 
 
-@compiled()
-def dot_levels(pairs, levels):
-    """Sum of (code + 8) * level: pairs (d / 2) uint8, two codes each, levels (d) int16; exact."""
-    half = pairs.shape[0]
-    first, second = levels[:half], levels[half:]
-    total = np.int32(0)
-    for j in range(half):
-        pair = np.int32(pairs[j])
-        total += (pair & 15) * np.int32(first[j]) + (pair >> 4) * np.int32(second[j])
-    return total
-
-
 @compiled(fastmath=SUMS)
 def layer_norm(x, weight, bias, eps, out):
-    """x (d,) -> out (d,), both fp32."""
-    d = x.shape[0]
+    """x -> out, fp32, both at least as long as weight (d,)."""
+    d = weight.shape[0]
     total = np.float32(0)
     for j in range(d):
         total += x[j]
@@ -167,10 +163,19 @@ def layer_norm(x, weight, bias, eps, out):
         out[j] = (x[j] - mean) * factor * weight[j] + bias[j]
 
 
+@compiled(fastmath=SUMS)
+def norm(x):
+    """The Euclidean length of x (n,)."""
+    squares = np.float32(0)
+    for j in range(x.shape[0]):
+        squares += x[j] * x[j]
+    return np.sqrt(squares)
+
+
 @compiled()
 def copy(out, values):
-    """values (n,) into out (n,)."""
-    for j in range(out.shape[0]):
+    """values (n,) into out (at least n)."""
+    for j in range(values.shape[0]):
         out[j] = values[j]
 
 
@@ -183,8 +188,8 @@ def scale_and_shift(out, scale, bias):
 
 @compiled()
 def add(out, values):
-    """Add values (n,) to out (n,)."""
-    for j in range(out.shape[0]):
+    """Add values (n,) to out (at least n)."""
+    for j in range(values.shape[0]):
         out[j] += values[j]
 
 

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model
+from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
+from dejavu_train.engine.cpu.row_kernels import CHUNK
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 
 STORED = {"float32": np.float32, "int8": np.int8}
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 ROWS_AT_ONCE = 4096
+SUMMED = 3e-5  # of the norms of x and a row: more than two orders of summing up a product in fp32 differ by
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class CpuWeights:
         Args:
             model: pre-norm OPT, of any floating dtype.
             stored: ``float32``, or ``int8``: weights rounded to 8 bits, LayerNorms, biases and positions in fp32.
-            group: columns that share a scale; None = the whole row. int8 only.
+            group: columns that share a scale, a multiple of CHUNK; None = the whole row. int8 only.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist.
@@ -62,6 +64,7 @@ class CpuWeights:
         weights.put(weights.model.embedding, decoder.embed_tokens.weight)
         if not tied:
             weights.put(weights.model.lm_head, model.lm_head.weight)
+        weights.screen()
         h = shape.n_heads
         for i, layer in enumerate(decoder.layers):
             attention, first = layer.self_attn, weights.model.first[i]
@@ -92,6 +95,7 @@ class CpuWeights:
         for start in range(0, len(weights.model.rows), ROWS_AT_ONCE):
             n = min(ROWS_AT_ONCE, len(weights.model.rows) - start)
             weights.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
+        weights.screen()
         weights.model.positions[:] = (
             torch.empty(weights.model.positions.shape).normal_(0, std, generator=generator).numpy()
         )
@@ -101,16 +105,28 @@ class CpuWeights:
         """Store weight (n, d) as the rows from number ``first`` on."""
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
-            rows = slice(int(first) + start, int(first) + start + len(part))
+            rows, d = slice(int(first) + start, int(first) + start + len(part)), self.shape.d_model
+            self.model.rows[rows, d:] = 0
             if self.model.rows.dtype == np.float32:
-                self.model.rows[rows] = part.numpy()
+                self.model.rows[rows, :d] = part.numpy()
             else:
                 codes, scales = quantise_groups(part, self.model.group)
-                self.model.rows[rows], self.model.scales[rows] = codes.numpy(), scales.numpy()
+                self.model.rows[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
+
+    def screen(self) -> None:
+        """Round the LM head to int8 beside its fp32 rows, with bounds of what a logit of it is off by."""
+        model, d = self.model, self.shape.d_model
+        for start in range(0, len(model.screen) if model.rows.dtype == np.float32 else 0, ROWS_AT_ONCE):
+            part = self.rows(model.lm_head + start, min(ROWS_AT_ONCE, model.vocab - start))
+            codes, scales = quantise_groups(part, d)
+            rows, rounded = slice(start, start + len(part)), codes * scales
+            model.screen[rows, :d], model.screen_scale[rows] = codes.numpy(), scales.numpy()
+            off = (part - rounded).norm(dim=1) + SUMMED * part.norm(dim=1)
+            model.screen_error[rows] = torch.stack([off, rounded.abs().sum(dim=1) / 2], dim=1).numpy()
 
     def rows(self, first: int, n: int) -> Tensor:
         """n rows from number ``first`` on as fp32 (n, d): a view of fp32 weights, a copy of int8 ones."""
-        part = torch.from_numpy(self.model.rows[first : first + n])
+        part = torch.from_numpy(self.model.rows[first : first + n, : self.shape.d_model])
         if part.dtype == torch.float32:
             return part
         scales = torch.from_numpy(self.model.scales[first : first + n])
@@ -139,22 +155,26 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
     if stored not in STORED:
         raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
-    if group is not None and (stored != "int8" or group < 1):
-        raise UserError(f"a group of {group} columns needs int8 weights and at least 1 column, got {stored}")
+    if group is not None and (stored != "int8" or group < 1 or group % CHUNK):
+        raise UserError(f"a group of {group} columns needs int8 weights and a multiple of {CHUNK}, got {stored}")
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
-    group = min(group or d, d)
+    columns = padded(d)
+    group = min(group or columns, columns)
     per_layer = 4 * d + 2 * f
     first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
     assert (QKV, OUT, FC1, FC2) == (0, 1, 2, 3)
     embedding = per_layer * n_layers
     n_rows = embedding + vocab * (1 if tied else 2)
     model = Model(
-        rows=np.empty((n_rows, d), STORED[stored]),
-        scales=np.ones((n_rows, math.ceil(d / group)), np.float32),
+        rows=np.empty((n_rows, columns), STORED[stored]),
+        scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
         group=group,
         first=first.astype(np.int64),
         embedding=embedding,
         lm_head=embedding if tied else embedding + vocab,
+        screen=np.zeros((vocab if stored == "float32" else 1, columns), np.int8),
+        screen_scale=np.ones((vocab if stored == "float32" else 1, 1), np.float32),
+        screen_error=np.zeros((vocab if stored == "float32" else 1, 2), np.float32),
         vocab=vocab,
         n_heads=shape.n_heads,
         norms=np.zeros((2 * n_layers + 1, 2, d), np.float32),
