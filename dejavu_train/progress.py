@@ -23,7 +23,7 @@ class Progress:
     Args:
         what: in a word or two, for instance ``collecting``.
         total: units in all; None where nobody knows.
-        unit: its name, for instance ``tok``.
+        unit: its name in the singular, for instance ``token``.
         done: units that were done before.
         clock: seconds that never go back.
         seconds: between two lines.
@@ -71,9 +71,9 @@ class Progress:
 
     def line(self) -> str:
         """Where the work stands: units, and how long the rest takes at the rate so far."""
-        text = f"{self.what}: {self.done:,} {self.unit}"
+        text = f"{self.what}: {self.done:,} {self.unit}s"
         if self.total is not None:
-            text = f"{self.what}: {self.done:,} of {self.total:,} {self.unit}"
+            text = f"{self.what}: {self.done:,} of {self.total:,} {self.unit}s"
             finished, left = self.done - self._first, self.total - self.done
             if finished > 0 and left > 0:
                 text += f", {_duration((self._clock() - self._began) * left / finished)} left"

@@ -16,17 +16,17 @@ class Clock:
 
 def test_a_line_says_how_much_is_left():
     clock = Clock()
-    shown = Progress("collecting", 20_000, "tok", done=5000, clock=clock)
-    assert shown.line() == "collecting: 5,000 of 20,000 tok"
+    shown = Progress("collecting", 20_000, "token", done=5000, clock=clock)
+    assert shown.line() == "collecting: 5,000 of 20,000 tokens"
     clock.now += 30
     shown.update(1000)
-    assert shown.line() == "collecting: 6,000 of 20,000 tok, 7 min left"
+    assert shown.line() == "collecting: 6,000 of 20,000 tokens, 7 min left"
     shown.describe("scoring docs", "loss 3")
     clock.now += 3600
     shown.update(13_000)
-    assert shown.line() == "scoring docs: 19,000 of 20,000 tok, 4 min left, loss 3"
+    assert shown.line() == "scoring docs: 19,000 of 20,000 tokens, 4 min left, loss 3"
     shown.update(1000)
-    assert shown.line() == "scoring docs: 20,000 of 20,000 tok, loss 3"
+    assert shown.line() == "scoring docs: 20,000 of 20,000 tokens, loss 3"
     shown.close()
     unknown = Progress("reading", None, "file", clock=clock)
     unknown.update(7)
@@ -36,11 +36,11 @@ def test_a_line_says_how_much_is_left():
 
 def test_lines_come_while_a_single_piece_takes_long(caplog):
     caplog.set_level("INFO", logger="dejavu_train")
-    with Progress("collecting", 10, "tok", seconds=0.02):
+    with Progress("collecting", 10, "token", seconds=0.02):
         deadline = time.monotonic() + 20
         while len(caplog.records) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert len(caplog.records) >= 2 and caplog.records[0].message == "collecting: 0 of 10 tok"
+    assert len(caplog.records) >= 2 and caplog.records[0].message == "collecting: 0 of 10 tokens"
     count = len(caplog.records)
     time.sleep(0.1)
     assert len(caplog.records) <= count + 1  # none after the end

@@ -140,7 +140,7 @@ def _collect(
         first = [window for _, planned in shards for window in planned]
         _save_layer_weights(model, manifest, activations, _head_means(model, shape, first, config))
     means = [LayerWeights.load(activations, layer, digest).head_mean for layer in range(shape.n_layers)]
-    with Progress("collecting", tokens, "tok") as progress:
+    with Progress("collecting", tokens, "token") as progress:
         for entry, shard_windows in shards:
             if entry in missing:
                 with ShardWriter(activations, manifest, entry) as writer:

@@ -253,7 +253,7 @@ def _sample(
     if missing:
         _announce(write, batch(missing[0]), length, sum(len(batch(part)) for part in missing))
     done = (len(starts) - len(missing)) * config.batch_size * length
-    with Progress("sampling from the model", n_rows * length, "tok", done) as progress:
+    with Progress("sampling from the model", n_rows * length, "token", done) as progress:
         for part in missing:
             rows = np.array(write(batch(part), length, (config.seed * 1_000_003 + part) % MAX_SEED), np.int32)
             assert rows.shape[1] == length and (rows[:, 0] == START_TOKEN).all()

@@ -203,7 +203,7 @@ def _score(
     asked = [quality_rows(config, first=text is texts[0]) for text in texts]
     total = sum(text.held.tokens * passes(rows) for text, rows in zip(texts, asked, strict=True))
     scored = []
-    with Progress("scoring", total, "tok") as bar:
+    with Progress("scoring", total, "token") as bar:
         for text, rows in zip(texts, asked, strict=True):
             bar.describe(f"scoring {text.name}")
             qualities = evaluate(dense, bundle, text.held, rows, config.batch_tokens, config.seed, bar.update)

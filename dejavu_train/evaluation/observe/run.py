@@ -244,7 +244,7 @@ def _sentence(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any) -> t
 
 
 def _bar(total: int, what: str) -> Any:
-    return tqdm(total=total, desc=what, unit="tok", unit_scale=True, disable=not sys.stderr.isatty())
+    return tqdm(total=total, desc=what, unit="token", unit_scale=True, disable=not sys.stderr.isatty())
 
 
 class _timed:
