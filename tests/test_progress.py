@@ -30,7 +30,7 @@ def test_a_line_says_how_much_is_left():
     shown.close()
     unknown = Progress("reading", None, "file", clock=clock)
     unknown.update(7)
-    assert unknown.line() == "reading: 7 file"
+    assert unknown.line() == "reading: 7 files"
     unknown.close()
 
 

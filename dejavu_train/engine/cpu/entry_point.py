@@ -48,7 +48,7 @@ def prepare(arguments: tuple[Any, ...]) -> None:
     """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long."""
 
     def show_notice() -> None:
-        print("compiling the CPU engine: about half a minute, once; later starts read it from the cache", file=sys.stderr)
+        print("compiling the CPU engine: half a minute, once; later starts read it from the cache", file=sys.stderr)
 
     from numba import typeof
 
