@@ -97,7 +97,7 @@ TRAIN_PHASES = {  # what breaks, and what was done before it
     "training step": ("dejavu_train.training.lit_predictor.LitPredictor.training_step", "collected"),
     "validation": ("dejavu_train.training.lit_predictor.LitPredictor.validation_step", "collected"),
     "export": ("dejavu_train.training.job.export", "collected"),
-    "calibration": ("dejavu_train.pipeline.calibrate", "collected, trained"),
+    "calibration": ("dejavu_train.pipeline.measure_curves", "collected, trained"),
     "tuning": ("dejavu_train.training.finetune._divergence", "collected, trained, tuned"),
     "bundle": ("dejavu_train.bundle.artifact.save_file", "collected, trained"),
 }

@@ -66,7 +66,7 @@ def test_an_edited_class_of_ones_own_is_trained_anew(tmp_path, monkeypatch):
     before = {name: stage(config) for name, stage in STAGES.items()}
     path.write_text("rank = 12\n")
     changed = {name for name, stage in STAGES.items() if stage(config).identity != before[name].identity}
-    assert changed == {"train mlp", "tune", "calibrate"}
+    assert changed == {"train mlp", "tune", "curves", "calibrate"}
     said = train_stage(config, "mlp").difference(before["train mlp"].to_json())
     assert said.startswith("mlp.predictor.file_sha256 was ")
     text = dataclasses.replace(BASE, text=TextSource(source={"class_path": "own_parts_of_stages.Notes"}))
