@@ -564,9 +564,10 @@ def run_variant(options: argparse.Namespace, name: str, corpora: dict[str, EvalC
         settings = dataclasses.replace(config.calibrate, **changes)
         if options.tokens:
             settings = dataclasses.replace(settings, sensitivity_tokens=256)
-        return calibration.calibrate(
+        measured = calibration.measure_curves(
             folder / "predictors", folders[0], settings, windows, lambda: model, str(device), targets=targets
         )
+        return calibration.choose(measured, settings)
 
     with experts_deployed(config.calibrate.dtype_of("mlp")):
         if variant.tune:

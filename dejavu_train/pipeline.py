@@ -129,13 +129,13 @@ def _run(
     print(f"bundle: {folder}")
 
 
-def bundle_stage(folder: Path) -> Any:
-    """The stage that a bundle's folder says made it; None where there is no bundle."""
+def bundle_stage(folder: Path, name: str = "stage") -> Any:
+    """The stage that a bundle's folder says made it, or its ``curves``; None where there is no bundle."""
     if not (folder / "bundle.json").is_file():
         return None
     stored = read_json(folder / "bundle.json", "the bundle")
     metadata = stored.get("metadata") if isinstance(stored, dict) else None
-    return (metadata.get("stage") if isinstance(metadata, dict) else None) or {}
+    return (metadata.get(name) if isinstance(metadata, dict) else None) or {}
 
 
 def measured_before(config: RunConfig, curves: Stage) -> Bundle | None:
@@ -143,13 +143,14 @@ def measured_before(config: RunConfig, curves: Stage) -> Bundle | None:
     none that can be read."""
     for path in sorted(Path(config.output).glob("*/bundle.json")):
         try:
+            if not curves.matches(bundle_stage(path.parent, "curves")):
+                continue
             bundle = Bundle.from_pretrained(path.parent, predictor_class=predictor_classes(config))
         except UserError as error:
             logger.info("%s: not used, %s", path.parent, error)
             continue
-        if curves.matches(bundle.metadata.get("curves")):
-            logger.info("calibration curves: those of %s", path.parent)
-            return bundle
+        logger.info("calibration curves: those of %s", path.parent)
+        return bundle
     return None
 
 
@@ -235,14 +236,13 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
     bundle = choose(measured, config.calibrate)
     about: dict[str, Any] = {"stage": stage.to_json(), "curves": curves.to_json()}
     if config.tune.steps:
-        about["untuned_layers"] = untuned_layers(folder, bundle)
-    if untuned := about.get("untuned_layers"):
-        names = ", ".join(map(str, untuned))
-        logger.warning(
-            "layers %s were dense when the others were tuned and keep their predictors as trained; set tune.density to"
-            " tune at the densities of this bundle",
-            names,
-        )
+        about["untuned_layers"] = untuned = untuned_layers(folder, bundle)
+        if untuned:
+            logger.warning(
+                "layers %s were dense when the others were tuned and keep their predictors as trained; set tune.density"
+                " to tune at the densities of this bundle",
+                ", ".join(map(str, untuned)),
+            )
     bundle = dataclasses.replace(bundle, metadata=bundle.metadata | about)
     bundle.save_pretrained(output / config.bundle)
     columns, rows = summary_rows(output, jobs)

@@ -51,33 +51,6 @@ logger = logging.getLogger(__name__)
 Key = tuple[int, str]
 
 
-def calibrate(
-    predictors_folder: str | Path,
-    activations_folder: str | Path,
-    config: CalibrateConfig,
-    windows: Sequence[Sequence[int]] | None = None,
-    load_model: Callable[[], Any] | None = None,
-    device: str = "auto",
-    targets: Sequence[str] | None = None,
-    classes: Mapping[str, PredictorClass] | None = None,
-) -> Bundle:
-    """Set the thresholds of every predictor in ``predictors_folder`` and pack them: :func:`choose` of
-    :func:`measure_curves`, which says what the arguments are and what is refused."""
-    measured = measure_curves(
-        predictors_folder, activations_folder, config, windows, load_model, device, targets, classes
-    )
-    return choose(measured, config)
-
-
-def choose(measured: Bundle, config: CalibrateConfig) -> Bundle:
-    """A bundle with curves, calibrated or not, at the densities that ``config`` asks for.
-
-    Raises:
-        UserError: a budget that cannot be met, or another value that cannot be meant.
-    """
-    return measured.with_densities(choose_densities(measured, config), top_k=config.selection == "top_k")
-
-
 def measure_curves(
     predictors_folder: str | Path,
     activations_folder: str | Path,
@@ -177,6 +150,15 @@ def measure_curves(
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
     return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, metadata_kept, classes or {})
+
+
+def choose(measured: Bundle, config: CalibrateConfig) -> Bundle:
+    """A bundle with curves, calibrated or not, at the densities that ``config`` asks for.
+
+    Raises:
+        UserError: a budget that cannot be met, or another value that cannot be meant.
+    """
+    return measured.with_densities(choose_densities(measured, config), top_k=config.selection == "top_k")
 
 
 def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:

@@ -89,7 +89,7 @@ def calibrated(run, **changes):
     model, folder = run
     config = cal.CalibrateConfig(**{"sensitivity_tokens": 60, **changes})
     parts = (folder / "predictors", folder / "activations")
-    return cal.calibrate(*parts, config, windows(), lambda: load_opt(model), device="cpu")
+    return cal.choose(cal.measure_curves(*parts, config, windows(), lambda: load_opt(model), device="cpu"), config)
 
 
 def measured_density(run, bundle, layer, target):

@@ -12,7 +12,7 @@ from conftest import save_tiny_opt
 from safetensors.torch import save_file
 from small_runs import in_a_process
 
-from dejavu_train.calibration.calibrate import calibrate
+from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import UserError
@@ -66,7 +66,8 @@ def under_a_cap(model, folder, calibrating, outcome):
     try:
         if calibrating:
             config = CalibrateConfig(mlp_density=0.2, sensitivity_tokens=0)
-            bundle = calibrate(folder / "predictors", folder / "activations", config, device="cpu", targets=["mlp"])
+            parts = (folder / "predictors", folder / "activations")
+            bundle = choose(measure_curves(*parts, config, device="cpu", targets=["mlp"]), config)
             assert len(bundle.specs) >= LAYERS
         else:
             load_opt(str(model), "float32")
