@@ -212,7 +212,7 @@ def marlin_int4(n: int, d: int, sets: int) -> Step:
     for _ in range(sets):
         codes = torch.randint(-(2**31), 2**31 - 1, (d // 16, 2 * n), dtype=torch.int32, device="cuda")
         made.append((codes, torch.full((d // 128, n), 0.01, device="cuda").half()))
-    return lambda i, _: marlin_cuda.mul(x, made[i][0], y, made[i][1], locks)
+    return lambda i, _: marlin_cuda.mul(x, made[i][0], y, made[i][1], locks, -1, -1, -1, 16)
 
 
 def candidates(op: str, d: int) -> Iterator[Any]:
