@@ -117,7 +117,6 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
         texts = [tokenizer.decode(ids) for ids in rows.values()]
         _write_documents(folder / f"{name}.jsonl", texts)
         print(f"{name}: {held.tokens} tokens of {len(texts)} documents{', all there is' if text.whole else ''}")
-    prepare_val(data, folder, model, cache)
     documents = load_sets(TextSource(source=INSTALLED_DOCS, cache=cache), model)[0]["train"]
     _write_documents(folder / "train_docs.jsonl", [document.text for document in documents])
     words = TextSource(source=str(data / "wikitext2/train.txt.xz"))
@@ -127,6 +126,7 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
     own = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
     room = sum(map(len, own)) // 2  # half the characters of either
     _write_documents(folder / "train_half.jsonl", [*_some(own, room), *_some([d.text for d in documents], room)])
+    prepare_val(data, folder, model, cache)  # last: it wants files of --data that nothing else needs
 
 
 def prepare_val(data: Path, folder: Path, model: str, cache: str) -> None:
