@@ -10,6 +10,10 @@ Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 
 By count, a word: nine to make fp16 numbers of its codes (`int4_tiles`), one mma, and of a lane's eight words two loads
 of words, four of inputs, two of scales, four multiplications: 11.5. Products are exact, sums in fp32.
 
+One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
+which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four; the
+others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
+
 The warps of a program take units STEPS at a time, one warp after another, and add up what they have in the end.
 A lane is a thread: tiles are (32 * warps,), which the compiler lays out one element a thread. Without ASM a twin in
 plain arithmetic.
@@ -182,3 +186,10 @@ def int4_tile(
         unit += STRIDE
         w = coming
     return tile_sums(acc, L)
+
+
+@triton.jit
+def column_sums(first, second, L: tl.constexpr):
+    """Rows (16) of a program's tile with one input: the sums of its warps and of the four lanes of a row."""
+    total = tl.sum(tl.reshape(tl.join(first, second), (L // 32, 8, 4, 2)), 0)
+    return tl.reshape(tl.trans(tl.sum(total, 1)), (16,))
