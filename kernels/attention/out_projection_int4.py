@@ -21,8 +21,8 @@ from torch import Tensor
 from kernels.attention.head_select import selected_heads
 from kernels.common.checks import INTERPRET, check_device, check_head_dim, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import column_sums, int4_mma, unit_vector
-from kernels.common.int4_tiles import split_words, word_planes
+from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
+from kernels.common.int4_tiles import split_words
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
 from kernels.mlp.select import Selection
@@ -59,30 +59,30 @@ def project_head_rows_reference(mixed, weight, bias, residual, selection, out, p
 
 
 @triton.jit
-def _entry(order, number, n, UNITS: tl.constexpr, ALL: tl.constexpr):
-    """(head, unit of its rows) of entries (L,) of the list of n heads; in range beyond its end."""
+def _heads(order, begin, n, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, ALL: tl.constexpr):
+    """The head of each lane group's entry of the span, (L,): begin + (g % SPAN) warps + warp, g from SPAN on again."""
+    number = begin + lane % 32 // 4 % SPAN * (lane.shape[0] // 32) + lane // 32
     entry = tl.minimum(number // UNITS, tl.maximum(n - 1, 0))
     if ALL:
-        head = entry
+        heads = entry
     else:
-        head = tl.gather(order, entry, 0)
-    return tl.where(n > 0, head, 0), number % UNITS
+        heads = tl.gather(order, entry, 0)
+    return tl.where(n > 0, heads, 0)
 
 
 @triton.jit
 def _span(
-    weight, scales, order, begin, n, rows, n_rows, lane,
-    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr, ALL: tl.constexpr,
+    weight, scales, heads, begin, n, rows, n_rows, lane,
+    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Words and scales of a warp's entries begin, begin + warps, ...; rows: g of the program's 16."""
     WARPS: tl.constexpr = lane.shape[0] // 32
     tiles = ()
     for s in tl.static_range(SPAN):
         number = begin + s * WARPS + lane // 32
-        head, unit = _entry(order, number, n, UNITS, ALL)
         there = number < n * UNITS
-        place = unit * (4 * V) + lane % 4 * V
-        line = head * n_rows + rows
+        place = number % UNITS * (4 * V) + lane % 4 * V
+        line = from_group(heads, s) * n_rows + rows
         for half in tl.static_range(2):
             inside = there & (rows + 8 * half < n_rows)
             at = weight + line.to(tl.int64) * W + 8 * half * W + place
@@ -129,28 +129,26 @@ def _project_head_rows_kernel(
         n = H
     else:
         order, n = selected_heads(row_bits, H, H_TILE)
-    w = _span(weight, scales, order, 0, n, rows, n_rows, lane, W, V, UNITS, SPAN, ALL)
+    heads = _heads(order, 0, n, lane, UNITS, SPAN, ALL)
+    w = _span(weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, SPAN)
     offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
     base = tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg")
     wait_for_predecessor(PDL)
     first = tl.zeros((L,), tl.float32)
     second = tl.zeros((L,), tl.float32)
     for begin in range(0, n * UNITS, SPAN * WARPS):
-        # Lane group g has the input of entry g of the span; beyond the span again that of an earlier one.
         number = begin + group % SPAN * WARPS + lane // 32
-        head, unit = _entry(order, number, n, UNITS, ALL)
         x = ()
         for v in tl.static_range(V):
-            word = unit * (4 * V) + lane % 4 * V + v
-            at = mixed + (head * HEAD_DIM + 8 * word)[:, None] + tl.arange(0, 8)[None, :]
-            mask = (number < n * UNITS) & (word < W)
-            x = x + word_planes(tl.load(at, mask=mask[:, None], other=0.0))
-        coming = _span(weight, scales, order, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, SPAN, ALL)
+            word = number % UNITS * (4 * V) + lane % 4 * V + v
+            x = x + float_planes(mixed + heads * HEAD_DIM + 8 * word, (number < n * UNITS) & (word < W))
+        heads = _heads(order, begin + SPAN * WARPS, n, lane, UNITS, SPAN, ALL)
+        coming = _span(weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, SPAN)
         for s in tl.static_range(SPAN):
-            AT: tl.constexpr = s * (2 * V + 2)
-            part = int4_mma(w[AT : AT + 2 * V], x, V)
-            first += part[s % 2] * w[AT + 2 * V].to(tl.float32)
-            second += part[2 + s % 2] * w[AT + 2 * V + 1].to(tl.float32)
+            tiles = w[s * (2 * V + 2) : (s + 1) * (2 * V + 2)]  # words, and the two rows' scales
+            part = int4_mma(tiles[: 2 * V], x, V)
+            first += part[s % 2] * tiles[2 * V].to(tl.float32)
+            second += part[2 + s % 2] * tiles[2 * V + 1].to(tl.float32)
         w = coming
     tl.store(out + own, column_sums(first, second, L) + offset + base, mask=own < n_rows)
 

@@ -22,7 +22,7 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, split_words
+from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
 
 
 @triton.constexpr_function
@@ -93,6 +93,49 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
             even, odd = tl.split(tl.reshape(total, (L, 2)))
             sums = sums + (even, odd)
     return sums
+
+
+@triton.jit
+def from_group(values, NUMBER: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """int32 (L,): to all lanes of a warp what its lane 4 NUMBER holds, the first of group NUMBER."""
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+            "=r,r,r",
+            [values, tl.full(values.shape, 4 * NUMBER, tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        L: tl.constexpr = values.shape[0]
+        lanes = tl.reshape(values, (L // 32, 32))
+        one = tl.sum(tl.where((tl.arange(0, 32) == 4 * NUMBER)[None, :], lanes, 0), 1)
+        found = tl.reshape(tl.broadcast_to(one[:, None], (L // 32, 32)), (L,))
+    return found
+
+
+@triton.jit
+def fp16_pairs(low, high, ASM: tl.constexpr = ASSEMBLY):
+    """int32 pairs of fp16 of two fp32 tiles."""
+    if ASM:
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        pairs = pairs_of(low.to(tl.float16), high.to(tl.float16))
+    return pairs
+
+
+@triton.jit
+def float_planes(at, mask):
+    """The four planes of pairs of eight fp32 columns from `at` (L,) on, in two loads of 16 bytes a lane."""
+    planes = ()
+    for half in tl.static_range(2):
+        four = tl.load((at + 4 * half)[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)
+        columns = split_words(four, 4)
+        planes = planes + (fp16_pairs(columns[0], columns[1]), fp16_pairs(columns[2], columns[3]))
+    return planes
 
 
 @triton.jit
