@@ -22,7 +22,10 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
+from kernels.common.checks import INTERPRET
 from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
+from kernels.common.launch import sums_together
+from kernels.common.layer_norm import mean_and_rstd
 
 
 @triton.constexpr_function
@@ -236,3 +239,143 @@ def column_sums(first, second, L: tl.constexpr):
     """Rows (16) of a program's tile with one input: the sums of its warps and of the four lanes of a row."""
     total = tl.sum(tl.reshape(tl.join(first, second), (L // 32, 8, 4, 2)), 0)
     return tl.reshape(tl.trans(tl.sum(total, 1)), (16,))
+
+
+@triton.constexpr_function
+def steps_of(words, vector, warps):
+    """Units of a row that each warp takes, one of them beyond the row's end perhaps."""
+    units = -(-words // (4 * vector))
+    return -(-units // warps)
+
+
+@triton.constexpr_function
+def spread_evenly(words, vector, warps):
+    """Whether no lane's words ever lie beyond a row's end."""
+    return words % (4 * vector * warps) == 0 and not INTERPRET
+
+
+@triton.jit
+def _own_unit_sums(x, place, there, V: tl.constexpr):
+    """Sums of a lane's 8 V columns of x and of their squares."""
+    total = tl.zeros(place.shape, tl.float32)
+    squares = tl.zeros(place.shape, tl.float32)
+    for piece in tl.static_range(2 * V):
+        at = (x + 8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
+        four = tl.load(at, mask=there[:, None], other=0.0)
+        total += tl.sum(four, 1)
+        squares += tl.sum(four * four, 1)
+    return total, squares
+
+
+@triton.jit
+def normalised_units(
+    x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr
+):
+    """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight steps, lane group g that of step g.
+
+    x is read twice, the second time out of the L1.
+    """
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    V: tl.constexpr = unit_vector(W, GROUP)
+    OCTETS: tl.constexpr = (steps_of(W, V, WARPS) + 7) // 8
+    total = tl.zeros(lane.shape, tl.float32)
+    squares = tl.zeros(lane.shape, tl.float32)
+    for octet in tl.static_range(OCTETS):
+        place = ((8 * octet + lane % 32 // 4) * WARPS + lane // 32) * (4 * V) + lane % 4 * V
+        sums = _own_unit_sums(x, place, place < W, V)
+        total += sums[0]
+        squares += sums[1]
+    both = sums_together((total, squares), 2)
+    mean, rstd = mean_and_rstd(both[0], both[1], 8 * W, EPS)
+    planes = ()
+    for octet in tl.static_range(OCTETS):
+        place = ((8 * octet + lane % 32 // 4) * WARPS + lane // 32) * (4 * V) + lane % 4 * V
+        for piece in tl.static_range(2 * V):
+            column = (8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
+            there = (place < W)[:, None]
+            four = (tl.load(x + column, mask=there, other=0.0) - mean) * rstd
+            four = four * tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
+            four += tl.load(shift + column, mask=there, other=0.0).to(tl.float32)
+            n = split_words(four, 4)
+            planes = planes + (fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]))
+    return planes
+
+
+@triton.jit
+def rows_ahead(
+    words, line, n_rows, lane, STEP: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, THERE: tl.constexpr
+):
+    """The words of rows line + g and line + g + 8 for the warp's unit number STEP.
+
+    Of rows beyond the last one the last is read; THERE: line itself is one of the rows, else nothing may be read.
+    """
+    V: tl.constexpr = unit_vector(W, GROUP)
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    place = (STEP * WARPS + lane // 32) * (4 * V) + lane % 4 * V
+    tiles = ()
+    for half in tl.static_range(2):
+        row = tl.minimum(line + lane % 32 // 4 + 8 * half, n_rows - 1)
+        at = words + row.to(tl.int64) * W + place
+        if spread_evenly(W, V, WARPS) and THERE:
+            if V == 1:
+                tiles = tiles + (tl.load(at, eviction_policy="evict_first"),)
+            else:
+                tile = tl.load(at[:, None] + tl.arange(0, V)[None, :], eviction_policy="evict_first")
+                tiles = tiles + split_words(tile, V)
+        else:
+            there = place < tl.where(line < n_rows, W, 0)
+            if V == 1:
+                tiles = tiles + (tl.load(at, mask=there, other=0, eviction_policy="evict_first"),)
+            else:
+                each = at[:, None] + tl.arange(0, V)[None, :]
+                tile = tl.load(each, mask=there[:, None], other=0, eviction_policy="evict_first")
+                tiles = tiles + split_words(tile, V)
+    return tiles
+
+
+@triton.jit
+def first_rows(
+    words, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
+):
+    """The words of the first AHEAD steps of rows line .. line + 15, if there are such rows."""
+    tiles = ()
+    for k in tl.static_range(AHEAD):
+        tiles = tiles + rows_ahead(words, line, n_rows, lane, k, W, GROUP, False)
+    return tiles
+
+
+@triton.jit
+def int4_rows_step(
+    w, x, words, scales, line, next_line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
+):
+    """(products (16,) of rows line .. line + 15 with x, the first AHEAD steps of the rows from next_line on).
+
+    w: the same of line's; x: `normalised_units`. Words make room for those to come as soon as they are used.
+    """
+    V: tl.constexpr = unit_vector(W, GROUP)
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    STEPS: tl.constexpr = steps_of(W, V, WARPS)
+    G: tl.constexpr = groups_of(W, GROUP)
+    first = tl.zeros(lane.shape, tl.float32)
+    second = tl.zeros(lane.shape, tl.float32)
+    row = tl.minimum(line + lane % 32 // 4, n_rows - 1)
+    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1)
+    for k in tl.static_range(STEPS):
+        if k % 8 == 0:  # this lane's number is that of steps k + 2 t and k + 2 t + 1
+            s = ()
+            for odd in tl.static_range(2):
+                unit = (k + lane % 4 * 2 + odd) * WARPS + lane // 32
+                there = unit * (4 * V) < W
+                place = unit // units_a_group(GROUP, V)
+                s = s + (tl.load(scales + row.to(tl.int64) * G + place, mask=there, other=0.0).to(tl.float32),)
+                s = s + (tl.load(scales + other_row.to(tl.int64) * G + place, mask=there, other=0.0).to(tl.float32),)
+        part = int4_mma(w[: 2 * V], x[k // 8 * 4 * V : k // 8 * 4 * V + 4 * V], V)
+        mine = lane % 4 == k % 8 // 2
+        first = tl.where(mine, first + part[k % 2] * s[k % 2 * 2], first)
+        second = tl.where(mine, second + part[2 + k % 2] * s[k % 2 * 2 + 1], second)
+        if k + AHEAD < STEPS:
+            more = rows_ahead(words, line, n_rows, lane, k + AHEAD, W, GROUP, True)
+        else:
+            more = rows_ahead(words, next_line, n_rows, lane, k + AHEAD - STEPS, W, GROUP, False)
+        w = w[2 * V :] + more
+    return column_sums(first, second, lane.shape[0]), w
