@@ -185,10 +185,12 @@ def project_heads(
     4-bit rows lie head by head, Int4Rows (h, d, head_dim): see `out_projection_int4`. Errors: shapes, a CPU tensor.
     """
     if isinstance(weight, Int4Rows):
-        require(settings is None or isinstance(settings, HeadRowSettings), "4-bit rows need HeadRowSettings")
+        if settings is not None and not isinstance(settings, HeadRowSettings):
+            raise ValueError("4-bit rows need HeadRowSettings")
         project_head_rows(mixed, weight, bias, residual, selection, out, pdl, settings)
         return
-    require(not isinstance(settings, HeadRowSettings), "HeadRowSettings are for 4-bit rows")
+    if isinstance(settings, HeadRowSettings):
+        raise ValueError("HeadRowSettings are for 4-bit rows")
     check_device("mixed", mixed)
     batch, width = mixed.shape
     d = weight.shape[0]

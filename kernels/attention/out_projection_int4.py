@@ -22,6 +22,7 @@ from kernels.attention.head_select import selected_heads
 from kernels.common.checks import INTERPRET, check_device, check_head_dim, check_shape, require
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
+from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.int4_tiles import split_words
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
@@ -181,8 +182,7 @@ def project_head_rows(
     check_shape("out", out, batch, d)
     require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
     if batch > 1:
-        numbers = weight.dequantised(torch.float16).transpose(0, 1).reshape(d, n_heads * head_dim)
-        dense_add(mixed, numbers, bias, residual, out, pdl=pdl)
+        dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
     settings = settings or head_row_settings(d)
     require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")

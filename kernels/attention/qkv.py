@@ -288,7 +288,8 @@ def _qkv_kernel(
 ):  # fmt: skip
     qkv_tile(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, scales, bias, row_bits, position, watermark, valid, q,
-        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, POLICY, PDL,
+        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP,
+        POLICY, PDL,
     )  # fmt: skip
 
 

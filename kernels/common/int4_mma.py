@@ -1,7 +1,7 @@
 # mypy: disable-error-code="assignment"
 """Sixteen rows of 4-bit words times up to eight inputs on the tensor cores, words going from memory to fragments.
 
-A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) reads V neighbouring
+A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) reads V adjacent
 words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of input g; the four lanes of a g take
 neighbouring words: a unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over
 columns is free, so a word's pairs are already what m16n8k16 wants of this lane: pairs 0, 1 of both rows' words are A,
@@ -73,7 +73,7 @@ FOUR_FLOATS = tl.constexpr((tl.float32,) * 4)
 
 @triton.jit
 def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """(row g input 2 t, row g input 2 t + 1, row g + 8 input 2 t, row g + 8 input 2 t + 1), fp32 (L,), of codes times x.
+    """fp32 (L,) sums of codes times x: row g for inputs 2 t and 2 t + 1, then row g + 8 for these.
 
     words: V of row g, then V of row g + 8; x: 4 V planes of pairs of input g's columns.
     """
@@ -203,9 +203,7 @@ def tile_sums(acc, L: tl.constexpr):
 
 
 @triton.jit
-def int4_tile(
-    words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr
-):
+def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr):
     """Rows line .. line + 15 times eight inputs, (16, 8) fp32.
 
     x: for each lane (L,) where its input's pairs (4 W int32) begin; lanes of an input too many may read another's.
@@ -268,9 +266,7 @@ def _own_unit_sums(x, place, there, V: tl.constexpr):
 
 
 @triton.jit
-def normalised_units(
-    x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr
-):
+def normalised_units(x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr):
     """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight steps, lane group g that of step g.
 
     x is read twice, the second time out of the L1.
@@ -334,9 +330,7 @@ def rows_ahead(
 
 
 @triton.jit
-def first_rows(
-    words, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
-):
+def first_rows(words, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):
     """The words of the first AHEAD steps of rows line .. line + 15, if there are such rows."""
     tiles = ()
     for k in tl.static_range(AHEAD):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_shape, require
+from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, steps_of, unit_vector
 from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
@@ -201,12 +201,14 @@ def row_launch(
     d = weight.shape[-1]
     if not isinstance(weight, Int4Rows):
         settings = settings or row_settings(d)
-        require(isinstance(settings, RowSettings), "Int4RowSettings are for 4-bit rows")
+        if isinstance(settings, Int4RowSettings):
+            raise ValueError("Int4RowSettings are for 4-bit rows")
         grid = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
         constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0}
         return grid, weight, None, constants, settings.warps_for(d)
     chosen = settings or int4_row_settings(d)
-    require(isinstance(chosen, Int4RowSettings), "4-bit rows need Int4RowSettings")
+    if not isinstance(chosen, Int4RowSettings):
+        raise ValueError("4-bit rows need Int4RowSettings")
     steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
     constants = {"BLOCK": 32 * chosen.warps, "ROWS": min(chosen.ahead, steps), "GROUP": weight.group}
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
@@ -236,8 +238,6 @@ def dense_rows(
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     if batch > 1:
-        if isinstance(weight, Int4Rows):
-            weight = weight.dequantised(torch.float16)
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
     grid, words, scales, constants, warps = row_launch(weight, n, settings, x.device)

@@ -131,8 +131,6 @@ def qkv_dense(
     batch, n_heads, head_dim = check_projection(x, d, bias, q, k_cache, v_cache, position)
     check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
     if batch > 1:
-        if isinstance(weight, Int4Rows):
-            weight = weight.dequantised(torch.float16)
         qkv_batch(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
     pdl = use_pdl(pdl, q.device)
