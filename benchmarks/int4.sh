@@ -6,12 +6,14 @@ set -u
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1
 out=${1:-benchmarks/results}
 mkdir -p "$out"
-python3 -m pytest -q -m gpu -n 8 --timeout 200 tests/kernels/common/test_int4_tiles.py tests/kernels/dense/test_int4_dense.py \
-  tests/kernels/mlp/test_int4_mlp.py tests/kernels/mlp/test_nibbles.py tests/kernels/attention/test_int4_projection.py \
+python3 -m pytest -q -m gpu -n 8 --timeout 200 tests/kernels/common/test_int4.py tests/kernels/common/test_int4_tiles.py tests/kernels/dense/test_int4_dense.py \
+  tests/kernels/mlp/test_int4_mlp.py tests/kernels/mlp/test_nibbles.py tests/kernels/attention/test_int4_projection.py tests/kernels/attention/test_int4_qkv.py \
   > "$out/int4_tests.log" 2>&1
 failed=$?
 tail -n 15 "$out/int4_tests.log"
 echo "tests done after $SECONDS s, exit code $failed"
-python3 benchmarks/int4_rows.py --csv "$out/int4_rows.csv" --seconds $((420 - SECONDS))
-python3 benchmarks/int4_rows.py --sweep --d 9216 4096 --ops rows mlp out --seconds $((540 - SECONDS)) | tee "$out/int4_sweep.txt"
+python3 benchmarks/int4_rows.py --csv "$out/int4_rows.csv" --seconds $((390 - SECONDS))
+for widths in "9216 4096" "7168 12288"; do  # what is unknown first: 200 s in all
+  python3 benchmarks/int4_rows.py --sweep --d $widths --ops heads out rows mlp --seconds $((590 - SECONDS))
+done | tee "$out/int4_sweep.txt"
 exit "$failed"

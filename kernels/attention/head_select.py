@@ -37,6 +37,16 @@ def head_select_reference(
 
 
 @triton.jit
+def selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr):
+    """(the selected heads in ascending order (H_TILE,), H beyond them; their number)."""
+    heads = tl.arange(0, H_TILE)
+    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0, cache_modifier=".cg") != 0).to(tl.int32)
+    rank = tl.cumsum(chosen, 0)
+    before = (rank[:, None] <= heads[None, :]) & (heads < H)[:, None]
+    return tl.sum(before.to(tl.int32), 0), tl.sum(chosen)
+
+
+@triton.jit
 def _head_select_kernel(
     x,
     norm_weight,

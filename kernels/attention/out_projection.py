@@ -18,7 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.head_select import selected_heads
+from kernels.attention.out_projection_int4 import HeadRowSettings, project_head_rows, project_head_rows_reference
 from kernels.common.checks import check_device, check_shape, require
+from kernels.common.int4 import Int4Rows
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
 from kernels.mlp.select import Selection
@@ -55,17 +58,10 @@ def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSetti
 
 def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:
     """Plain torch."""
+    if isinstance(weight, Int4Rows):
+        project_head_rows_reference(mixed, weight, bias, residual, selection, out)
+        return
     out.copy_(torch.nn.functional.linear(mixed.to(weight.dtype), weight).float() + bias.float() + residual)
-
-
-@triton.jit
-def _selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr):
-    """(the selected heads in ascending order (H_TILE,), H beyond them; their number)."""
-    heads = tl.arange(0, H_TILE)
-    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0, cache_modifier=".cg") != 0).to(tl.int32)
-    rank = tl.cumsum(chosen, 0)
-    before = (rank[:, None] <= heads[None, :]) & (heads < H)[:, None]
-    return tl.sum(before.to(tl.int32), 0), tl.sum(chosen)
 
 
 @triton.jit
@@ -116,7 +112,7 @@ def _project_kernel(
         order = c
         n = WIDTH
     else:
-        order, n_heads = _selected_heads(row_bits, H, H_TILE)
+        order, n_heads = selected_heads(row_bits, H, H_TILE)
         n = n_heads * HEAD_DIM
     w, columns = _step(at, inside, order, 0, n, HEAD_DIM, RUN, BLOCK, ALL)
     offset = tl.load(bias + rows, mask=inside, other=0.0)
@@ -158,7 +154,7 @@ def _project_tiles_kernel(
     c = tl.arange(0, HEAD_TILE)
     heads = tl.arange(0, H_TILE)
     b = tl.arange(0, 8)  # the product's narrowest second side; only its first column exists
-    order, n = _selected_heads(row_bits, H, H_TILE)
+    order, n = selected_heads(row_bits, H, H_TILE)
     offset = tl.load(bias + rows, mask=inside, other=0.0)
     base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
     wait_for_predecessor(PDL)
@@ -174,20 +170,27 @@ def _project_tiles_kernel(
 
 def project_heads(
     mixed: Tensor,
-    weight: Tensor,
+    weight: Tensor | Int4Rows,
     bias: Tensor,
     residual: Tensor,
     selection: Selection | None,
     out: Tensor,
     pdl: bool = False,
-    settings: ProjectSettings | HeadTileSettings | None = None,
+    settings: ProjectSettings | HeadTileSettings | HeadRowSettings | None = None,
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim); selection None = all heads.
 
     One row runs in one kernel, bitwise deterministic; several as a matrix product over all columns: the union of the
     heads of several rows leaves little out. Selection and residual must be older than the two launches before this one.
-    Errors: shapes, a CPU tensor.
+    4-bit rows lie head by head, Int4Rows (h, d, head_dim): see `out_projection_int4`. Errors: shapes, a CPU tensor.
     """
+    if isinstance(weight, Int4Rows):
+        if settings is not None and not isinstance(settings, HeadRowSettings):
+            raise ValueError("4-bit rows need HeadRowSettings")
+        project_head_rows(mixed, weight, bias, residual, selection, out, pdl, settings)
+        return
+    if isinstance(settings, HeadRowSettings):
+        raise ValueError("HeadRowSettings are for 4-bit rows")
     check_device("mixed", mixed)
     batch, width = mixed.shape
     d = weight.shape[0]

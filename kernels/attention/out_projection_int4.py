@@ -4,11 +4,10 @@
     y[i] = residual[i] + bias[i] + sum_h scale[h, i] sum_j code[h, i, j] mixed[h head_dim + j],   h selected
 
 The weight lies head by head, Int4Rows of shape (h, d, head_dim) with one scale a head and output, so that a skipped
-head skips codes and scales alike; fp16 weights (`out_projection`) keep rows of all heads. mixed (1, h * head_dim) fp32
-is rounded to fp16; sums in fp32, the scale multiplies a thread's part of a head.
-Threads are spread over C chunks (16 bytes of one head and output; at head dim 80, 8 bytes) and L / C outputs. Each goes
-over the chunks of the selected heads, C apart, for R neighbouring outputs: what it reads of mixed serves R times.
-The first chunks are read before the wait: selection, bias and residual are older than the launch before, see
+head skips codes and scales alike, and 16 outputs of a head are one range of memory; fp16 weights (`out_projection`)
+keep rows of all heads. mixed (1, h * head_dim) fp32 is rounded to fp16; products are exact, sums in fp32.
+A program owns 16 outputs; its warps take heads in turn, SPAN at a time, as units of `int4_mma` with one input.
+The first span is read before the wait: selection, bias and residual are older than the launch before, see
 `out_projection`.
 """
 
@@ -19,28 +18,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.out_projection import _selected_heads
+from kernels.attention.head_select import selected_heads
 from kernels.common.checks import INTERPRET, check_device, check_head_dim, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_tiles import int4_dot, split_words, word_planes
+from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
+from kernels.common.int4_numbers import written_out_by_output
+from kernels.common.int4_tiles import split_words
 from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.dense.dense_batch import dense_add
 from kernels.mlp.select import Selection
+
+ROWS = tl.constexpr(16)
 
 
 @dataclass(frozen=True)
 class HeadRowSettings:
-    """lanes: threads of a program; chunks: of them side by side; outputs: of a thread."""
+    """warps: of a program; span: heads of a warp that are on their way, at most 8."""
 
-    lanes: int
-    chunks: int
-    outputs: int
+    warps: int
+    span: int
 
 
 def head_row_settings(d: int) -> HeadRowSettings:
     """Launch settings. Not measured yet: `benchmarks/int4_rows.py`."""
     if INTERPRET:
-        return HeadRowSettings(8, 4, 2)
-    return HeadRowSettings(128, 32, 2 if d <= 4096 else 4)
+        return HeadRowSettings(1, 2)
+    return HeadRowSettings(8 if d <= 5120 else 4, 2)
 
 
 def by_head(weight: Tensor, n_heads: int) -> Tensor:
@@ -57,30 +60,42 @@ def project_head_rows_reference(mixed, weight, bias, residual, selection, out, p
 
 
 @triton.jit
-def _places(order, begin, n, q, HEAD_DIM: tl.constexpr, VECTOR: tl.constexpr, ALL: tl.constexpr):
-    """(head, word of the head, whether there is one) of the threads' chunks from the begin-th on; n heads."""
-    CHUNKS: tl.constexpr = HEAD_DIM // (8 * VECTOR)
-    number = begin + q
+def _heads(order, begin, n, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, ALL: tl.constexpr):
+    """The head of each lane group's entry of the span, (L,): begin + (g % SPAN) warps + warp, g from SPAN on again."""
+    number = begin + lane % 32 // 4 % SPAN * (lane.shape[0] // 32) + lane // 32
+    entry = tl.minimum(number // UNITS, tl.maximum(n - 1, 0))
     if ALL:
-        head = number // CHUNKS
+        heads = entry
     else:
-        head = tl.gather(order, tl.minimum(number // CHUNKS, order.shape[0] - 1), 0)
-    there = number < n * CHUNKS
-    return tl.where(there, head, 0), (number % CHUNKS) * VECTOR, there
+        heads = tl.gather(order, entry, 0)
+    return tl.where(n > 0, heads, 0)
 
 
 @triton.jit
-def _chunk(
-    weight, scales, head, word, there, rows, n_rows, HEAD_DIM: tl.constexpr, VECTOR: tl.constexpr, R: tl.constexpr
-):
-    """VECTOR words and a scale for each of a thread's R outputs; words that are not there are undefined."""
+def _span(
+    weight, scales, heads, begin, n, rows, n_rows, lane,
+    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of a warp's entries begin, begin + warps, ...; rows: g of the program's 16."""
+    WARPS: tl.constexpr = lane.shape[0] // 32
     tiles = ()
-    for k in tl.static_range(R):
-        line = head * n_rows + rows + k
-        mask = there & (rows + k < n_rows)
-        at = weight + (line.to(tl.int64) * (HEAD_DIM // 8) + word)[:, None] + tl.arange(0, VECTOR)[None, :]
-        tiles = tiles + split_words(tl.load(at, mask=mask[:, None], eviction_policy="evict_first"), VECTOR)
-        tiles = tiles + (tl.load(scales + line, mask=mask, other=0.0),)
+    for s in tl.static_range(SPAN):
+        number = begin + s * WARPS + lane // 32
+        there = number < n * UNITS
+        place = number % UNITS * (4 * V) + lane % 4 * V
+        line = from_group(heads, s) * n_rows + rows
+        for half in tl.static_range(2):
+            inside = there & (rows + 8 * half < n_rows)
+            at = weight + line.to(tl.int64) * W + 8 * half * W + place
+            if V == 1:
+                tiles = tiles + (tl.load(at, mask=inside & (place < W), other=0, eviction_policy="evict_first"),)
+            else:
+                each = at[:, None] + tl.arange(0, V)[None, :]
+                mask = (inside & (place < W))[:, None]
+                tiles = tiles + split_words(tl.load(each, mask=mask, other=0, eviction_policy="evict_first"), V)
+        for half in tl.static_range(2):
+            mask = there & (rows + 8 * half < n_rows) & (lane % 4 == s // 2)
+            tiles = tiles + (tl.load(scales + line + 8 * half, mask=mask, other=0.0),)
     return tiles
 
 
@@ -97,53 +112,46 @@ def _project_head_rows_kernel(
     H: tl.constexpr,
     H_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    VECTOR: tl.constexpr,
     L: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
+    SPAN: tl.constexpr,
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    CHUNKS: tl.constexpr = HEAD_DIM // (8 * VECTOR)
+    W: tl.constexpr = HEAD_DIM // 8
+    V: tl.constexpr = unit_vector(W, HEAD_DIM)
+    UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
+    WARPS: tl.constexpr = L // 32
     lane = tl.arange(0, L)
-    q = lane % C
-    rows = (tl.program_id(0) * (L // C) + lane // C) * R
-    own = tl.program_id(0) * (L // C * R) + tl.arange(0, L // C * R)
-    inside = own < n_rows
+    group = lane % 32 // 4
+    rows = tl.program_id(0) * ROWS + group
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if ALL:
         order = lane
         n = H
     else:
-        order, n = _selected_heads(row_bits, H, H_TILE)
-    head, word, there = _places(order, 0, n, q, HEAD_DIM, VECTOR, ALL)
-    w = _chunk(weight, scales, head, word, there, rows, n_rows, HEAD_DIM, VECTOR, R)
-    offset = tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
-    base = tl.load(residual + own, mask=inside, other=0.0, cache_modifier=".cg")
+        order, n = selected_heads(row_bits, H, H_TILE)
+    heads = _heads(order, 0, n, lane, UNITS, SPAN, ALL)
+    w = _span(weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, SPAN)
+    offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
+    base = tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg")
     wait_for_predecessor(PDL)
-    acc = ()
-    for _ in tl.static_range(R):
-        acc = acc + (tl.zeros((L,), tl.float32),)
-    for begin in range(0, n * CHUNKS, C):
+    first = tl.zeros((L,), tl.float32)
+    second = tl.zeros((L,), tl.float32)
+    for begin in range(0, n * UNITS, SPAN * WARPS):
+        number = begin + group % SPAN * WARPS + lane // 32
         x = ()
-        for v in tl.static_range(VECTOR):
-            column = head * HEAD_DIM + 8 * (word + v)
-            at = mixed + column[:, None] + tl.arange(0, 8)[None, :]
-            x = x + word_planes(tl.load(at, mask=there[:, None], other=0.0))
-        head, word, there = _places(order, begin + C, n, q, HEAD_DIM, VECTOR, ALL)
-        more = ()
-        for k in tl.static_range(R):
-            part = int4_dot(w[k * (VECTOR + 1) : k * (VECTOR + 1) + VECTOR], x, VECTOR)
-            more = more + (acc[k] + part * w[k * (VECTOR + 1) + VECTOR].to(tl.float32),)
-        acc = more
-        w = _chunk(weight, scales, head, word, there, rows, n_rows, HEAD_DIM, VECTOR, R)
-    if R == 1:
-        sums = tl.sum(tl.reshape(acc[0], (L // C, C)), 1)
-    elif R == 2:
-        sums = tl.reshape(tl.sum(tl.reshape(tl.join(acc[0], acc[1]), (L // C, C, 2)), 1), (L // C * 2,))
-    else:
-        fours = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
-        sums = tl.reshape(tl.sum(tl.reshape(fours, (L // C, C, 4)), 1), (L // C * 4,))
-    tl.store(out + own, sums + offset + base, mask=inside)
+        for v in tl.static_range(V):
+            word = number % UNITS * (4 * V) + lane % 4 * V + v
+            x = x + float_planes(mixed + heads * HEAD_DIM + 8 * word, (number < n * UNITS) & (word < W))
+        heads = _heads(order, begin + SPAN * WARPS, n, lane, UNITS, SPAN, ALL)
+        coming = _span(weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, SPAN)
+        for s in tl.static_range(SPAN):
+            tiles = w[s * (2 * V + 2) : (s + 1) * (2 * V + 2)]  # words, and the two rows' scales
+            part = int4_mma(tiles[: 2 * V], x, V)
+            first += part[s % 2] * tiles[2 * V].to(tl.float32)
+            second += part[2 + s % 2] * tiles[2 * V + 1].to(tl.float32)
+        w = coming
+    tl.store(out + own, column_sums(first, second, L) + offset + base, mask=own < n_rows)
 
 
 def project_head_rows(
@@ -156,25 +164,30 @@ def project_head_rows(
     pdl: bool = False,
     settings: HeadRowSettings | None = None,
 ) -> None:
-    """mixed (1, h * head_dim), residual and out (1, d) fp32, weight (h, d, head_dim); selection None = all heads.
+    """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (h, d, head_dim); selection None = all heads.
 
-    Bitwise deterministic. Selection and residual must be older than the two launches before this one.
+    One row runs in one kernel, bitwise deterministic; several as a matrix product over all heads, which are written out
+    in fp16 before. Selection and residual must be older than the two launches before this one.
     Errors: shapes, dtypes, head dims, groups other than a head, a CPU tensor.
     """
     check_device("mixed", mixed)
+    batch = len(mixed)
     n_heads, d, head_dim = weight.shape
     check_head_dim(head_dim)
-    check_shape("mixed", mixed, 1, n_heads * head_dim)
+    check_shape("mixed", mixed, batch, n_heads * head_dim)
     weight.check("weight", (n_heads, d, head_dim), mixed)
     require(weight.scales.shape[-1] == 1, f"weight: {weight.scales.shape[-1]} groups a head, expected one")
     check_shape("bias", bias, d)
-    check_shape("residual", residual, 1, d)
-    check_shape("out", out, 1, d)
+    check_shape("residual", residual, batch, d)
+    check_shape("out", out, batch, d)
     require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
+    if batch > 1:
+        dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
+        return
     settings = settings or head_row_settings(d)
-    require(settings.outputs in (1, 2, 4), f"a thread has 1, 2 or 4 outputs, not {settings.outputs}")
+    require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
-    _project_head_rows_kernel[(triton.cdiv(d, settings.lanes // settings.chunks * settings.outputs),)](
+    _project_head_rows_kernel[(triton.cdiv(d, 16),)](
         mixed,
         weight.words,
         weight.scales,
@@ -186,12 +199,10 @@ def project_head_rows(
         H=n_heads,
         H_TILE=triton.next_power_of_2(n_heads),
         HEAD_DIM=head_dim,
-        VECTOR=4 if head_dim % 32 == 0 else 2,
-        L=settings.lanes,
-        C=settings.chunks,
-        R=settings.outputs,
+        L=32 * settings.warps,
+        SPAN=settings.span,
         ALL=selection is None,
         PDL=pdl,
-        num_warps=max(1, settings.lanes // 32),
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )

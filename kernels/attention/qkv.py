@@ -11,6 +11,7 @@ A program multiplies a tile of a head's rows with up to `pairs` inputs at once o
 position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
 and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
 long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
+4-bit rows (`int4_mma`) are multiplied by several warps, which share out a tile's columns; attn_in is then fp16.
 Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 """
@@ -22,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_projection, check_shape
-from kernels.common.int4 import check_rows
+from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
+from kernels.common.int4 import Int4Rows, check_rows
+from kernels.common.int4_mma import int4_tile
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
@@ -35,6 +37,7 @@ class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
     wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
+    4-bit rows: 16 rows and 8 pairs; block: threads of a tile, stages: units of columns of a warp that are on their way.
     """
 
     rows: int
@@ -60,12 +63,21 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     return TileSettings(rows, pairs, block, stages, warps, wide)
 
 
+def int4_qkv_settings() -> TileSettings:
+    """Launch settings of 4-bit rows. Not measured yet: `benchmarks/int4_rows.py`."""
+    warps = 1 if INTERPRET else 4
+    return TileSettings(rows=16, pairs=8, block=32 * warps, stages=2, warps=warps, wide=8)
+
+
 def qkv_reference(
     attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy="backfill",
     pdl=False,
 ) -> None:  # fmt: skip
     """Plain torch, one (row, head) at a time."""
     batch, n_heads, head_dim = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if isinstance(weight, Int4Rows):
+        weight = weight.dequantised(wide)
     mask = selection.to_mask(batch)
     for b in range(batch):
         t = int(position[b])
@@ -74,14 +86,30 @@ def qkv_reference(
             if not chosen and policy != "always":
                 continue
             first = int(watermark[b, head]) if policy == "backfill" else t
-            n = attn_in[b, first : t + 1].float()
-            rows = n @ weight[head].float().transpose(1, 2) + bias[head].float()[:, None]
+            n = attn_in[b, first : t + 1].to(wide)
+            rows = n @ weight[head].to(wide).transpose(1, 2) + bias[head].to(wide)[:, None]
             k_cache[b, head, first : t + 1] = rows[1].to(k_cache.dtype)
             v_cache[b, head, first : t + 1] = rows[2].to(v_cache.dtype)
             if chosen:
                 q[b, head] = rows[0, -1]
             if policy == "stale":
                 valid[b, head, t] = 1
+
+
+@triton.jit
+def _places(i, start, first, ends, B: tl.constexpr):
+    """(batch row, position) of the pairs start + i. See `_fill`."""
+    j = start + i
+    if B == 1:
+        of_row = tl.zeros_like(j)
+        p = tl.sum(first) + start + i
+    else:
+        b = tl.arange(0, first.shape[0])
+        passed = ends[None, :] <= j[:, None]
+        of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
+        begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
+        p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
+    return of_row, p
 
 
 @triton.jit
@@ -94,6 +122,7 @@ def _fill(
     ends,
     attn_in,
     weight,
+    scales,
     bias,
     valid,
     q,
@@ -108,6 +137,7 @@ def _fill(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
     POLICY: tl.constexpr,
 ):
     """Values of ROWS rows of a head for the pairs start .. start + PAIRS - 1 of n_pairs.
@@ -119,32 +149,33 @@ def _fill(
     i = tl.arange(0, PAIRS)
     j = start + i
     exists = j < n_pairs
-    # Scalar bases and constant offsets: little is left to compute before the first load.
-    if B == 1:
-        of_row = tl.zeros_like(j)
-        present = tl.sum(first) + start
-        p = present + i
-        x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
-    else:
-        b = tl.arange(0, first.shape[0])
-        passed = ends[None, :] <= j[:, None]
-        of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
-        begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
-        p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
-        x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+    of_row, p = _places(i, start, first, ends, B)
     line = head * (3 * HEAD_DIM) + row
-    w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
     offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
     rows = row + r
-    values = tl.zeros((ROWS, PAIRS), tl.float32)
-    for column in tl.range(0, D, BLOCK, num_stages=STAGES):
-        if D % BLOCK == 0:
-            w = tl.load(w_ptrs + column, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
+    if GROUP > 0:
+        # Of pairs that do not exist the last one's input is read again: no lane's load needs a mask.
+        own = tl.minimum(tl.arange(0, BLOCK) % 32 // 4, n_pairs - 1 - start)
+        its_row, its_p = _places(own, start, first, ends, B)
+        x = attn_in + (its_row * capacity + its_p).to(tl.int64) * (D // 2)
+        values = int4_tile(weight, scales, line, x, D // 8, GROUP, BLOCK, STAGES)
+    else:
+        # Scalar bases and constant offsets: little is left to compute before the first load.
+        if B == 1:
+            present = tl.sum(first) + start
+            x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
         else:
-            w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
-            x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
-        values = tl.dot(w, x, values, input_precision="ieee")
+            x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+        w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
+        values = tl.zeros((ROWS, PAIRS), tl.float32)
+        for column in tl.range(0, D, BLOCK, num_stages=STAGES):
+            if D % BLOCK == 0:
+                w = tl.load(w_ptrs + column, eviction_policy="evict_first")
+                x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
+            else:
+                w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
+                x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
+            values = tl.dot(w, x, values, input_precision="ieee")
     values += offset.to(tl.float32)[:, None]
     pair = of_row * H + head
     slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
@@ -166,6 +197,7 @@ def qkv_tile(
     n_tiles,
     attn_in,
     weight,
+    scales,
     bias,
     row_bits,
     position,
@@ -186,6 +218,7 @@ def qkv_tile(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -236,32 +269,33 @@ def qkv_tile(
         n_pairs = tl.sum(n)
         if WIDE > PAIRS and n_pairs > PAIRS:  # in steps of half the columns: the same shared memory
             _fill(
-                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
-                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid, q,
+                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, GROUP, POLICY,
             )  # fmt: skip
         else:
             _fill(
-                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
-                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid, q,
+                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, GROUP, POLICY,
             )  # fmt: skip
 
 
 @triton.jit
 def _qkv_kernel(
-    attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
+    attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
     B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     qkv_tile(
-        tl.program_id(0), tl.num_programs(0), attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache,
-        v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, scales, bias, row_bits, position, watermark, valid, q,
+        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP,
+        POLICY, PDL,
     )  # fmt: skip
 
 
 def qkv(
     attn_in: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Int4Rows,
     bias: torch.Tensor,
     selection: Selection,
     position: torch.Tensor,
@@ -284,7 +318,7 @@ def qkv(
 
 def qkv_launch(
     attn_in: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Int4Rows,
     bias: torch.Tensor,
     selection: Selection,
     position: torch.Tensor,
@@ -310,10 +344,18 @@ def qkv_launch(
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
     if policy == "stale" and valid is None:
         raise ValueError('the policy "stale" needs the tensor of valid positions')
-    settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
+    packed = isinstance(weight, Int4Rows)
+    if packed:
+        check_dtype("attn_in", attn_in, (torch.float16,))
+        settings = settings or int4_qkv_settings()
+        require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
+        require((settings.rows, settings.pairs, settings.wide) == (16, 8, 8), "4-bit rows go 16 at a time, pairs 8")
+    else:
+        settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
     arguments = (
-        attn_in,
-        weight,
+        attn_in.view(torch.int32) if packed else attn_in,
+        weight.words if packed else weight,
+        weight.scales if packed else None,
         bias,
         selection.row_bits,
         position,
@@ -336,6 +378,7 @@ def qkv_launch(
         "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
         "BLOCK": settings.block,
         "STAGES": settings.stages,
+        "GROUP": weight.group if packed else 0,
         "POLICY": POLICIES[policy],
         "PDL": pdl,
     }

@@ -270,21 +270,18 @@ def piece_scales(at, there, lane, START: tl.constexpr, VECTOR: tl.constexpr, W: 
 
 
 @triton.jit
-def int4_row(words, scales, first, there, lane, W: tl.constexpr, GROUP: tl.constexpr, NUMBER: tl.constexpr = 0):
-    """Row first + NUMBER as a tuple: `lane_words` tiles (L,) of words, then a tile of fp16 scales for each piece.
+def int4_row(words, scales, row, there, lane, W: tl.constexpr, GROUP: tl.constexpr):
+    """A row as a tuple: `lane_words` tiles (L,) of words, then a tile of fp16 scales for each piece.
 
-    Rows that differ in the constant NUMBER share one address. Not read where `there` is false: words are then undefined
-    and the scales zero.
+    Not read where `there` is false: words are then undefined and the scales zero.
     """
     L: tl.constexpr = lane.shape[0]
-    row = first.to(tl.int64)
+    row = row.to(tl.int64)
     tiles = ()
     for j in tl.static_range(n_pieces(W, L)):
-        tiles = tiles + piece_words(
-            words + row * W + NUMBER * W, there, lane, piece_start(W, L, j), piece_vector(W, L, j), W
-        )
+        tiles = tiles + piece_words(words + row * W, there, lane, piece_start(W, L, j), piece_vector(W, L, j), W)
     for j in tl.static_range(n_pieces(W, L)):
-        at = scales + row * (8 * W // GROUP) + NUMBER * (8 * W // GROUP)
+        at = scales + row * (8 * W // GROUP)
         scale = piece_scales(at, there, lane, piece_start(W, L, j), piece_vector(W, L, j), W, GROUP)
         tiles = tiles + (scale,)
     return tiles
@@ -350,23 +347,6 @@ def normalised_planes(
             again = word_columns(x, word, W, CACHE).to(tl.float32)
             planes = planes + word_planes((again - mean) * rstd * g + word_columns(shift, word, W).to(tl.float32))
     return planes
-
-
-@triton.jit
-def rows_together(parts, N: tl.constexpr):
-    """The sums of N = 1, 2, 4 or 8 tiles (L,) as a tile (N,), by one reduction."""
-    if N == 1:
-        sums = tl.sum(tl.reshape(parts[0], (parts[0].shape[0], 1)), 0)
-    elif N == 2:
-        sums = tl.sum(tl.join(parts[0], parts[1]), 0)
-    elif N == 4:
-        pairs = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-        sums = tl.reshape(tl.sum(pairs, 0), (4,))
-    else:
-        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
-        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
-        sums = tl.reshape(tl.sum(tl.join(even, odd), 0), (8,))
-    return sums
 
 
 @triton.jit

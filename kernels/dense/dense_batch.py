@@ -5,6 +5,7 @@
     hidden = act(n W^T + b)                               (`dense_hidden`)
 
 B > 1 rows x (B, d) fp32; weights fp16, bf16 or fp32; products accumulate in fp32 and are rounded to the weights' dtype.
+4-bit rows are written out in fp16 first (`int4_numbers`).
 """
 
 import torch
@@ -13,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.common.int4 import Int4Rows
+from kernels.common.int4_numbers import numbers_of
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
 
@@ -70,7 +73,7 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
 def qkv_batch(
     x: Tensor,
     ln: LayerNormWeights,
-    weight: Tensor,
+    weight: Tensor | Int4Rows,
     bias: Tensor,
     position: Tensor,
     q: Tensor,
@@ -80,6 +83,7 @@ def qkv_batch(
 ) -> None:
     """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
     batch, n_heads, head_dim = q.shape
+    weight = numbers_of(weight, pdl)
     rows = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]))
     pdl = use_pdl(pdl, x.device)
     _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](
@@ -100,16 +104,17 @@ def qkv_batch(
 
 
 def dense_hidden(
-    x: Tensor, ln: LayerNormWeights, weight: Tensor, bias: Tensor | None, activation: str, pdl: bool = False
+    x: Tensor, ln: LayerNormWeights, weight: Tensor | Int4Rows, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:
     """(B, n) in the weight's dtype: act(LayerNorm(x) W^T + b), weight (n, d)."""
+    weight = numbers_of(weight, pdl)
     y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight, bias)
     return y.relu_() if activation == "relu" else y
 
 
 def dense_add(
     y: Tensor,
-    weight: Tensor,
+    weight: Tensor | Int4Rows,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -117,6 +122,7 @@ def dense_add(
     pdl: bool = False,
 ) -> None:
     """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d)."""
+    weight = numbers_of(weight, pdl)
     y = y.to(weight.dtype)
     product = y @ weight if transposed else F.linear(y, weight)
     batch, d = out.shape

@@ -6,8 +6,9 @@ that come next are always on their way before these are summed, the first ones b
 (weights depend on nothing). x stays in registers, in one-dimensional pieces spread over all threads of a program: a
 width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
 
-GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_tiles`; n is
-then rounded to fp16 and lies in registers as planes of pairs. BLOCK is a piece's columns; of words, a row's threads.
+GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_mma`; n is
+then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns; of words, a program's threads, and ROWS
+how many units of a warp are on their way.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_tiles import int4_product, int4_row, normalised_planes, row_tiles, rows_together
+from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, steps_of, unit_vector
 from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
@@ -50,13 +51,20 @@ def row_settings(d: int) -> RowSettings:
     return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
 
 
-def int4_row_settings(d: int) -> RowSettings:
-    """Launch settings for 4-bit rows, warps being the threads of a row. Not measured yet: `benchmarks/int4_rows.py`."""
+@dataclass(frozen=True)
+class Int4RowSettings:
+    """programs: per multiprocessor; warps: of one; ahead: units of a warp that are on their way."""
+
+    programs: int
+    warps: int
+    ahead: int
+
+
+def int4_row_settings(d: int) -> Int4RowSettings:
+    """Launch settings for 4-bit rows. Not measured yet: `benchmarks/int4_rows.py`."""
     if INTERPRET:
-        return RowSettings(1, 2, 1, 4 if d < 512 else 16)
-    lanes = 256 if d > 9216 else 128 if d >= 2048 else 32
-    # As many programs as registers allow: 103 a thread at 4096, 166-178 up to 9216, 128 at 12288.
-    return RowSettings(4 if d <= 4096 else 3 if d <= 7168 else 2, 8 if d <= 4096 else 4, lanes // 32, lanes)
+        return Int4RowSettings(1, 1, 2)
+    return Int4RowSettings(4, 4, 4) if d <= 4096 else Int4RowSettings(2, 8, 4)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
@@ -72,20 +80,15 @@ def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> Non
 
 
 @triton.jit
-def row_pieces(
-    weight, scales, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
-):
+def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read."""
     tiles = ()
     for r in tl.static_range(ROWS):
-        if GROUP > 0:
-            tiles = tiles + int4_row(weight, scales, line, line + r < n_rows, c, D // 8, GROUP, r)
-        else:
-            width = tl.where(line + r < n_rows, D, 0)
-            at = weight + (line + r).to(tl.int64) * D
-            for j in tl.static_range((D + BLOCK - 1) // BLOCK):
-                column = j * BLOCK + c
-                tiles = tiles + (tl.load(at + column, mask=column < width, other=0.0, eviction_policy="evict_first"),)
+        width = tl.where(line + r < n_rows, D, 0)
+        at = weight + (line + r).to(tl.int64) * D
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+            column = j * BLOCK + c
+            tiles = tiles + (tl.load(at + column, mask=column < width, other=0.0, eviction_policy="evict_first"),)
     return tiles
 
 
@@ -100,43 +103,14 @@ def row_product(w, n, r, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def int4_step(
-    w, n, weight, scales, line, n_rows, c, D: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
-):
-    """(products (ROWS,) of the 4-bit rows w with n, rows line .. line + ROWS - 1 in their place).
-
-    A row makes room for the one to come as soon as it is used, and all are summed by one reduction.
-    """
-    parts = ()
-    coming = ()
-    for r in tl.static_range(ROWS):
-        parts = parts + (int4_product(w, n, D // 8, L, r * row_tiles(D // 8, L)),)
-        coming = coming + int4_row(weight, scales, line, line + r < n_rows, c, D // 8, GROUP, r)
-    return rows_together(parts, ROWS), coming
-
-
-@triton.jit
 def normalised_vector(
-    x,
-    norm_weight,
-    norm_bias,
-    c,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EPS: tl.constexpr,
-    TYPE: tl.constexpr,
-    GROUP: tl.constexpr = 0,
+    x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TYPE: tl.constexpr
 ):
-    """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D; or for 4-bit rows
-    as planes of fp16 pairs."""
-    if GROUP > 0:
-        n = normalised_planes(x, norm_weight, norm_bias, c, D // 8, BLOCK, EPS)
-    else:
-        xs = load_vector(x, c, D, BLOCK)
-        gains = load_vector(norm_weight, c, D, BLOCK)
-        shifts = load_vector(norm_bias, c, D, BLOCK)
-        n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, TYPE)
-    return n
+    """LayerNorm(x) as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D."""
+    xs = load_vector(x, c, D, BLOCK)
+    gains = load_vector(norm_weight, c, D, BLOCK)
+    shifts = load_vector(norm_bias, c, D, BLOCK)
+    return normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, TYPE)
 
 
 @triton.jit
@@ -183,22 +157,27 @@ def _dense_rows_kernel(
     PDL: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK)
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    w = row_pieces(weight, scales, first, n_rows, c, D, BLOCK, ROWS, GROUP)
-    wait_for_predecessor(PDL)
-    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty, GROUP)
-    for begin in range(first, n_rows, step):
-        if GROUP > 0:
-            values, w = int4_step(w, n, weight, scales, begin + step, n_rows, c, D, BLOCK, ROWS, GROUP)
-            lines = begin + tl.arange(0, ROWS)
+    if GROUP > 0:
+        w = first_rows(weight, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS)
+        wait_for_predecessor(PDL)
+        n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
+        step = tl.num_programs(0) * 16
+        for begin in range(tl.program_id(0) * 16, n_rows, step):
+            values, w = int4_rows_step(w, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS)
+            lines = begin + tl.arange(0, 16)
             if HAS_BIAS:
                 values += tl.load(bias + lines, mask=lines < n_rows, other=0.0).to(tl.float32)
             if RELU:
                 values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
             tl.store(out + lines, values, mask=lines < n_rows)
-        else:
-            coming = row_pieces(weight, scales, begin + step, n_rows, c, D, BLOCK, ROWS, GROUP)
+    else:
+        first = tl.program_id(0) * ROWS
+        step = tl.num_programs(0) * ROWS
+        w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
+        wait_for_predecessor(PDL)
+        n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+        for begin in range(first, n_rows, step):
+            coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
             offsets = ()
             for r in tl.static_range(ROWS):
                 if HAS_BIAS:
@@ -215,17 +194,25 @@ def _dense_rows_kernel(
             w = coming
 
 
-def rows_settings(weight: Tensor | Int4Rows) -> RowSettings:
-    """Launch settings by format and width."""
-    return (int4_row_settings if isinstance(weight, Int4Rows) else row_settings)(weight.shape[-1])
-
-
-def row_launch(weight: Tensor | Int4Rows, settings: RowSettings) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """(words or numbers, scales, group or 0, block, warps) of a kernel that walks over rows."""
+def row_launch(
+    weight: Tensor | Int4Rows, n: int, settings: RowSettings | Int4RowSettings | None, device: torch.device
+) -> tuple[int, Tensor, Tensor | None, dict[str, int], int]:
+    """(grid size, numbers or words, scales, constants, warps) of a kernel that walks over n rows."""
     d = weight.shape[-1]
     if not isinstance(weight, Int4Rows):
-        return weight, None, 0, settings.block(d), settings.warps_for(d)
-    return weight.words, weight.scales, weight.group, settings.width, max(1, settings.width // 32)
+        settings = settings or row_settings(d)
+        if isinstance(settings, Int4RowSettings):
+            raise ValueError("Int4RowSettings are for 4-bit rows")
+        grid = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
+        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0}
+        return grid, weight, None, constants, settings.warps_for(d)
+    chosen = settings or int4_row_settings(d)
+    if not isinstance(chosen, Int4RowSettings):
+        raise ValueError("4-bit rows need Int4RowSettings")
+    steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
+    constants = {"BLOCK": 32 * chosen.warps, "ROWS": min(chosen.ahead, steps), "GROUP": weight.group}
+    grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
+    return grid, weight.words, weight.scales, constants, chosen.warps
 
 
 def dense_rows(
@@ -236,7 +223,7 @@ def dense_rows(
     activation: str,
     out: Tensor,
     pdl: bool = False,
-    settings: RowSettings | None = None,
+    settings: RowSettings | Int4RowSettings | None = None,
 ) -> None:
     """x (B, d) fp32, weight (n, d), bias (n) or None, activation "none" or "relu" -> out (B, n) fp32.
 
@@ -251,14 +238,11 @@ def dense_rows(
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     if batch > 1:
-        if isinstance(weight, Int4Rows):
-            weight = weight.dequantised(torch.float16)
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
-    settings = settings or rows_settings(weight)
-    words, scales, group, block, warps = row_launch(weight, settings)
+    grid, words, scales, constants, warps = row_launch(weight, n, settings, x.device)
     pdl = use_pdl(pdl, x.device)
-    _dense_rows_kernel[(min(n_sms(x.device) * settings.programs, triton.cdiv(n, settings.rows)),)](
+    _dense_rows_kernel[(grid,)](
         x,
         ln.weight,
         ln.bias,
@@ -268,9 +252,7 @@ def dense_rows(
         out,
         n,
         D=d,
-        BLOCK=block,
-        ROWS=settings.rows,
-        GROUP=group,
+        **constants,
         HAS_BIAS=bias is not None,
         RELU=activation == "relu",
         EPS=ln.eps,

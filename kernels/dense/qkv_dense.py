@@ -13,17 +13,17 @@ import triton.language as tl
 
 from kernels.common.checks import check_projection
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
+from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import qkv_batch
 from kernels.dense.dense_gemv import (
+    Int4RowSettings,
     RowSettings,
-    int4_step,
     normalised_vector,
     row_launch,
     row_pieces,
     row_product,
-    rows_settings,
 )
 
 
@@ -68,16 +68,15 @@ def _qkv_dense_kernel(
     # As `dense_gemv`, but a row's result goes to q, or to the caches at the position.
     N_ROWS: tl.constexpr = 3 * HEAD_DIM * H
     c = tl.arange(0, BLOCK)
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    w = row_pieces(weight, scales, first, N_ROWS, c, D, BLOCK, ROWS, GROUP)
     last = tl.load(position)
-    wait_for_predecessor(PDL)
-    n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty, GROUP)
-    for begin in range(first, N_ROWS, step):
-        if GROUP > 0:
-            values, w = int4_step(w, n, weight, scales, begin + step, N_ROWS, c, D, BLOCK, ROWS, GROUP)
-            line = begin + tl.arange(0, ROWS)
+    if GROUP > 0:
+        w = first_rows(weight, tl.program_id(0) * 16, N_ROWS, c, D // 8, GROUP, ROWS)
+        wait_for_predecessor(PDL)
+        n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
+        step = tl.num_programs(0) * 16
+        for begin in range(tl.program_id(0) * 16, N_ROWS, step):
+            values, w = int4_rows_step(w, n, weight, scales, begin, begin + step, N_ROWS, c, D // 8, GROUP, ROWS)
+            line = begin + tl.arange(0, 16)
             inside = line < N_ROWS
             values += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)
             head = line // (3 * HEAD_DIM)
@@ -87,8 +86,14 @@ def _qkv_dense_kernel(
             tl.store(q + head * HEAD_DIM + row, values, mask=inside & (row < HEAD_DIM))
             tl.store(k_cache + slot, values.to(k_cache.dtype.element_ty), mask=key)
             tl.store(v_cache + slot, values.to(v_cache.dtype.element_ty), mask=inside & (row >= 2 * HEAD_DIM))
-        else:
-            coming = row_pieces(weight, scales, begin + step, N_ROWS, c, D, BLOCK, ROWS, GROUP)
+    else:
+        first = tl.program_id(0) * ROWS
+        step = tl.num_programs(0) * ROWS
+        w = row_pieces(weight, first, N_ROWS, c, D, BLOCK, ROWS)
+        wait_for_predecessor(PDL)
+        n = normalised_vector(x, norm_weight, norm_bias, c, D, BLOCK, EPS, weight.dtype.element_ty)
+        for begin in range(first, N_ROWS, step):
+            coming = row_pieces(weight, begin + step, N_ROWS, c, D, BLOCK, ROWS)
             offsets = ()
             for r in tl.static_range(ROWS):
                 offsets = offsets + (tl.load(bias + begin + r, mask=begin + r < N_ROWS, other=0.0),)
@@ -119,21 +124,18 @@ def qkv_dense(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     pdl: bool = False,
-    settings: RowSettings | None = None,
+    settings: RowSettings | Int4RowSettings | None = None,
 ) -> None:
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
     d = weight.shape[-1]
     batch, n_heads, head_dim = check_projection(x, d, bias, q, k_cache, v_cache, position)
     check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
     if batch > 1:
-        if isinstance(weight, Int4Rows):
-            weight = weight.dequantised(torch.float16)
         qkv_batch(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
         return
     pdl = use_pdl(pdl, q.device)
-    settings = settings or rows_settings(weight)
-    words, scales, group, block, warps = row_launch(weight, settings)
-    _qkv_dense_kernel[(min(n_sms(q.device) * settings.programs, 3 * n_heads * head_dim // settings.rows),)](
+    grid, words, scales, constants, warps = row_launch(weight, 3 * n_heads * head_dim, settings, q.device)
+    _qkv_dense_kernel[(grid,)](
         x,
         ln.weight,
         ln.bias,
@@ -148,9 +150,7 @@ def qkv_dense(
         H=n_heads,
         HEAD_DIM=head_dim,
         D=d,
-        BLOCK=block,
-        ROWS=settings.rows,
-        GROUP=group,
+        **constants,
         EPS=ln.eps,
         PDL=pdl,
         num_warps=warps,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.common.checks import check_shape
+from kernels.common.int4 import Int4Rows
 from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_selection
@@ -101,6 +102,7 @@ def _select_tile(
 def _qkv_select_kernel(
     attn_in,
     weight,
+    scales,
     qkv_bias,
     head_bits,
     position,
@@ -132,6 +134,7 @@ def _qkv_select_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
     RANK: tl.constexpr,
@@ -149,14 +152,14 @@ def _qkv_select_kernel(
         )  # fmt: skip
     else:
         qkv_tile(
-            pid, n_tiles, attn_in, weight, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
-            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+            pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, POLICY, PDL,
         )  # fmt: skip
 
 
 def qkv_select(
     attn_in: Tensor,
-    weight: Tensor,
+    weight: Tensor | Int4Rows,
     bias: Tensor,
     selection: Selection,
     position: Tensor,

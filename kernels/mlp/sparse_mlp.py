@@ -73,12 +73,14 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
 
 
 def int4_mlp_settings(d: int) -> MlpSettings:
-    """Launch settings for 4-bit rows; block is the threads of a row. Not measured yet: `benchmarks/int4_rows.py`."""
+    """Launch settings for 4-bit rows; block is the threads of a row. 4096 and 9216 measured, the others inferred."""
     if INTERPRET:
         return MlpSettings(5, 4 if d < 512 else 16, 2, 1)
     if d < 2048:
         return MlpSettings(132, 128 if d >= 1024 else 32, 4, 4)
-    return MlpSettings(264, 256, 4, 8) if d <= 5120 else MlpSettings(132, 512, 8, 16)
+    if d <= 5120:
+        return MlpSettings(264, 256, 2, 8)
+    return MlpSettings(264, 128, 2, 4) if d <= 9216 else MlpSettings(132, 256, 4, 8)
 
 
 def sparse_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:

@@ -5,6 +5,7 @@ import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from kernels.attention.head_select import head_selection
+from kernels.attention.out_projection import project_heads, project_heads_reference
 from kernels.attention.out_projection_int4 import (
     HeadRowSettings,
     by_head,
@@ -41,8 +42,8 @@ def check(out, mixed, weight, bias, residual, selection):
 
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "density", "settings"),
-    [(3, 32, 6, 0.5, (8, 4, 2)), (2, 64, 9, 0.0, (8, 2, 1)), (3, 80, 9, None, (8, 4, 4)), (2, 80, 8, 1.0, (16, 8, 2)),
-     (2, 128, 4, None, (8, 8, 2)), (3, 16, 12, 0.6, (8, 4, 4))],
+    [(3, 32, 20, 0.5, (1, 2)), (2, 64, 9, 0.0, (1, 1)), (3, 80, 9, None, (2, 4)), (2, 80, 17, 1.0, (1, 2)),
+     (2, 128, 16, None, (1, 8)), (5, 16, 12, 0.6, (2, 1))],
 )  # fmt: skip
 def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
     mixed, weight, *rest = case(device, n_heads, head_dim, d, density)
@@ -54,6 +55,17 @@ def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
     if rest[-1] is not None:
         weight.scales.copy_(kept)
     check(out, mixed, weight, *rest)
+
+
+@pytest.mark.parametrize("int4", [True, False])
+def test_several_rows_are_a_matrix_product(device, int4):
+    mixed, weight, bias, residual, _ = case(device, 2, 32, 8, None)
+    mixed, residual = mixed.repeat(3, 1), residual.repeat(3, 1)
+    mixed[1] *= 0.5
+    out, want = torch.full((3, 8), NAN, device=device), torch.empty(3, 8, dtype=torch.float64, device=device)
+    (project_heads if int4 else project_heads_reference)(mixed, weight, bias.half(), residual, None, out)
+    project_head_rows_reference(mixed.double(), weight, bias.half(), residual, None, want)
+    torch.testing.assert_close(out.double(), want, atol=0.1, rtol=5e-3)  # weights in fp16, the product rounded to it
 
 
 def test_heads_lie_one_after_another():

@@ -1,0 +1,375 @@
+# mypy: disable-error-code="assignment"
+"""Sixteen rows of 4-bit words times up to eight inputs on the tensor cores, words going from memory to fragments.
+
+A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) reads V adjacent
+words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of input g; the four lanes of a g take
+neighbouring words: a unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over
+columns is free, so a word's pairs are already what m16n8k16 wants of this lane: pairs 0, 1 of both rows' words are A,
+pairs 0, 1 of the input's eight columns B, and 2, 3 those of a second instruction. Nothing passes through shared memory.
+Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 1, which it multiplies with the scales.
+By count, a word: nine to make fp16 numbers of its codes (`int4_tiles`), one mma, and of a lane's eight words two loads
+of words, four of inputs, two of scales, four multiplications: 11.5. Products are exact, sums in fp32.
+
+One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
+which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four; the
+others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
+
+The warps of a program take units STEPS at a time, one warp after another, and add up what they have in the end.
+A lane is a thread: tiles are (32 * warps,), which the compiler lays out one element a thread. Without ASM a twin in
+plain arithmetic.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.common.checks import INTERPRET
+from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
+from kernels.common.launch import sums_together
+from kernels.common.layer_norm import mean_and_rstd
+
+
+@triton.constexpr_function
+def unit_vector(words, group):
+    """V: words of a lane, so that the four lanes of a unit share a scale. words: of a row."""
+    for vector in (4, 2):
+        if group % (32 * vector) == 0 and words % vector == 0:
+            return vector
+    return 1
+
+
+@triton.constexpr_function
+def groups_of(words, group):
+    return max(1, 8 * words // group)
+
+
+@triton.constexpr_function
+def units_a_group(group, vector):
+    return (group + 32 * vector - 1) // (32 * vector)
+
+
+def _mma_asm(vector: int) -> str:
+    """PTX: $0..$3 = sums over `vector` words of two rows with four pairs of x each."""
+    text = (
+        "{ .reg .b32 rest, magic, minus1032, sixteenth, minus72, p<4>, r<4>; .reg .f32 zero;"
+        "mov.b32 magic, 0x64006400; mov.b32 minus1032, 0xE408E408; mov.b32 sixteenth, 0x2C002C00;"
+        "mov.b32 minus72, 0xD480D480; mov.b32 zero, 0;"
+    )
+    for v in range(vector):
+        text += _codes(f"${4 + v}", "p") + _codes(f"${4 + vector + v}", "r")
+        for half in (0, 1):
+            a, b = 2 * half, 4 + 2 * vector + 4 * v + 2 * half
+            before = "$0, $1, $2, $3" if v or half else "zero, zero, zero, zero"
+            text += f"{_MMA} {{$0, $1, $2, $3}}, {{p{a}, r{a}, p{a + 1}, r{a + 1}}}, {{${b}, ${b + 1}}}, {{{before}}};"
+    return text + "}"
+
+
+MMA1, MMA2, MMA4 = (tl.constexpr(_mma_asm(vector)) for vector in (1, 2, 4))
+# Outputs are written before the last input is read: "&".
+MMA1_OPERANDS, MMA2_OPERANDS, MMA4_OPERANDS = (
+    tl.constexpr(",".join(["=&f"] * 4 + ["r"] * (6 * vector))) for vector in (1, 2, 4)
+)
+FOUR_FLOATS = tl.constexpr((tl.float32,) * 4)
+
+
+@triton.jit
+def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """fp32 (L,) sums of codes times x: row g for inputs 2 t and 2 t + 1, then row g + 8 for these.
+
+    words: V of row g, then V of row g + 8; x: 4 V planes of pairs of input g's columns.
+    """
+    L: tl.constexpr = words[0].shape[0]
+    if ASM:
+        if V == 1:
+            sums = tl.inline_asm_elementwise(MMA1, MMA1_OPERANDS, words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1)
+        elif V == 2:
+            sums = tl.inline_asm_elementwise(MMA2, MMA2_OPERANDS, words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1)
+        else:
+            sums = tl.inline_asm_elementwise(MMA4, MMA4_OPERANDS, words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1)
+    else:
+        sums = ()
+        for row in tl.static_range(2):
+            total = tl.zeros((L // 32, 8, 8), tl.float32)
+            for v in tl.static_range(V):
+                codes = tl.reshape(codes_of(words[row * V + v]), (L // 32, 8, 1, 32))
+                numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
+                total += tl.sum(codes * tl.reshape(numbers, (L // 32, 1, 8, 32)), 3)
+            even, odd = tl.split(tl.reshape(total, (L, 2)))
+            sums = sums + (even, odd)
+    return sums
+
+
+@triton.jit
+def from_group(values, NUMBER: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """int32 (L,): to all lanes of a warp what its lane 4 NUMBER holds, the first of group NUMBER."""
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+            "=r,r,r",
+            [values, tl.full(values.shape, 4 * NUMBER, tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        L: tl.constexpr = values.shape[0]
+        lanes = tl.reshape(values, (L // 32, 32))
+        one = tl.sum(tl.where((tl.arange(0, 32) == 4 * NUMBER)[None, :], lanes, 0), 1)
+        found = tl.reshape(tl.broadcast_to(one[:, None], (L // 32, 32)), (L,))
+    return found
+
+
+@triton.jit
+def fp16_pairs(low, high, ASM: tl.constexpr = ASSEMBLY):
+    """int32 pairs of fp16 of two fp32 tiles."""
+    if ASM:
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        pairs = pairs_of(low.to(tl.float16), high.to(tl.float16))
+    return pairs
+
+
+@triton.jit
+def float_planes(at, mask):
+    """The four planes of pairs of eight fp32 columns from `at` (L,) on, in two loads of 16 bytes a lane."""
+    planes = ()
+    for half in tl.static_range(2):
+        four = tl.load((at + 4 * half)[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)
+        columns = split_words(four, 4)
+        planes = planes + (fp16_pairs(columns[0], columns[1]), fp16_pairs(columns[2], columns[3]))
+    return planes
+
+
+@triton.jit
+def unit_words(at, unit, lane, W: tl.constexpr, V: tl.constexpr, STEPS: tl.constexpr):
+    """The 2 V words of a lane for each of STEPS units from `unit` on; at: row g of 16. Undefined beyond the row."""
+    words = ()
+    for s in tl.static_range(STEPS):
+        place = (unit + s) * (4 * V) + lane % 4 * V
+        for row in tl.static_range(2):
+            if V == 1:
+                words = words + (tl.load(at + row * 8 * W + place, mask=place < W, eviction_policy="evict_first"),)
+            else:
+                each = (at + row * 8 * W + place)[:, None] + tl.arange(0, V)[None, :]
+                tile = tl.load(each, mask=(place < W)[:, None], eviction_policy="evict_first")
+                words = words + split_words(tile, V)
+    return words
+
+
+@triton.jit
+def unit_scales(
+    at, unit, lane, W: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, STEPS: tl.constexpr, NUMBER: tl.constexpr
+):
+    """The scales of STEPS units of the row at `at` + 8 NUMBER rows, zero beyond its end."""
+    row = at + NUMBER * 8 * groups_of(W, GROUP)
+    if STEPS == 1:
+        scales = (tl.load(row + unit // units_a_group(GROUP, V), mask=unit * (4 * V) < W, other=0.0),)
+    else:
+        each = unit[:, None] + tl.arange(0, STEPS)[None, :]
+        tile = tl.load(row[:, None] + each // units_a_group(GROUP, V), mask=each * (4 * V) < W, other=0.0)
+        scales = split_words(tile, STEPS)
+    return scales
+
+
+@triton.jit
+def unit_input(x, place, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
+    """4 V planes of a lane's input, x its int32 pairs; zero beyond the end."""
+    planes = ()
+    for v in tl.static_range(V):
+        at = (x + 4 * (place + v))[:, None] + tl.arange(0, 4)[None, :]
+        if WHOLE:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=(place < W)[:, None], other=0)
+        planes = planes + split_words(tile, 4)
+    return planes
+
+
+@triton.jit
+def scaled(acc, part, first, second):
+    """Four sums plus those of a unit times their rows' scales."""
+    one = first.to(tl.float32)
+    two = second.to(tl.float32)
+    return (acc[0] + part[0] * one, acc[1] + part[1] * one, acc[2] + part[2] * two, acc[3] + part[3] * two)
+
+
+@triton.jit
+def tile_sums(acc, L: tl.constexpr):
+    """Rows (16) by inputs (8) of a program's tile: the sums of its warps."""
+    lanes = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))  # (L, row half, input parity)
+    total = tl.sum(tl.reshape(lanes, (L // 32, 32, 2, 2)), 0)
+    return tl.reshape(tl.permute(tl.reshape(total, (8, 4, 2, 2)), (2, 0, 1, 3)), (16, 8))
+
+
+@triton.jit
+def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr):
+    """Rows line .. line + 15 times eight inputs, (16, 8) fp32.
+
+    x: for each lane (L,) where its input's pairs (4 W int32) begin; lanes of an input too many may read another's.
+    """
+    V: tl.constexpr = unit_vector(W, GROUP)
+    UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
+    STRIDE: tl.constexpr = L // 32 * STEPS
+    WHOLE: tl.constexpr = W % (4 * V * STRIDE) == 0
+    lane = tl.arange(0, L)
+    row = (line + lane % 32 // 4).to(tl.int64)
+    at = words + row * W
+    scale_at = scales + row * groups_of(W, GROUP)
+    unit = lane // 32 * STEPS
+    w = unit_words(at, unit, lane, W, V, STEPS)
+    zero = tl.zeros((L,), tl.float32)
+    acc = (zero, zero, zero, zero)
+    for _ in range(0, UNITS, STRIDE):
+        coming = unit_words(at, unit + STRIDE, lane, W, V, STEPS)
+        one = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 0)
+        two = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 1)
+        for s in tl.static_range(STEPS):
+            planes = unit_input(x, (unit + s) * (4 * V) + lane % 4 * V, W, V, WHOLE)
+            acc = scaled(acc, int4_mma(w[2 * V * s : 2 * V * s + 2 * V], planes, V), one[s], two[s])
+        unit += STRIDE
+        w = coming
+    return tile_sums(acc, L)
+
+
+@triton.jit
+def column_sums(first, second, L: tl.constexpr):
+    """Rows (16) of a program's tile with one input: the sums of its warps and of the four lanes of a row."""
+    total = tl.sum(tl.reshape(tl.join(first, second), (L // 32, 8, 4, 2)), 0)
+    return tl.reshape(tl.trans(tl.sum(total, 1)), (16,))
+
+
+@triton.constexpr_function
+def steps_of(words, vector, warps):
+    """Units of a row that each warp takes, one of them beyond the row's end perhaps."""
+    units = -(-words // (4 * vector))
+    return -(-units // warps)
+
+
+@triton.constexpr_function
+def spread_evenly(words, vector, warps):
+    """Whether no lane's words ever lie beyond a row's end."""
+    return words % (4 * vector * warps) == 0 and not INTERPRET
+
+
+@triton.jit
+def _own_unit_sums(x, place, there, V: tl.constexpr):
+    """Sums of a lane's 8 V columns of x and of their squares."""
+    total = tl.zeros(place.shape, tl.float32)
+    squares = tl.zeros(place.shape, tl.float32)
+    for piece in tl.static_range(2 * V):
+        at = (x + 8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
+        four = tl.load(at, mask=there[:, None], other=0.0)
+        total += tl.sum(four, 1)
+        squares += tl.sum(four * four, 1)
+    return total, squares
+
+
+@triton.jit
+def normalised_units(x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr):
+    """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight steps, lane group g that of step g.
+
+    x is read twice, the second time out of the L1.
+    """
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    V: tl.constexpr = unit_vector(W, GROUP)
+    OCTETS: tl.constexpr = (steps_of(W, V, WARPS) + 7) // 8
+    total = tl.zeros(lane.shape, tl.float32)
+    squares = tl.zeros(lane.shape, tl.float32)
+    for octet in tl.static_range(OCTETS):
+        place = ((8 * octet + lane % 32 // 4) * WARPS + lane // 32) * (4 * V) + lane % 4 * V
+        sums = _own_unit_sums(x, place, place < W, V)
+        total += sums[0]
+        squares += sums[1]
+    both = sums_together((total, squares), 2)
+    mean, rstd = mean_and_rstd(both[0], both[1], 8 * W, EPS)
+    planes = ()
+    for octet in tl.static_range(OCTETS):
+        place = ((8 * octet + lane % 32 // 4) * WARPS + lane // 32) * (4 * V) + lane % 4 * V
+        for piece in tl.static_range(2 * V):
+            column = (8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
+            there = (place < W)[:, None]
+            four = (tl.load(x + column, mask=there, other=0.0) - mean) * rstd
+            four = four * tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
+            four += tl.load(shift + column, mask=there, other=0.0).to(tl.float32)
+            n = split_words(four, 4)
+            planes = planes + (fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]))
+    return planes
+
+
+@triton.jit
+def rows_ahead(
+    words, line, n_rows, lane, STEP: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, THERE: tl.constexpr
+):
+    """The words of rows line + g and line + g + 8 for the warp's unit number STEP.
+
+    Of rows beyond the last one the last is read; THERE: line itself is one of the rows, else nothing may be read.
+    """
+    V: tl.constexpr = unit_vector(W, GROUP)
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    place = (STEP * WARPS + lane // 32) * (4 * V) + lane % 4 * V
+    tiles = ()
+    for half in tl.static_range(2):
+        row = tl.minimum(line + lane % 32 // 4 + 8 * half, n_rows - 1)
+        at = words + row.to(tl.int64) * W + place
+        if spread_evenly(W, V, WARPS) and THERE:
+            if V == 1:
+                tiles = tiles + (tl.load(at, eviction_policy="evict_first"),)
+            else:
+                tile = tl.load(at[:, None] + tl.arange(0, V)[None, :], eviction_policy="evict_first")
+                tiles = tiles + split_words(tile, V)
+        else:
+            there = place < tl.where(line < n_rows, W, 0)
+            if V == 1:
+                tiles = tiles + (tl.load(at, mask=there, other=0, eviction_policy="evict_first"),)
+            else:
+                each = at[:, None] + tl.arange(0, V)[None, :]
+                tile = tl.load(each, mask=there[:, None], other=0, eviction_policy="evict_first")
+                tiles = tiles + split_words(tile, V)
+    return tiles
+
+
+@triton.jit
+def first_rows(words, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):
+    """The words of the first AHEAD steps of rows line .. line + 15, if there are such rows."""
+    tiles = ()
+    for k in tl.static_range(AHEAD):
+        tiles = tiles + rows_ahead(words, line, n_rows, lane, k, W, GROUP, False)
+    return tiles
+
+
+@triton.jit
+def int4_rows_step(
+    w, x, words, scales, line, next_line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
+):
+    """(products (16,) of rows line .. line + 15 with x, the first AHEAD steps of the rows from next_line on).
+
+    w: the same of line's; x: `normalised_units`. Words make room for those to come as soon as they are used.
+    """
+    V: tl.constexpr = unit_vector(W, GROUP)
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    STEPS: tl.constexpr = steps_of(W, V, WARPS)
+    G: tl.constexpr = groups_of(W, GROUP)
+    first = tl.zeros(lane.shape, tl.float32)
+    second = tl.zeros(lane.shape, tl.float32)
+    row = tl.minimum(line + lane % 32 // 4, n_rows - 1)
+    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1)
+    for k in tl.static_range(STEPS):
+        if k % 8 == 0:  # this lane's number is that of steps k + 2 t and k + 2 t + 1
+            s = ()
+            for odd in tl.static_range(2):
+                unit = (k + lane % 4 * 2 + odd) * WARPS + lane // 32
+                there = unit * (4 * V) < W
+                place = unit // units_a_group(GROUP, V)
+                s = s + (tl.load(scales + row.to(tl.int64) * G + place, mask=there, other=0.0).to(tl.float32),)
+                s = s + (tl.load(scales + other_row.to(tl.int64) * G + place, mask=there, other=0.0).to(tl.float32),)
+        part = int4_mma(w[: 2 * V], x[k // 8 * 4 * V : k // 8 * 4 * V + 4 * V], V)
+        mine = lane % 4 == k % 8 // 2
+        first = tl.where(mine, first + part[k % 2] * s[k % 2 * 2], first)
+        second = tl.where(mine, second + part[2 + k % 2] * s[k % 2 * 2 + 1], second)
+        if k + AHEAD < STEPS:
+            more = rows_ahead(words, line, n_rows, lane, k + AHEAD, W, GROUP, True)
+        else:
+            more = rows_ahead(words, next_line, n_rows, lane, k + AHEAD - STEPS, W, GROUP, False)
+        w = w[2 * V :] + more
+    return column_sums(first, second, lane.shape[0]), w

@@ -1,0 +1,161 @@
+"""q/k/v of selected heads with 4-bit weights, and the tensor cores' tile that they are made of."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from int4_helpers import random_rows, with_outliers
+
+from kernels.attention.head_select import head_selection
+from kernels.attention.qkv import TileSettings, qkv, qkv_reference
+from kernels.common.int4 import unpack_int4
+from kernels.common.int4_mma import int4_mma
+from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
+from kernels.mlp.select import PredictorWeights, Selection
+
+NAN = float("nan")
+
+
+@triton.jit
+def _mma_kernel(words, x, out, V: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr):
+    lane = tl.arange(0, L)
+    w = ()
+    for v in tl.static_range(2 * V):
+        w = w + (tl.load(words + lane * (2 * V) + v),)
+    planes = ()
+    for k in tl.static_range(4 * V):
+        planes = planes + (tl.load(x + lane * (4 * V) + k),)
+    sums = int4_mma(w, planes, V, ASM)
+    for c in tl.static_range(4):
+        tl.store(out + lane * 4 + c, sums[c])
+
+
+def warps_tile(device, v, asm=False):
+    """Lane (g, t) holds v words of rows g and g + 8, and input g's columns."""
+    torch.manual_seed(v)
+    words = torch.randint(-(2**31), 2**31, (64, 2, v)).to(torch.int32)
+    x = with_outliers(torch.randn(64, 8 * v)).half()
+    out = torch.full((64, 4), NAN, device=device)
+    _mma_kernel[(1,)](words.to(device), x.view(torch.int32).to(device), out, v, 64, asm, num_warps=2)
+    codes = unpack_int4(words.view(-1, v)).view(2, 8, 4, 2, 8 * v).double()  # warp, g, t, row half, columns
+    want = torch.einsum("wgthc,wntc->whgn", codes, x.view(2, 8, 4, 8 * v).double())
+    want = want.view(2, 2, 8, 4, 2).permute(0, 2, 3, 1, 4).reshape(64, 4)  # lane (g, t): row half, parity
+    torch.testing.assert_close(out.cpu().double(), want, atol=1e-2, rtol=1e-5)
+    return out
+
+
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_a_warps_tile(device, v):
+    warps_tile(device, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_the_assembly_equals_its_twin(v):
+    torch.testing.assert_close(warps_tile("cuda", v, True), warps_tile("cuda", v), atol=1e-2, rtol=1e-5)
+
+
+def case(device, batch, n_heads, head_dim, d, group, density, capacity=9, size=0.05):
+    weight = random_rows(device, n_heads, 3, head_dim, d, group=group, size=size)
+    attn_in = with_outliers(torch.randn(batch, capacity, d, device=device)).half()
+    bias = torch.randn(n_heads, 3, head_dim, device=device)
+    position = torch.randint(capacity // 2, capacity, (batch,), dtype=torch.int32, device=device)
+    for b in range(batch):
+        attn_in[b, int(position[b]) + 1 :] = NAN
+    watermark = (torch.rand(batch, n_heads, device=device) * (position[:, None] + 1)).to(torch.int32)
+    selection = head_selection(n_heads, device)
+    selection.set_mask(torch.rand(batch, n_heads, device=device) < density)
+    return attn_in, weight, bias, selection, position, watermark
+
+
+def outputs(attn_in, bias, dtype=torch.float32):
+    batch, capacity, _ = attn_in.shape
+    n_heads, _, head_dim = bias.shape
+    q = torch.full((batch, n_heads, head_dim), NAN, device=bias.device, dtype=dtype)
+    k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=bias.device, dtype=dtype) for _ in range(2))
+    return torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=bias.device), q, k, v
+
+
+def check(function, reference, tensors, policy="backfill", skip_unselected=True, **options):
+    """Against float64: products are exact, sums of fp32; what is not asked for stays as it was."""
+    attn_in, weight, bias, selection, position, watermark = tensors
+    made, exact = outputs(attn_in, bias), outputs(attn_in, bias, torch.float64)
+    kept = weight.scales.clone()
+    if policy != "always" and skip_unselected:
+        weight.scales[selection.row_bits == 0] = NAN  # heads that no row selects are not read
+    function(*tensors, *made, policy=policy, **options)
+    weight.scales.copy_(kept)
+    reference(*tensors, *exact, policy=policy)
+    size = (attn_in.nan_to_num().double().abs().amax() * weight.scales.double().abs().amax() * 8).item()
+    for got, want in zip(made, exact, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), equal_nan=True, atol=2e-6 * size, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+@pytest.mark.parametrize(
+    ("batch", "n_heads", "head_dim", "d", "group", "density"),
+    [(1, 2, 16, 256, 128, 0.5), (2, 1, 80, 96, 32, 0.7), (1, 1, 32, 192, 64, 1.0), (1, 2, 16, 40, 40, 0.0),
+     (3, 2, 16, 64, 64, 0.6), (1, 1, 128, 128, 128, 1.0)],
+)  # fmt: skip
+def test_qkv(device, policy, batch, n_heads, head_dim, d, group, density):
+    check(qkv, qkv_reference, case(device, batch, n_heads, head_dim, d, group, density), policy)
+
+
+@pytest.mark.parametrize(("warps", "steps"), [(1, 1), (2, 4)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
+    tensors = case(device, batch, 3, 16, 384, 128, 1.0, capacity=20)
+    position, watermark = tensors[4:]
+    watermark[:, 0], watermark[:, 1], watermark[:, 2] = 0, position, position - 9
+    settings = TileSettings(16, 8, 32 * warps, steps, warps, 8)
+    check(qkv, qkv_reference, tensors, settings=settings)
+
+
+def with_predictor(device, function, rank=16, n=70):
+    """qkv_select as a function of qkv's arguments; its list is compared with the reference's."""
+    mlp = PredictorWeights(torch.empty(0), torch.randn(n, rank, device=device), torch.randn(n, device=device))
+    hidden, zero = torch.randn(1, rank, device=device), torch.zeros(1, device=device)
+    state, lists = torch.ones(1, dtype=torch.int32, device=device), []
+
+    def call(*tensors, **options):
+        lists.append(Selection.empty(n, device))
+        (qkv_select if not options.pop("reference", False) else qkv_select_reference)(
+            *tensors, mlp, hidden, zero, state, lists[-1], **options
+        )
+        if len(lists) == 2:
+            assert torch.equal(lists[0].indices(), lists[1].indices())
+
+    return call
+
+
+@pytest.mark.parametrize("density", [0.5, 1.0])
+def test_beside_a_predictor(device, density):
+    call = with_predictor(device, qkv_select)
+    check(call, lambda *tensors, **options: call(*tensors, reference=True, **options),
+          case(device, 1, 3, 32, 128, 128, density))  # fmt: skip
+
+
+def test_errors_name_what_does_not_fit(device):
+    tensors = case(device, 1, 2, 16, 64, 64, 1.0)
+    made = outputs(tensors[0], tensors[2])
+    with pytest.raises(ValueError, match="attn_in: expected float16, got float32"):
+        qkv(tensors[0].float(), *tensors[1:], *made)
+    with pytest.raises(ValueError, match="up to 8 batch rows, not 9"):
+        more = case(device, 9, 2, 16, 64, 64, 1.0)
+        qkv(*more, *outputs(more[0], more[2]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["backfill", "always"])
+@pytest.mark.parametrize(
+    ("batch", "n_heads", "head_dim", "d"),
+    [(1, 32, 128, 4096), (1, 72, 128, 9216), (1, 56, 128, 7168), (1, 96, 128, 12288), (1, 32, 80, 2560),
+     (4, 32, 64, 2048), (8, 40, 128, 5120)],
+)  # fmt: skip
+def test_at_true_shapes(policy, batch, n_heads, head_dim, d):
+    tensors = case("cuda", batch, n_heads, head_dim, d, 128, 0.5, size=d**-0.5 / 5)
+    for pdl in (False, True):
+        check(qkv, qkv_reference, tensors, policy, pdl=pdl)
+    if batch == 1:
+        call = with_predictor("cuda", qkv_select, d // 16, 4 * d)
+        check(call, lambda *tensors, **options: call(*tensors, reference=True, **options), tensors, policy)
