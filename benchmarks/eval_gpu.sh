@@ -1,61 +1,133 @@
 #!/usr/bin/env bash
-# All rows of the evaluation that need a GPU, in one tar: bash benchmarks/eval_gpu.sh FOLDER BUNDLE OUT
-# FOLDER holds tasks/ and wikitext2/, BUNDLE is opt-mini's. MODEL2 and BUNDLE2 name a second model, for instance the
-# 100M one. At most 15 minutes of one H200 (BUDGET seconds):
-# a step that finds no time left fails. DEVICE=cpu TRY=1 runs it on a CPU with tiny limits, to try it.
+# All rows of the evaluation that need a GPU: bash benchmarks/eval_gpu.sh FOLDER BUNDLE OUT
+#
+# FOLDER holds tasks/, wikitext2/ and general_heldout.jsonl, BUNDLE is opt-mini's. MODEL2 and BUNDLE2 name a second
+# model with its bundle, for instance the 100M one (DTYPE2 float32 or float16). GROUPS_RUN chooses of
+#   tests engine ties until   what was measured before; together 4 minutes
+#   cost                      Tables 1 to 3 with times
+#   second                    the second model: tasks through the engine and mask, LAMBADA at three shares of the heads
+#   five texts paper generation lambada
+# What reports times runs alone and first, the rest side by side, SLOTS at once, all in BUDGET seconds (480); the seconds
+# in the latter's rows are no times. Rows are written as they come, to a folder a step; in the middle and at the end all
+# of a kind are put together and OUT.tar is made. DEVICE=cpu TRY=1 tries it with tiny limits.
 set -u
 folder=$1 bundle=$2 out=$3
-device=${DEVICE:-cuda} try=${TRY:-} python=${PYTHON:-python3}
-export PYTHONPATH=${PYTHONPATH:-}:. OMP_WAIT_POLICY=PASSIVE
+device=${DEVICE:-cuda} try=${TRY:-} python=${PYTHON:-python3} budget=${BUDGET:-480}
+groups=" ${GROUPS_RUN:-cost second five texts paper generation lambada} "
+cores=$(nproc)
+slots=${SLOTS:-$((cores > 16 ? 14 : cores > 4 ? cores - 3 : 1))}
+export PYTHONPATH=${PYTHONPATH:-}:. OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false
 mkdir -p "$out"
 began=$(date +%s)
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
+wanted() { [[ $groups == *" $1 "* ]]; }
 
-step() {  # NAME SECONDS COMMAND...: goes on after a failure, which the tar shows
-  local name=$1 limit=$2
+pack() {
+  local kind file
+  for kind in tasks task_engine near_ties paper; do
+    rm -f "$out/$kind.csv"
+    for file in "$out"/*/"$kind.csv"; do
+      [ -s "$file" ] || continue
+      [ -s "$out/$kind.csv" ] || head -n 1 "$file" > "$out/$kind.csv"
+      tail -n +2 "$file" >> "$out/$kind.csv"
+    done
+  done
+  tar -cf "$out.tar" -C "$(dirname "$out")" "$(basename "$out")" 2> /dev/null
+}
+
+step() {  # NAME SECONDS COMMAND...: goes on after a failure, which steps.csv shows
+  local name=$1 limit=$2 at left
   shift 2
-  local at=$(date +%s)
-  local left=$((${BUDGET:-900} - at + began))
-  timeout "$((limit < left ? limit : left > 1 ? left : 1))" "$@" > "$out/$name.log" 2>&1
+  at=$(date +%s)
+  left=$((budget - 15 - at + began))
+  DEJAVU_RESULTS=$out/$name timeout -k 10 "$((limit < left ? limit : left > 1 ? left : 1))" "$@" \
+    > "$out/$name.log" 2>&1
   echo "$name,$?,$(($(date +%s) - at))" | tee -a "$out/steps.csv"
 }
 
-tasks() {  # MODEL BUNDLE
-  echo --config configs/eval/opt-mini.yaml --folder "$folder" --model "$1" --bundle "$2" --device "$device"
+beside() {  # as step, next to others
+  while [ "$(jobs -rp | wc -l)" -ge $((slots + 1)) ]; do wait -n; done
+  step "$@" &
+}
+
+tasks() {  # MODEL BUNDLE DTYPE
+  echo --config configs/eval/opt-mini.yaml --folder "$folder" --model "$1" --bundle "$2" --dtype "$3" --device "$device"
 }
 
 engine=$(pick triton gather)
-small=$(pick "[cb,copa,lambada,openbookqa,piqa,rte,winogrande,hellaswag]" "[copa]")
-mini=$(tasks checkpoints/opt-mini "$bundle")
-[ -z "$try" ] && step tests 120 "$python" -m pytest -q -m gpu tests/evaluation/test_lm_eval_gpu.py
-for dtype in $(pick "float32 float16" float32); do
-  step "engine-$dtype" 150 "$python" -m benchmarks.tasks engine $mini --tasks "$small" --shots 0 --texts '[]' \
-    --limit "$(pick 110 1)" --backend "$engine" --dtype "$dtype"
-done
-step near-ties 120 "$python" -m benchmarks.near_ties $mini --tasks "$small" --shots 0 --texts '[]' --limit "$(pick 110 1)"
-step until 200 "$python" -m benchmarks.until --shape "$(pick 2.7b tiny)" --device "$device" \
-  --new_tokens "$(pick 64 4)" --prompt "$(pick 128 16)" --batches 1 "$(pick 16 2)"
-step tasks-0 150 "$python" -m benchmarks.tasks $mini --tasks "$small" --shots 0 --texts '[]' --limit "$(pick 2000 1)"
-step tasks-5 200 "$python" -m benchmarks.tasks $mini --tasks "$small" --shots 5 --texts '[]' --limit "$(pick 500 1)"
-if [ -n "${MODEL2:-}" ]; then
-  second=$(tasks "$MODEL2" "$BUNDLE2")
-  step engine-second 200 "$python" -m benchmarks.tasks engine $second --tasks "$small" --shots 0 --texts '[]' \
-    --limit "$(pick 110 1)" --backend "$engine" --dtype float32
-  step tasks-second 200 "$python" -m benchmarks.tasks $second --tasks "$small" --shots 0 --texts '[]' \
-    --limit "$(pick 1000 1)" --backend "$engine"
+all=$(pick "[cb,copa,lambada,openbookqa,piqa,rte,winogrande,hellaswag]" "[copa]")
+mini=$(tasks checkpoints/opt-mini "$bundle" float32)
+rows="$python -m benchmarks.tasks"
+
+# Alone: their times are reported.
+if wanted tests; then
+  [ -z "$try" ] && step tests 120 "$python" -m pytest -q -m gpu tests/evaluation/test_lm_eval_gpu.py
 fi
-step paper-0 200 "$python" -m benchmarks.tasks paper --config configs/eval/paper.yaml --folder "$folder" \
-  --bundle "$bundle" --device "$device" --output "$out/paper" --tasks "$small" --shots 0 --texts '[]' \
-  --limit "$(pick 200 1)" --tables "$(pick '[table4,fig7,structures]' '[table4]')"
-if [ -z "$try" ]; then
-  step wikitext 60 "$python" -m benchmarks.tasks $mini --tasks '[]'
-  step paper-text 150 "$python" -m benchmarks.tasks paper --config configs/eval/paper.yaml --folder "$folder" \
-    --bundle "$bundle" --device "$device" --output "$out/paper-text" --tasks '[]' --limit 20
-  step cost 60 "$python" -m dejavu_train.evaluation.observe --config configs/observe/opt-mini.yaml --bundle null \
-    --parts cost --output "$out" --device "$device"
-  step generation 150 "$python" -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
-    --bundle "$bundle" --output "$out" --prompts 128 --new_tokens 128 --device "$device"
+if wanted engine; then
+  for dtype in $(pick "float32 float16" float32); do
+    step "engine-$dtype" 150 $rows engine $(tasks checkpoints/opt-mini "$bundle" "$dtype") --tasks "$all" --shots 0 \
+      --texts '[]' --limit "$(pick 110 1)" --backend "$engine"
+  done
 fi
-cp benchmarks/results/{tasks,task_engine,near_ties,until,paper}.csv "$out" 2> /dev/null
-tar -cf "$out.tar" -C "$(dirname "$out")" "$(basename "$out")"
+wanted ties && step near-ties 120 "$python" -m benchmarks.near_ties $mini --tasks "$all" --shots 0 --texts '[]' \
+  --limit "$(pick 110 1)"
+wanted until && step until 200 "$python" -m benchmarks.until --shape "$(pick 2.7b tiny)" --device "$device" \
+  --new_tokens "$(pick 64 4)" --prompt "$(pick 128 16)" --batches 1 "$(pick 16 2)" --output "$out/until.csv"
+wanted cost && step cost 40 "$python" -m dejavu_train.evaluation.observe --config configs/observe/opt-mini.yaml \
+  --bundle null --parts cost --output "$out/cost" --device "$device"
+if wanted second && [ -n "${MODEL2:-}" ]; then
+  second=$(tasks "$MODEL2" "$BUNDLE2" "${DTYPE2:-float32}")
+  step second-engine 100 $rows engine $second --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 110 1)" \
+    --backend "$engine"
+fi
+
+# Side by side, what is long or decides most first.
+(sleep $((budget / 2)) && pack) > /dev/null 2>&1 &
+middle=$!
+if wanted second && [ -n "${MODEL2:-}" ]; then
+  for shots in 0 5; do
+    beside "second-tasks-$shots" 420 $rows $second --tasks "$all" --shots "$shots" --texts '[]' \
+      --limit "$(pick $((shots ? 500 : 2000)) 1)"
+  done
+fi
+wanted five && beside tasks-5 420 $rows $mini --tasks "$all" --shots 5 --texts '[]' --limit "$(pick 2000 1)"
+if wanted paper; then
+  for shots in 0 5; do
+    for tables in $(pick "fig7 table4,structures" table4); do
+      beside "paper-$shots-${tables/,/-}" 420 $rows paper --config configs/eval/paper.yaml --folder "$folder" \
+        --bundle "$bundle" --device "$device" --tasks "$all" --shots "$shots" --texts '[]' \
+        --limit "$(pick 200 1)" --tables "[$tables]" --output "$out/paper-$shots-${tables/,/-}"
+    done
+  done
+fi
+wanted generation && beside generation 420 "$python" -m dejavu_train.evaluation.generation \
+  --config configs/generation/opt-mini.yaml --bundle "$bundle" --output "$out" --prompts "$(pick 128 2)" \
+  --new_tokens "$(pick 128 8)" --device "$device" $(pick "" "--densities [0.1] --every [] --decodings [greedy]")
+if wanted second && [ -n "${MODEL2:-}" ]; then
+  for heads in $(pick "0.9 0.95 1.0" 0.9); do  # the bundle's own share is a row of second-tasks-0
+    beside "second-lambada-$heads" 200 $rows $second --tasks '[lambada]' --shots 0 --texts '[]' \
+      --limit "$(pick 2000 1)" --head_density "$heads"
+  done
+  beside second-tasks-engine 300 $rows $second --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 300 1)" \
+    --backend "$engine"
+fi
+if wanted texts; then
+  for tables in $(pick "fig7 table4,structures" ""); do
+    beside "paper-wikitext-${tables/,/-}" 420 $rows paper --config configs/eval/paper.yaml --folder "$folder" \
+      --bundle "$bundle" --device "$device" --tasks '[]' --shots 0 --tables "[$tables]" \
+      --output "$out/paper-wikitext-${tables/,/-}"
+  done
+  for text in $(pick "wikitext prose" prose); do
+    beside "$text" 300 $rows $mini --tasks '[]' --texts "[$text]" --limit "$(pick null 1)"
+  done
+fi
+if wanted lambada; then
+  for heads in $(pick "0.9 0.95 1.0" 0.9); do
+    beside "lambada-$heads" 200 $rows $mini --tasks '[lambada]' --shots 0 --texts '[]' --limit "$(pick 2000 1)" \
+      --head_density "$heads"
+  done
+fi
+wait $(jobs -rp | grep -v "^$middle$")
+kill "$middle" 2> /dev/null
+pack
 echo "$(($(date +%s) - began)) s, $out.tar"

@@ -264,9 +264,14 @@ def _observations(results: Results) -> str:
         return ""
     observed = results.observed
     text = observed["text"]
+    read = ""
+    if text is not None:
+        read = (
+            f"{text['tokens']:,} tokens of {text['documents']} documents of {_text(text['name'])}"
+            f" (set {_text(text['set_name'] or 'all')}), windows of {text['window']}; "
+        )
     parts = [
-        f"<p>{text['tokens']:,} tokens of {text['documents']} documents of {_text(text['name'])}"
-        f" (set {_text(text['set_name'] or 'all')}), windows of {text['window']}; {_text(observed['device'])}.</p>",
+        f"<p>{read}{_text(observed['device'])}.</p>",
         _folded("configuration and versions", _pairs(observed["versions"] | observed["hashes"] | observed["config"])),
     ]
     for one in results.observations:

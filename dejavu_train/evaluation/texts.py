@@ -31,6 +31,7 @@ from dejavu_train.files import read_json, sha256_text
 logger = logging.getLogger(__name__)
 
 IN_DOMAIN, UNSEEN = "in domain", "unseen"
+ONE_WINDOW_EACH = 1 << 40  # over how many documents tokens are spread: over all
 _TOLD_FROM = 0.01  # share of paragraphs that the model was pretrained on from which a file is worth a warning
 
 
@@ -120,6 +121,30 @@ def load_text(
     whole = chosen is None and not held.truncated
     shown = source.source if isinstance(source.source, str) else source.key
     return EvalText(name, shown, digest, chosen, whole, domain, skipped, window, held)
+
+
+def load_spread(
+    config: Any, bundle: Bundle | None, tokenizer: Any, set_name: str, window: int, tokens: int | None
+) -> EvalText:
+    """The text that a config names, about ``tokens`` of it, a window of each document before any gives a second one.
+
+    Args:
+        config: has ``text``, ``text_config``, ``text_revision``, ``text_field``, ``text_cache``, ``model``, ``bundle``
+            and ``seed``.
+        bundle: of ``config.bundle``, or None.
+    Raises:
+        UserError: what :func:`load_text` raises.
+    """
+    source = TextSource(
+        source=config.text,
+        config=config.text_config,
+        revision=config.text_revision,
+        field=config.text_field,
+        cache=config.text_cache,
+    )
+    trained = trained_text(bundle, config.bundle) if bundle else {}
+    options = (config.model, trained, tokenizer, window, tokens, config.seed, ONE_WINDOW_EACH)
+    return load_text(config.text, source, set_name, *options)
 
 
 def _is_file(source: TextSource) -> bool:

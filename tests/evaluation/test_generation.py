@@ -88,13 +88,14 @@ def test_rows_against_transformers_own_loop(settings, bundle_folder):
 
     config = GenerationConfig(**settings, densities=(0.1, 1.0), sparse_from=("prompt",), every=())
     bundle, dense = Bundle.from_pretrained(bundle_folder), load_opt(settings["model"])
-    _, rows, positions = compare_generation(config, dense, load_tokenizer(settings["model"]), bundle)
+    _, prompts = load_prompts(config, load_tokenizer(settings["model"]), bundle)
+    made = list(compare_generation(config, dense, bundle, prompts))
+    rows, positions = ([row for part in made for row in part[i]] for i in (0, 1))
     by = {(row.decoding, row.mlp_density): row for row in rows}
     for decoding in ("greedy", "sampled"):
         row = by[decoding, 1.0]
         assert row.agreement == 1 and row.median_divergence == 9 and row.diverged == 0 and row.change == 0
     assert by["greedy", 1.0].dense_choice == 1 and by["sampled", 1.0].dense_choice is None
-    _, prompts = load_prompts(config, load_tokenizer(settings["model"]), bundle)
     assert prompts.shape == (3, 12) and (prompts[:, 0] == 2).all()
     sparse = SparseOPTForCausalLM.from_model(load_opt(settings["model"]), bundle.at(0.1), "gather", "prompt")
     texts = []

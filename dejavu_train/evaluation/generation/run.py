@@ -22,7 +22,6 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.generation.config import GenerationConfig
@@ -30,17 +29,17 @@ from dejavu_train.evaluation.generation.picture import draw
 from dejavu_train.evaluation.observe.rows import write_csv
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions
-from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
+from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
+from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 FOLDER = "generation"
-ONE_WINDOW_EACH = 1 << 40  # over how many documents the prompts are spread
 NO_GUARD = Guard(every=0)
 
 
@@ -130,40 +129,49 @@ def variants(config: GenerationConfig) -> list[Variant]:
     return made + [Variant(d, "prompt", n, "moved" if c else "still") for d in config.densities for n, c in guards]
 
 
-def compare_generation(
-    config: GenerationConfig, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle
-) -> tuple[EvalText, list[GenerationRow], list[PositionRow]]:
-    """Generate with the dense model and with every variant.
+def find_backend(config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle) -> str:
+    """The backend of all models.
 
-    Args:
-        dense: in evaluation mode, on its device; the backend lays some of its weights out anew, in place.
     Raises:
-        UserError: what :func:`load_text` raises, too few prompts, a bundle or backend that cannot do what is asked.
+        UserError: too few positions, or a bundle that cannot do what is asked.
     """
     config.check()
     if config.prompt + config.new_tokens > dense.config.max_position_embeddings:
         raise UserError(f"--prompt {config.prompt} and --new_tokens {config.new_tokens} exceed the model's"
                         f" {dense.config.max_position_embeddings} positions")  # fmt: skip
-    backend = config.backend
-    if backend == "auto":
-        backend = "triton" if dense.device.type == "cuda" else "gather"
-    for density in config.densities:  # before anything slow: what the bundle lacks is told here
+    for density in config.densities:
         bundle.at(density, config.head_density)
-    text, prompts = load_prompts(config, tokenizer, bundle)
-    reference = SparseOPTForCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
-    own = {decoding: _continue(config, reference, dense, prompts, decoding) for decoding in config.decodings}
-    rows: list[GenerationRow] = []
-    positions: list[PositionRow] = []
+    if config.backend == "auto":
+        return "triton" if dense.device.type == "cuda" else "gather"
+    return config.backend
+
+
+def compare_generation(
+    config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle, prompts: Tensor
+) -> Iterator[tuple[list[GenerationRow], list[PositionRow]]]:
+    """Generate with the dense model and with every variant, whose rows come as they are made.
+
+    Args:
+        dense: in evaluation mode, on its device; the backend lays some of its weights out anew, in place.
+        prompts: (P, T) ids.
+    Raises:
+        UserError: what :func:`find_backend` raises.
+    """
+    backend = find_backend(config, dense, bundle)
     asked = variants(config)
-    for number, (variant, model) in enumerate(_models(config, dense, bundle, backend, asked), 1):
-        for decoding in config.decodings:
-            model.reset_guard()
-            model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
-            made = _continue(config, model, dense, prompts, decoding)
-            rows.append(_row(config, variant, decoding, made, own[decoding], model.guard_report()))
-            positions += _positions(variant, decoding, made, own[decoding])
-        logger.info("%d of %d: %s", number, len(asked), variant)
-    return text, rows, positions
+    with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
+        reference = SparseOPTForCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
+        own = {decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in config.decodings}
+        for variant, model in _models(config, dense, bundle, backend, asked):
+            rows: list[GenerationRow] = []
+            positions: list[PositionRow] = []
+            for decoding in config.decodings:
+                model.reset_guard()
+                model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
+                made = _continue(config, model, dense, prompts, decoding, shown)
+                rows.append(_row(config, variant, decoding, made, own[decoding], model.guard_report()))
+                positions += _positions(variant, decoding, made, own[decoding])
+            yield rows, positions
 
 
 def _models(
@@ -182,17 +190,8 @@ def _models(
 
 def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tuple[EvalText, Tensor]:
     """The text, and (P, T) ids from </s> on: beginnings of documents, and further pieces where these are too few."""
-    source = TextSource(
-        source=config.text,
-        config=config.text_config,
-        revision=config.text_revision,
-        field=config.text_field,
-        cache=config.text_cache,
-    )
-    trained = trained_text(bundle, config.bundle)
     tokens = 2 * config.prompts * (config.prompt - 1)  # some windows are the short ends of documents
-    options = (config.text_set, config.model, trained, tokenizer, config.prompt, tokens, config.seed, ONE_WINDOW_EACH)
-    text = load_text(config.text, source, *options)
+    text = load_spread(config, bundle, tokenizer, config.text_set, config.prompt, tokens)
     whole = [window for window in text.held.windows if len(window) == config.prompt][: config.prompts]
     if len(whole) < config.prompts:
         raise UserError(f"{config.text} has {len(whole)} prompts of {config.prompt} tokens, not {config.prompts}")
@@ -200,7 +199,12 @@ def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tu
 
 
 def _continue(
-    config: GenerationConfig, model: SparseOPTForCausalLM, dense: OPTForCausalLM, prompts: Tensor, decoding: str
+    config: GenerationConfig,
+    model: SparseOPTForCausalLM,
+    dense: OPTForCausalLM,
+    prompts: Tensor,
+    decoding: str,
+    shown: Progress,
 ) -> Continued:
     torch.manual_seed(config.seed)  # the same draws for every model
     settings: dict[str, Any] = {"do_sample": False}
@@ -212,6 +216,7 @@ def _continue(
         ids = ids.to(model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         made.append(out[:, ids.shape[1] :].cpu())
+        shown.update(len(ids))
     tokens = torch.cat(made)
     return Continued(tokens, *measures.score(dense, prompts, tokens))
 
@@ -271,15 +276,17 @@ def _positions(variant: Variant, decoding: str, made: Continued, dense: Continue
 def write_generation(
     config: GenerationConfig, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle
 ) -> tuple[Path, list[GenerationRow]]:
-    """Measure and write; the folder and its rows. Raises as :func:`compare_generation`."""
+    """Measure, and write the rows as they come; the folder and its rows.
+
+    Raises:
+        UserError: what :func:`find_backend` and :func:`load_prompts` raise.
+    """
     folder = Path(config.output) / FOLDER
     if Path(config.output).is_file() or folder.is_file():
         raise UserError(f"--output {config.output} must be a folder in which the folder {FOLDER} can be made")
-    text, rows, positions = compare_generation(config, dense, tokenizer, bundle)
-    write_csv(folder / "rows.csv", rows)
-    write_csv(folder / "positions.csv", positions)
-    drawn = draw(rows, positions, folder / "generation")
-    found = {
+    find_backend(config, dense, bundle)  # before anything slow: what the bundle lacks is told here
+    text, prompts = load_prompts(config, tokenizer, bundle)
+    about = {
         "schema": SCHEMA,
         "model": config.model,
         "bundle": config.bundle,
@@ -288,10 +295,21 @@ def write_generation(
         "device": str(dense.device),
         "config": dataclasses.asdict(config),
         "text": {"name": text.name, "sha256": text.sha256, "set_name": text.set_name, "domain": text.domain},
-        "picture": drawn,
-        "rows": [dataclasses.asdict(row) for row in rows],
     }
-    write_json(folder / "generation.json", found)
+    rows: list[GenerationRow] = []
+    positions: list[PositionRow] = []
+
+    def write(drawn: bool) -> None:
+        write_csv(folder / "rows.csv", rows)
+        write_csv(folder / "positions.csv", positions)
+        about["rows"] = [dataclasses.asdict(row) for row in rows]
+        write_json(folder / "generation.json", about | {"picture": drawn})
+
+    for more, places in compare_generation(config, dense, bundle, prompts):
+        rows += more
+        positions += places
+        write(drawn=False)
+    write(draw(rows, positions, folder / "generation"))
     return folder, rows
 
 

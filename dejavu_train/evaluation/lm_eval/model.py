@@ -66,7 +66,7 @@ class DejavuLM(HFLM):
         max_length: int | None = None,
     ) -> None:
         self.sparse_from = sparse_from
-        self._pairs: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        self.encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self.identity: dict[str, Any] = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
         if isinstance(pretrained, str):
             placed = resolve_device("cpu" if not torch.cuda.is_available() else device or "auto")
@@ -116,11 +116,11 @@ class DejavuLM(HFLM):
         self._model = model
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """As HFLM; kept, because several models are asked the same."""
+        """As HFLM; kept in ``encoded``, because several models of one tokenizer are asked the same."""
         pair = (context, continuation)
-        if pair not in self._pairs:
-            self._pairs[pair] = super()._encode_pair(context, continuation)
-        return self._pairs[pair]
+        if pair not in self.encoded:
+            self.encoded[pair] = super()._encode_pair(context, continuation)
+        return self.encoded[pair]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As HFLM, but a text stands behind one ``</s>``: HFLM scores the tokenizer's own behind another one."""
@@ -155,17 +155,12 @@ class DejavuLM(HFLM):
                 fitting = max(1, self.positions_at_once // len(waiting[0]))
                 n = override_bs or (fitting if self.by_positions else self.batch_size)
                 batch, waiting = waiting[:n], waiting[n:]
-                for row, branches in zip(batch, self._branch_logits(batch), strict=True):
-                    for logits, answered in zip(branches, row.branches.values(), strict=True):
-                        logs, greedy = logits.float().log_softmax(-1), logits.argmax(-1)
-                        for i in answered:
-                            key, _, continuation = requests[i]
-                            targets = torch.tensor(continuation, device=logits.device)
-                            nats = logs.gather(1, targets[:, None]).double().sum().item()
-                            answers[i] = (nats, bool((greedy == targets).all()))
-                            if key is not None:
-                                self.cache_hook.add_partial("loglikelihood", key, answers[i])
-                        bar.update(len(answered))
+                for i, answer in self._scores(batch, requests):
+                    answers[i] = answer
+                    key = requests[i][0]
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, answer)
+                    bar.update(1)
         return answers
 
     @property
@@ -173,8 +168,8 @@ class DejavuLM(HFLM):
         return getattr(self.model, "backend", "mask") == "mask"
 
     @torch.no_grad()
-    def _branch_logits(self, rows: list[Row]) -> list[list[Tensor]]:
-        """For every row and each of its branches the logits (K, V) of its tokens and of the one behind them."""
+    def _scores(self, rows: list[Row], requests: list[Scored]) -> list[tuple[int, tuple[float, bool]]]:
+        """Of a batch, the number and the answer of every request; one transfer from the device for all of them."""
         packed = pack(rows, self.tokenizer.pad_token_id)
         if isinstance(self.model, SparseOPTForCausalLM):
             starts = torch.tensor([row.start for row in rows])
@@ -184,10 +179,21 @@ class DejavuLM(HFLM):
             asked["position_ids"] = packed.position_ids
         logits = self.model(**{name: tensor.to(self.device) for name, tensor in asked.items()}).logits
         place = {column: i for i, column in enumerate(packed.columns.tolist())}
-        return [
-            [own[[place[column] for column in columns]] for columns in row.columns().values()]
-            for row, own in zip(rows, logits, strict=True)
-        ]
+        answered: list[int] = []
+        taken: list[tuple[int, int, int, int]] = []  # row, place of the column, target, number in `answered`
+        for b, row in enumerate(rows):
+            for columns, numbers in zip(row.columns().values(), row.branches.values(), strict=True):
+                for i in numbers:
+                    for column, target in zip(columns, requests[i][2], strict=True):
+                        taken.append((b, place[column], target, len(answered)))
+                    answered.append(i)
+        b_, c_, targets, owners = torch.tensor(taken, device=logits.device).T
+        chosen = logits[b_, c_].float()
+        token_nats = chosen.log_softmax(-1).gather(1, targets[:, None])[:, 0].double()
+        zeros = torch.zeros(len(answered), dtype=torch.float64, device=logits.device)
+        nats = zeros.index_add(0, owners, token_nats).tolist()
+        wrong = zeros.index_add(0, owners, (chosen.argmax(-1) != targets).double()).tolist()
+        return [(i, (nats[n], wrong[n] == 0)) for n, i in enumerate(answered)]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         """As HFLM; an engine goes on behind a stop string, which HFLM cuts off afterwards."""

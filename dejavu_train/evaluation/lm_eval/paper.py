@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, read_config, versions
-from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, compare, quiet
+from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, compare, mean_rows, quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
 from dejavu_train.evaluation.restructure import STRUCTURES, check_structure, restructured
 from dejavu_train.evaluation.studied import SELECTED_BY, StudiedOPT, densities_for, one_stage, total_sparsity
@@ -141,8 +141,8 @@ def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
     return result
 
 
-def paper(config: PaperConfig) -> list[PaperRow]:
-    """Ask the dense model, then every variant.
+def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:
+    """Ask the dense model, then every variant, whose rows come as they are made.
 
     Raises:
         UserError: a bundle of another model or without predictors for what is asked, an unknown task, a missing file.
@@ -160,7 +160,6 @@ def paper(config: PaperConfig) -> list[PaperRow]:
     dense = load_opt(config.model, config.dtype, resolve_device(config.device))
     lm = DejavuLM(dense, sparse_from=0, tokenizer=load_tokenizer(config.model), batch_size=config.batch_size)
     reference = [ask(lm, part) for part in questions]
-    rows = []
     for number, variant in enumerate(asked, 1):
         model: OPTForCausalLM = dense
         if variant.selection != "dense":
@@ -170,10 +169,10 @@ def paper(config: PaperConfig) -> list[PaperRow]:
             runs = [ask(lm, part) for part in questions]
         mlp, heads = (model.density(t) if isinstance(model, StudiedOPT) else 1.0 for t in ("mlp", "heads"))
         unread = total_sparsity(mlp, heads, bundle.shape)
-        found = [row for run, other in zip(runs, reference, strict=True) for row in compare(run, other)]
-        rows += [PaperRow(variant, mlp, heads, unread, row) for row in found]
+        by_part = [compare(run, other) for run, other in zip(runs, reference, strict=True)]
+        found = [row for part in by_part for row in (*part, *mean_rows(part))]
+        yield [PaperRow(variant, mlp, heads, unread, row) for row in found]
         logger.info("%d of %d: %s", number, len(asked), variant)
-    return rows
 
 
 def table(rows: Sequence[PaperRow]) -> str:
@@ -205,14 +204,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_paper(config: PaperConfig) -> None:
-    """Ask, print the table, write paper.json and fig7.png. Raises as :func:`paper`."""
+    """Ask and print the table; paper.json grows by a variant at a time, fig7.png is last. Raises as :func:`paper`."""
     quiet()
-    rows = paper(config)
+    rows: list[PaperRow] = []
+    about = {"config": dataclasses.asdict(config), "versions": versions()}
+    for found in paper(config):
+        rows += found
+        write_json(Path(config.output) / "paper.json", about | {"rows": [row.flat() for row in rows]})
     print(table(rows))
-    flat = [row.flat() for row in rows]
-    found = {"config": dataclasses.asdict(config), "versions": versions(), "rows": flat}
-    write_json(Path(config.output) / "paper.json", found)
-    if not plot_trend(flat, Path(config.output) / "fig7.png"):
+    if not plot_trend([row.flat() for row in rows], Path(config.output) / "fig7.png"):
         logger.info("no fig7.png: there are no rows of fig7, or matplotlib is not installed")
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from dejavu_train.evaluation.lm_eval.tasks import (
     ask,
     build_questions,
     compare,
+    mean_rows,
     quiet,
     table,
 )
@@ -114,8 +115,8 @@ def read_config(kind: type[T], argv: Sequence[str] | None, description: str) -> 
     return config
 
 
-def tasks(config: TasksConfig) -> list[TaskRow]:
-    """Ask the dense and the sparse model; rows of every task, shots by shots.
+def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
+    """Ask the dense and the sparse model; rows task by task, shots by shots, then their mean.
 
     Raises:
         UserError: what :func:`build_questions` raises, and a bundle of another model.
@@ -124,26 +125,24 @@ def tasks(config: TasksConfig) -> list[TaskRow]:
     bundle.check_model(config.model)
     common: dict[str, Any] = {"batch_size": config.batch_size, "dtype": config.dtype, "device": config.device}
     questions = all_questions(config)
-    runs: dict[str, list[TaskRun]] = {}
-    for name in (DENSE, "sparse"):
-        backend = DENSE if name == DENSE else config.backend
-        lm = DejavuLM(
-            config.model,
-            config.bundle,
-            backend,
-            config.mlp_density,
-            config.head_density,
-            config.sparse_from,
-            **common,
-        )
-        cache = None if config.use_cache is None else f"{config.use_cache}-{_digest(lm.identity, config)}"
-        runs[name] = [ask(lm, part, cache) for part in questions]
-    rows = [row for one, dense in zip(runs["sparse"], runs[DENSE], strict=True) for row in compare(one, dense)]
-    if config.log_samples:
-        for name, made in runs.items():
-            for run in made:
-                _write_samples(Path(config.output), run, name)
-    return rows
+    dense = DejavuLM(config.model, backend=DENSE, **common)
+    selected = (config.backend, config.mlp_density, config.head_density, config.sparse_from)
+    sparse = DejavuLM(config.model, config.bundle, *selected, **common)
+    sparse.encoded = dense.encoded
+    models = {DENSE: dense, "sparse": sparse}
+    caches = {n: config.use_cache and f"{config.use_cache}-{_digest(lm.identity, config)}" for n, lm in models.items()}
+    for part in questions:
+        rows: list[TaskRow] = []
+        for one in part.by_task():
+            runs = {name: ask(lm, one, caches[name]) for name, lm in models.items()}
+            if config.log_samples:
+                for name, run in runs.items():
+                    _write_samples(Path(config.output), run, name)
+            found = compare(runs["sparse"], runs[DENSE])
+            rows += found
+            yield found
+        if mean := mean_rows(rows):
+            yield mean
 
 
 def all_questions(config: Any) -> list[Questions]:
@@ -182,19 +181,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write."""
     config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("dejavu_train").setLevel(logging.INFO)
     transformers.utils.logging.disable_progress_bar()
     load_tokenizer(config.model)  # a wrong model is refused before any work
     write_tasks(config)
 
 
 def write_tasks(config: TasksConfig) -> None:
-    """Ask, print the table, write results.json. Raises as :func:`tasks`."""
+    """Ask and print the table; results.json grows task by task. Raises as :func:`tasks`."""
     quiet()
-    rows = tasks(config)
+    rows: list[TaskRow] = []
+    about = {"config": dataclasses.asdict(config), "versions": versions()}
+    for found in tasks(config):
+        rows += found
+        logger.info("%s, %d shot", found[0].task, found[0].shots)
+        write_json(Path(config.output) / "results.json", about | {"rows": [dataclasses.asdict(row) for row in rows]})
     print(table(rows))
-    found = {
-        "config": dataclasses.asdict(config),
-        "versions": versions(),
-        "rows": [dataclasses.asdict(r) for r in rows],
-    }
-    write_json(Path(config.output) / "results.json", found)

@@ -104,6 +104,9 @@ class Questions:
     shots: int
     tasks: dict[str, Any]
 
+    def by_task(self) -> list["Questions"]:
+        return [Questions(self.shots, {name: task}) for name, task in self.tasks.items()]
+
 
 def build_questions(
     names: Sequence[str], where: Where, shots: int, limit: int | None = None, seed: int = 1234
@@ -169,7 +172,7 @@ def _samples(task: Any) -> list[dict[str, Any]]:
 
 
 def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
-    """Rows of a run beside the dense one; with the tasks' mean accuracy where there are several.
+    """Rows of a run beside the dense one.
 
     A perplexity is per token of the model (``wikitext``, ``c4``, ``prose``), or per answer (``lambada``).
     """
@@ -196,25 +199,30 @@ def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
             nats, before = (np.array([-_log_likelihood(s) for s in part]) for part in (samples, other))
             values = [math.exp(part.sum() / sum(weights)) for part in (nats, before)]
             rows.append(row("perplexity", values, increase(nats, before, weights), None))
-    accuracies = [row for row in rows if row.metric == "acc"]
-    if len(accuracies) > 1:
-        n = len(accuracies)
-        rows.append(
-            TaskRow(
-                task="mean",
-                shots=run.shots,
-                metric="acc",
-                examples=sum(row.examples for row in accuracies),
-                value=sum(row.value for row in accuracies) / n,
-                dense=sum(row.dense for row in accuracies) / n,
-                change=sum(row.change for row in accuracies) / n,
-                error=math.sqrt(sum((row.error or 0.0) ** 2 for row in accuracies)) / n,
-                flips=sum(row.flips or 0.0 for row in accuracies) / n,
-                cut=sum(row.cut for row in accuracies) / n,
-                seconds=run.seconds,
-            )
-        )
     return rows
+
+
+def mean_rows(rows: Sequence[TaskRow]) -> list[TaskRow]:
+    """The mean accuracy over the tasks of ``rows``, all of one number of shots; nothing where it is one task."""
+    accuracies = [row for row in rows if row.metric == "acc"]
+    n = len(accuracies)
+    if n < 2:
+        return []
+    return [
+        TaskRow(
+            task="mean",
+            shots=accuracies[0].shots,
+            metric="acc",
+            examples=sum(row.examples for row in accuracies),
+            value=sum(row.value for row in accuracies) / n,
+            dense=sum(row.dense for row in accuracies) / n,
+            change=sum(row.change for row in accuracies) / n,
+            error=math.sqrt(sum((row.error or 0.0) ** 2 for row in accuracies)) / n,
+            flips=sum(row.flips or 0.0 for row in accuracies) / n,
+            cut=sum(row.cut for row in accuracies) / n,
+            seconds=sum(row.seconds for row in accuracies),
+        )
+    ]
 
 
 def _log_likelihood(sample: dict[str, Any]) -> float:
@@ -228,11 +236,11 @@ def _tokens(lm: DejavuLM, sample: dict[str, Any]) -> int:
 
 
 def _cut(lm: DejavuLM, samples: Sequence[dict[str, Any]]) -> float:
-    """Share of the requests that are longer than the model's context."""
-    asked = [context + continuation for sample in samples for context, continuation in sample["arguments"]]
+    """Share of the requests for a continuation that are longer than the model's context."""
+    asked = [pair for sample in samples for pair in sample["arguments"] if len(pair) == 2 and isinstance(pair[1], str)]
     # A token is at least a character, so short requests need no tokenizing.
-    long = [text for text in asked if len(text) > lm.max_length and len(lm.tok_encode(text)) > lm.max_length + 1]
-    return len(long) / len(asked)
+    long = [pair for pair in asked if sum(map(len, pair)) > lm.max_length]
+    return sum(sum(map(len, lm._encode_pair(*pair))) > lm.max_length + 1 for pair in long) / max(1, len(asked))
 
 
 def table(rows: Sequence[TaskRow]) -> str:

@@ -8,7 +8,6 @@ from dejavu_train.errors import UserError
 
 PASS_PARTS = ("residual", "units", "attention", "union")
 PARTS = (*PASS_PARTS, "selections", "predictors", "neighbours", "cost")
-NEED_BUNDLE = ("selections", "predictors")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,22 +2,19 @@
 
 import dataclasses
 import logging
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.observe.attention import Attention, map_rows
-from dejavu_train.evaluation.observe.config import NEED_BUNDLE, PASS_PARTS, ObserveConfig
+from dejavu_train.evaluation.observe.config import PARTS, PASS_PARTS, ObserveConfig
 from dejavu_train.evaluation.observe.cost import Peaks, cost_rows, measure_peaks
 from dejavu_train.evaluation.observe.neighbours import neighbour_rows
 from dejavu_train.evaluation.observe.predictors import predictor_rows
@@ -29,21 +26,21 @@ from dejavu_train.evaluation.observe.union import Unions
 from dejavu_train.evaluation.observe.units import Units
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
-from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
+from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.files import write_json
 from dejavu_train.models.hooks import decoder_layers, record
+from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 FOLDER = "observations"
-ONE_WINDOW_EACH = 1 << 40  # over how many documents the tokens are spread
 SENTENCE = (3, 64)  # tokens of the sentence whose attention is drawn
 Rows = dict[str, Sequence[Any]]
 
 
 def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle: Bundle | None) -> Path:
-    """Measure what ``config.parts`` names, write it, and return the folder.
+    """Measure what ``config.parts`` names and return the folder, in which every part is written as it is made.
 
     Args:
         model: dense, in evaluation mode, on its device. bundle: of this model, or None.
@@ -59,44 +56,82 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
     if config.prompt + 20 > model.config.max_position_embeddings and "cost" in config.parts:
         raise UserError(f"--prompt {config.prompt} leaves no room to generate: the model has"
                         f" {model.config.max_position_embeddings} positions")  # fmt: skip
-    text = _load(config, tokenizer, bundle, config.text_set, config.tokens)
-    slow = _load(config, tokenizer, bundle, config.text_set, config.slow_tokens)
-    missing: list[dict[str, str]] = []
-    rows: Rows = {}
+    text = None
+    if set(config.parts) - {"cost"}:
+        text = load_spread(config, bundle, tokenizer, config.text_set, config.window, config.tokens)
     seconds: dict[str, float] = {}
-    if set(PASS_PARTS) & set(config.parts):
-        with _timed(seconds, "one pass"):
-            rows |= one_pass(config, model, text.held)
-    if "attention" in config.parts:
-        rows["attention_maps"] = map_rows(model, *sentence, config.chosen_heads())
-    with torch.no_grad():
-        rows |= _more(config, model, tokenizer, bundle, slow.held, missing, seconds)
-    rows = {name: found for name, found in rows.items() if found}
-    for name, found in rows.items():
-        write_csv(folder / f"{name}.csv", found)
-    drawn = draw(rows, folder)
-    if not drawn:
-        missing.append({"what": "pictures", "why": "matplotlib is not installed (pip install matplotlib)"})
-    write_json(
-        folder / "observations.json",
-        {
-            "schema": SCHEMA,
-            "model": config.model,
-            "bundle": config.bundle if bundle else None,
-            "hashes": hashes(config.model, config.revision, config.bundle if bundle else None),
-            "versions": versions(),
-            "device": str(model.device),
-            "config": dataclasses.asdict(config),
-            "text": _about(text),
-            "seconds": {name: round(value, 1) for name, value in seconds.items()},
-            "observed": [
-                {"name": name, **dataclasses.asdict(TITLES[name]), "rows": len(found), "picture": name in drawn}
-                for name, found in rows.items()
-            ],
-            "not_measured": missing,
-        },
-    )
+    missing: list[dict[str, str]] = []
+    about: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": config.model,
+        "bundle": config.bundle if bundle else None,
+        "hashes": hashes(config.model, config.revision, config.bundle if bundle else None),
+        "versions": versions(),
+        "device": str(model.device),
+        "config": dataclasses.asdict(config),
+        "text": text and _about(text),
+        "seconds": seconds,
+        "observed": [],
+    }
+    waiting = list(config.parts)
+    drawn = False
+    for parts, rows in _measure(config, model, tokenizer, bundle, text, sentence, missing, seconds):
+        found = {name: own for name, own in rows.items() if own}
+        for name, own in found.items():
+            write_csv(folder / f"{name}.csv", own)
+        pictures = draw(found, folder)
+        drawn = drawn or bool(pictures)
+        about["observed"] += [
+            {"name": name, **dataclasses.asdict(TITLES[name]), "rows": len(own), "picture": name in pictures}
+            for name, own in found.items()
+        ]
+        waiting = [part for part in waiting if part not in parts]
+        lacking = [{"what": f"the part {part}", "why": "the run ended before it"} for part in waiting]
+        if not drawn:
+            lacking.append({"what": "pictures", "why": "matplotlib is not installed (pip install matplotlib)"})
+        write_json(folder / "observations.json", about | {"not_measured": missing + lacking})
     return folder
+
+
+def _measure(
+    config: ObserveConfig,
+    model: OPTForCausalLM,
+    tokenizer: Any,
+    bundle: Bundle | None,
+    text: EvalText | None,
+    sentence: tuple[list[int], list[str]],
+    missing: list[dict[str, str]],
+    seconds: dict[str, float],
+) -> Iterator[tuple[Sequence[str], Rows]]:
+    """Parts of the config and their rows, as they are made; what cannot be, and seconds, are added to the others."""
+    in_pass = [part for part in PASS_PARTS if part in config.parts]
+    if in_pass and text is not None:
+        with _timed(seconds, "one pass"):
+            rows = one_pass(config, model, text.held)
+        if "attention" in config.parts:
+            rows["attention_maps"] = map_rows(model, *sentence, config.chosen_heads())
+        yield in_pass, rows
+    others = [part for part in PARTS if part in config.parts and part not in PASS_PARTS]
+    if others and others != ["cost"]:
+        held = load_spread(config, bundle, tokenizer, config.text_set, config.window, config.slow_tokens).held
+    for part in others:
+        rows = {}
+        with _timed(seconds, part), torch.no_grad():
+            if part == "cost":
+                rows = _cost(config, model)
+            elif part == "neighbours":
+                rows = _neighbours(config, model, bundle, held, missing)
+            elif bundle is None:
+                missing.append({"what": TITLES[part].title, "why": "no bundle was given (--bundle)"})
+            elif part == "selections":
+                with Progress(part, (1 + len(config.densities) * len(COMPARED)) * held.tokens, "token") as shown:
+                    options = (config.densities, config.batch_tokens, config.seed, shown.update)
+                    rows[part] = selection_rows(model, bundle, held, *options)
+            else:
+                validation = (config.predictor_set, config.window, config.slow_tokens)
+                own = load_spread(config, bundle, tokenizer, *validation).held
+                rows[part] = predictor_rows(model, bundle, own, config.batch_tokens)
+        yield [part], rows
 
 
 def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> Rows:
@@ -126,7 +161,7 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
             if "union" in config.parts:
                 unions.layer(layer, got, own, sets)
 
-    with _bar(held.tokens, "observing") as bar, torch.no_grad(), record(model, recorded, on_layer=add):
+    with Progress("observing", held.tokens, "token") as bar, torch.no_grad(), record(model, recorded, on_layer=add):
         for batch in eval_batches(held, config.batch_tokens, model.device):
             real = batch.real
             model.model.decoder(input_ids=batch.ids, use_cache=False)
@@ -144,50 +179,29 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
     return rows
 
 
-def _more(
+def _neighbours(
     config: ObserveConfig,
     model: OPTForCausalLM,
-    tokenizer: Any,
     bundle: Bundle | None,
     held: EvalCorpus,
     missing: list[dict[str, str]],
-    seconds: dict[str, float],
 ) -> Rows:
-    """The parts that are no share of the pass."""
-    rows: Rows = {}
-    options = (config.batch_tokens, config.seed)
-    for part in NEED_BUNDLE:
-        if part in config.parts and bundle is None:
-            missing.append({"what": TITLES[part].title, "why": "no bundle was given (--bundle)"})
-    if "selections" in config.parts and bundle is not None:
-        passes = 1 + len(config.densities) * len(COMPARED)
-        with _timed(seconds, "selections"), _bar(passes * held.tokens, "selections") as bar:
-            rows["selections"] = selection_rows(model, bundle, held, config.densities, *options, bar.update)
-    if "predictors" in config.parts and bundle is not None:
-        own = _load(config, tokenizer, bundle, config.predictor_set, config.slow_tokens).held
-        with _timed(seconds, "predictors"):
-            rows["predictors"] = predictor_rows(model, bundle, own, config.batch_tokens)
-    if "neighbours" in config.parts:
-        density = config.neighbour_density
-        efs = sorted({max(ef, round(density * model.config.ffn_dim)) for ef in config.ef})
-        passes = 3 + len(efs)
-        with _timed(seconds, "neighbours"), _bar(passes * held.tokens, "neighbours") as bar:
-            found, why = neighbour_rows(model, held, density, efs, config.batch_tokens, bundle, bar.update)
-        rows["neighbours"] = found
-        if why:
-            missing.append({"what": "approximate nearest neighbours", "why": why})
-    if "cost" in config.parts:
-        with _timed(seconds, "cost"):
-            if config.peak_tflops is None or config.peak_gb_s is None:
-                peaks = measure_peaks(model.device, model.dtype)
-            else:
-                peaks = Peaks(config.peak_tflops, config.peak_gb_s, "given")
-            peaks = Peaks(
-                config.peak_tflops or peaks.tera_operations, config.peak_gb_s or peaks.gigabytes, peaks.device
-            )
-            rows["peaks"] = [peaks]
-            rows["cost"] = cost_rows(model, peaks, config.batch, config.prompt)
-    return rows
+    density = config.neighbour_density
+    efs = sorted({max(ef, round(density * model.config.ffn_dim)) for ef in config.ef})
+    with Progress("neighbours", (3 + len(efs)) * held.tokens, "token") as shown:
+        found, why = neighbour_rows(model, held, density, efs, config.batch_tokens, bundle, shown.update)
+    if why:
+        missing.append({"what": "approximate nearest neighbours", "why": why})
+    return {"neighbours": found}
+
+
+def _cost(config: ObserveConfig, model: OPTForCausalLM) -> Rows:
+    if config.peak_tflops is None or config.peak_gb_s is None:
+        peaks = measure_peaks(model.device, model.dtype)
+    else:
+        peaks = Peaks(config.peak_tflops, config.peak_gb_s, "given")
+    peaks = Peaks(config.peak_tflops or peaks.tera_operations, config.peak_gb_s or peaks.gigabytes, peaks.device)
+    return {"peaks": [peaks], "cost": cost_rows(model, peaks, config.batch, config.prompt)}
 
 
 def draw(rows: Rows, folder: Path) -> list[str]:
@@ -205,19 +219,6 @@ def draw(rows: Rows, folder: Path) -> list[str]:
             pictures.save(picture(rows[name], *extra), folder / name)
             drawn.append(name)
     return drawn
-
-
-def _load(config: ObserveConfig, tokenizer: Any, bundle: Bundle | None, set_name: str, tokens: int | None) -> EvalText:
-    source = TextSource(
-        source=config.text,
-        config=config.text_config,
-        revision=config.text_revision,
-        field=config.text_field,
-        cache=config.text_cache,
-    )
-    trained = trained_text(bundle, str(config.bundle)) if bundle else {}
-    options = (config.model, trained, tokenizer, config.window, tokens, config.seed, ONE_WINDOW_EACH)
-    return load_text(config.text, source, set_name, *options)
 
 
 def _about(text: EvalText) -> dict[str, Any]:
@@ -243,10 +244,6 @@ def _sentence(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any) -> t
     return ids, [tokenizer.decode([token]).strip() or "␣" for token in ids]
 
 
-def _bar(total: int, what: str) -> Any:
-    return tqdm(total=total, desc=what, unit="token", unit_scale=True, disable=not sys.stderr.isatty())
-
-
 class _timed:
     """Notes how long its block took."""
 
@@ -257,5 +254,5 @@ class _timed:
         self.start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds[self.name] = time.perf_counter() - self.start
+        self.seconds[self.name] = round(time.perf_counter() - self.start, 1)
         logger.info("%s: %.0f s", self.name, self.seconds[self.name])
