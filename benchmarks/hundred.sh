@@ -15,7 +15,7 @@ export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=true
 export limit=${LIMIT:-520} began=$SECONDS seeds=${SEEDS:-0 1 2} model=$work/opt-100m rows=$work/rows
 export device=$(pick cuda cpu) tokens=$(pick 40000 200) sample=$(pick 400000 24000)
-export texts=${TEXTS:-docs,books,wikitext,general,readmes,code,licences,val_docs}
+export texts=${TEXTS:-docs,books,val_docs,wikitext,general,readmes,code,licences}
 flags="--config=configs/opt-mini.yaml --model=$model --trainer.logger=false --text.sample.tokens=$sample"
 flags="$flags --text.cache=$work/text --mlp.rank=$(pick 128 8) --trainer.accelerator=$(pick gpu cpu)"
 export flags="$flags $(pick "" "--mlp.steps=20 --heads.steps=20 --calibrate.sensitivity_tokens=1024")"
@@ -120,8 +120,9 @@ variants() {  # settings of GPTQ, on documents of no report
     "gptq;gptq, biases as they were;gptq, act_order;gptq, out_hessian per_head;gptq, asymmetric"
 }
 variants &
+jobs_=$!
 moments &
-jobs_="$! "
+jobs_="$jobs_ $!"
 for seed in $seeds; do
   whole_seed "$seed" &
   jobs_="$jobs_ $!"

@@ -6,8 +6,7 @@
     bash benchmarks/hundred.sh OUTPUT    the 100M model, from pretraining to its report, on one GPU
     python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
 
-`choose` and `report` append rows to docs/frontier/int4.csv. Texts of the report are those that `benchmarks/texts.py prepare`
-writes.
+`choose` and `report` append rows to docs/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
 is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
@@ -426,8 +425,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=("choose", "masked", "report", "show"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--weights", nargs="*", default=[], help="NAME=FOLDER of 4-bit weights: rtn, gptq, masked")
-    parser.add_argument("--bundles", nargs="*", default=["before=checkpoints/demo/bundle"],
-                        help="NAME=FOLDER of predictors: before (of the fp16 model), first; after (of the GPTQ model)")
+    parser.add_argument(
+        "--bundles",
+        nargs="*",
+        default=["before=checkpoints/demo/bundle"],
+        help="NAME=FOLDER of predictors: before (of the fp16 model), first; after (of the GPTQ model)",
+    )
     parser.add_argument("--sparse", default="gptq", help="which of the weights are also scored sparsely")
     parser.add_argument("--densities", nargs="*", default=DENSITIES, help="NEURONS/HEADS")
     parser.add_argument("--rows", default="", help="predictors whose rows are written, none for dense; all by default")
