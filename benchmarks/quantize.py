@@ -1,11 +1,12 @@
 """Quality of 4-bit weights: round to nearest and GPTQ, alone and with the sparse model, against whole-block bytes.
 
     python -m benchmarks.quantize choose    variants of GPTQ, on the model's own text and on documents of no report
-    python -m benchmarks.quantize report --bundle B --gptq FOLDER --rtn FOLDER    on the held-out texts
+    python -m benchmarks.quantize report --bundles before=B after=A --weights rtn=FOLDER gptq=FOLDER
+    python -m benchmarks.quantize masked --bundles before=B --weights masked=FOLDER    writes weights for a report
+    bash benchmarks/hundred.sh OUTPUT    the 100M model, from pretraining to its report, on one GPU
     python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
 
-The first two append rows to docs/frontier/int4.csv. Texts of the report are those that `benchmarks/texts.py prepare`
-writes.
+`choose` and `report` append rows to docs/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
 is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
@@ -33,23 +34,23 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
-from dejavu_train.data.text import INSTALLED_DOCS, TextSource, cut_windows, load_documents, load_sets
+from dejavu_train.data.text import SampleConfig, TextSource, cut_windows, load_documents
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.models.int4 import Int4Rows, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
-from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import OPTShape
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.layer import LayerQuantizer
-from dejavu_train.quantize.run import calibration_windows
+from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import embed, load_block
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
 TEXTS = "docs,readmes,licences,general,books,wikitext,code"
-DENSITIES = ((0.08, 1.0), (0.1, 1.0), (0.2, 1.0), (0.1, 0.85), (0.2, 0.85))
+DENSITIES = ("0.08/1", "0.1/1", "0.2/1", "0.1/0.85", "0.2/0.85")
 VARIANTS: dict[str, dict[str, Any]] = {
     "rtn": {"quantizer": "rtn"},
     "gptq": {},
@@ -107,16 +108,17 @@ def score(
 ) -> Scored:
     """Every batch through the model, its weights as they are and, with a bundle, only what that selects."""
     found = Scored(np.zeros(documents), np.zeros(documents))
-    selector = None if bundle is None else Predicted(bundle)
+    selector = None if bundle is None else Predicted(bundle, model.device)
+    selected: dict[tuple[int, str], Tensor] = {}  # counts on the model's device, which is not waited for
+    hit: dict[int, Tensor] = {}
     for batch, reference in zip(batches, dense, strict=True):
 
         def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, real: Tensor = batch.real) -> None:
             if keep is not None:
-                found.selected[layer, target] = found.selected.get((layer, target), 0.0) + float(keep[real].sum())
+                selected[layer, target] = selected.get((layer, target), 0) + keep[real].sum()
             if target == "mlp":
                 active = values[real] > 0
-                hit = active if keep is None else active & keep[real]
-                found.hit[layer] = found.hit.get(layer, 0.0) + float(hit.sum())
+                hit[layer] = hit.get(layer, 0) + (active if keep is None else active & keep[real]).sum()
 
         if selector is None:
             logs = log_probabilities(model, batch)
@@ -126,10 +128,12 @@ def score(
         targets = batch.targets[batch.real]
         nats = -logs.gather(1, targets[:, None])[:, 0].double()
         kl = (reference.exp() * (reference - logs)).sum(-1).double()
-        document = np.repeat(batch.document, batch.real.sum(1).numpy())
-        np.add.at(found.nats, document, nats.numpy())
-        np.add.at(found.kl, document, kl.numpy())
+        document = np.repeat(batch.document, batch.real.sum(1).cpu().numpy())
+        np.add.at(found.nats, document, nats.cpu().numpy())
+        np.add.at(found.kl, document, kl.cpu().numpy())
         found.units += len(targets)
+    found.selected = {key: float(count) for key, count in selected.items()}
+    found.hit = {layer: float(count) for layer, count in hit.items()}
     return found
 
 
@@ -250,9 +254,10 @@ class WithOffsets:
 
 def in_memory(config: QuantizeConfig, asymmetric: bool = False) -> Any:
     """The model with its matrices as their codes say, as `quantise` would write it."""
-    model, source = load_opt(config.model), StoredTensors(config.model)
+    device = resolve_device(config.device)
+    model, source = load_opt(config.model, device=device), StoredTensors(config.model)
     shape = OPTShape.from_config(model.config)
-    layouts, device = row_layouts(shape), torch.device("cpu")
+    layouts = row_layouts(shape)
     batches = []
     if config.quantizer == "gptq":
         windows, _ = calibration_windows(config, shape, weight_hash(config.model))
@@ -269,55 +274,89 @@ def in_memory(config: QuantizeConfig, asymmetric: bool = False) -> Any:
 
 def choose(options: argparse.Namespace) -> None:
     """Rows of variants, on text that no report scores."""
-    model, tokenizer = load_opt(options.model), load_tokenizer(options.model)
-    documents = load_sets(TextSource(source=INSTALLED_DOCS, cache=options.cache), options.model)[0]["val"]
-    corpora = {
-        "own": own_text(options.model, options.tokens),
-        "val_docs": hold_out(documents, tokenizer, WINDOW, options.tokens, seed=1),
-    }
+    device = resolve_device(options.device)
+    model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
+    corpora = {}
+    if (Path(options.model) / "samples.xz").is_file():
+        corpora["own"] = own_text(options.model, options.tokens)
+    documents = load_documents(TextSource(source=f"{options.data}/val_docs.jsonl"))[0]
+    corpora["val_docs"] = hold_out(documents, tokenizer, WINDOW, options.tokens, seed=1)
     rows = Rows(options, OPTShape.from_config(model.config))
     for name in options.variants.split(";") if options.variants else VARIANTS:
         given = {"tokens": options.calibration_tokens, "seed": options.seed} | VARIANTS[name]
         asymmetric = given.pop("asymmetric", False)
-        quantised = in_memory(QuantizeConfig(model=options.model, device="cpu", **given), asymmetric)
-        for text, corpus in corpora.items():
-            batches = list(eval_batches(corpus, options.batch_tokens, torch.device("cpu")))
+        text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
+        config = QuantizeConfig(model=options.model, text=text, device=options.device, **given)
+        quantised = in_memory(config, asymmetric)
+        for text_name, corpus in corpora.items():
+            batches = list(eval_batches(corpus, options.batch_tokens, device))
             dense = [log_probabilities(model, batch) for batch in batches]
             plain = score(model, None, batches, dense, len(corpus.document_tokens))
             found = score(quantised, None, batches, dense, len(corpus.document_tokens))
-            rows.add("choose", text, corpus, name, "none", (1.0, 1.0), None, found, plain)
+            rows.add("choose", text_name, corpus, name, "none", (1.0, 1.0), None, found, plain)
+
+
+def masked(options: argparse.Namespace) -> None:
+    """Write a folder by GPTQ whose second moments leave out what the bundle skips at the first of the densities."""
+    bundle = Bundle.from_pretrained(options.bundles["before"]).at(*densities(options)[0])
+    device = resolve_device(options.device)
+    selector = Predicted(bundle, device)
+
+    def mask(layer: int) -> Any:
+        def keep(target: str, site: Tensor) -> Tensor | None:
+            spec = bundle.specs[layer, target]
+            return selector(layer, target, {(spec.site, spec.site_layer): site})
+
+        return keep
+
+    text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
+    config = QuantizeConfig(
+        model=options.model, text=text, output=options.weights["masked"], tokens=options.calibration_tokens,
+        seed=options.seed, device=options.device,
+    )  # fmt: skip
+    config.check(OPTShape.from_config(load_opt(options.model).config))
+    quantise(config, mask)
+
+
+def densities(options: argparse.Namespace) -> list[tuple[float, float]]:
+    """Pairs of the shares of neurons and of heads that are asked for."""
+    return [(float(mlp), float(heads)) for mlp, heads in (pair.split("/") for pair in options.densities)]
 
 
 def report(options: argparse.Namespace) -> None:
-    """Rows of every text: fp16, round to nearest, GPTQ; dense and sparse; with predictors of either weights."""
-    tokenizer = load_tokenizer(options.model)
-    models = {"fp16": load_opt(options.model)}
-    models |= {name: load_opt(folder) for name, folder in (("rtn", options.rtn), ("gptq", options.gptq)) if folder}
-    bundles = {"before": Bundle.from_pretrained(options.bundle)}
-    if options.after:
-        bundles["after"] = Bundle.from_pretrained(options.after)
+    """Rows of every text: fp16 and each of the weights, dense and sparse, with predictors of fp16 and other weights.
+
+    Predictors `before` select for fp16 and for all of --sparse, others for --sparse alone.
+    """
+    tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
+    folders = {"fp16": options.model, **options.weights}
+    models = {name: load_opt(folder, device=device) for name, folder in folders.items()}
+    bundles = {name: Bundle.from_pretrained(folder) for name, folder in options.bundles.items()}
     sparse = [name for name in models if name in options.sparse.split(",")]
-    shape = OPTShape.from_config(models["fp16"].config)
-    rows = Rows(options, shape)
+    written = options.rows.split(",") if options.rows else ["none", *bundles]
+    rows = Rows(options, OPTShape.from_config(models["fp16"].config))
     for text in options.texts.split(","):
         held = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
         corpus = hold_out(held, tokenizer, WINDOW, options.tokens)
-        batches = list(eval_batches(corpus, options.batch_tokens, torch.device("cpu")))
+        batches = list(eval_batches(corpus, options.batch_tokens, device))
         dense = [log_probabilities(models["fp16"], batch) for batch in batches]
-
         scored = partial(score, batches=batches, dense=dense, documents=len(corpus.document_tokens))
         alone = {name: scored(model, None) for name, model in models.items()}
         for name, found in alone.items():
-            rows.add("report", text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
-        for asked in DENSITIES:
-            selected: Mapping[str, Scored] = {}
+            if "none" in written:
+                rows.add("report", text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
+        for asked in densities(options):
+            selected: Scored | None = None
             for predictors, bundle in bundles.items():
                 moved = bundle.at(*asked)
-                for name in ["fp16", *sparse] if predictors == "before" else ["gptq"]:
+                for name in ["fp16", *sparse] if predictors == "before" else sparse:
+                    if name != "fp16" and predictors not in written:
+                        continue
                     found = scored(models[name], moved)
-                    selected = selected or {"fp16": found}
-                    both = () if name == "fp16" else (alone[name], selected["fp16"])
-                    rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
+                    selected = selected or found  # fp16 with its own predictors comes first
+                    both = () if name == "fp16" else (alone[name], selected)
+                    if predictors in written:
+                        rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
 
 
 def show(options: argparse.Namespace) -> None:
@@ -350,7 +389,7 @@ def show(options: argparse.Namespace) -> None:
         "| MLP, heads | text | fp16: bytes, increase % | 4 bits: bytes, increase % | excess, nats | sum rule |",
     ]
     lines.append("| --- |" + " --- |" * 5)
-    for asked in DENSITIES:
+    for asked in dict.fromkeys(key[3:] for key in rows if key[3:] != (1.0, 1.0)):
         for text in texts:
             plain, both, alone = (
                 rows.get((text, "fp16", "before", *asked)), rows.get((text, "gptq", "before", *asked)),
@@ -383,25 +422,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=("choose", "report", "show"))
+    parser.add_argument("command", choices=("choose", "masked", "report", "show"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
-    parser.add_argument("--bundle", default="checkpoints/demo/bundle", help="predictors of the fp16 model")
-    parser.add_argument("--after", default="", help="predictors that were trained on the GPTQ model")
-    parser.add_argument("--rtn", default="", help="folder of weights rounded to nearest")
-    parser.add_argument("--gptq", default="", help="folder of weights by GPTQ")
-    parser.add_argument("--sparse", default="gptq", help="which of them are also scored sparsely")
+    parser.add_argument("--weights", nargs="*", default=[], help="NAME=FOLDER of 4-bit weights: rtn, gptq, masked")
+    parser.add_argument(
+        "--bundles",
+        nargs="*",
+        default=["before=checkpoints/demo/bundle"],
+        help="NAME=FOLDER of predictors: before (of the fp16 model), first; after (of the GPTQ model)",
+    )
+    parser.add_argument("--sparse", default="gptq", help="which of the weights are also scored sparsely")
+    parser.add_argument("--densities", nargs="*", default=DENSITIES, help="NEURONS/HEADS")
+    parser.add_argument("--rows", default="", help="predictors whose rows are written, none for dense; all by default")
     parser.add_argument("--variants", default="", help="choose: names, with semicolons; all by default")
     parser.add_argument("--data", default=".data", help="what `benchmarks/texts.py prepare` wrote")
     parser.add_argument("--texts", default=TEXTS)
     parser.add_argument("--tokens", type=int, default=10_000, help="of every text")
     parser.add_argument("--calibration-tokens", type=int, default=16_000, help="of variants")
+    parser.add_argument("--sample-tokens", type=int, help="of the model's own text; all that is there by default")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache", default="checkpoints/text")
     parser.add_argument("--csv", default="docs/frontier/int4.csv")
     options = parser.parse_args(argv)
+    options.weights = dict(pair.split("=", 1) for pair in options.weights)
+    options.bundles = dict(pair.split("=", 1) for pair in options.bundles)
     torch.set_num_threads(1)
-    {"choose": choose, "report": report, "show": show}[options.command](options)
+    {"choose": choose, "masked": masked, "report": report, "show": show}[options.command](options)
 
 
 if __name__ == "__main__":

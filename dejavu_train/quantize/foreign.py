@@ -6,8 +6,8 @@
     compressed-tensors   weight_packed (n, m / 8) int32, weight_scale (n, groups); pack-quantized, symmetric, int
     bitsandbytes         NF4: weight uint8 in blocks of 64, absmax in 8 bits with scales of its own or in fp32
 
-Codes that lie around a zero point of 8 in groups that our rows can have are taken over as they are; every other matrix
-is dequantised, to be quantised anew. Nothing of these packages is imported.
+Codes that lie around a zero point of 8, or mirrored around 7, in groups that our rows can have are taken over as they
+are; every other matrix is dequantised, to be quantised anew. Nothing of these packages is imported.
 
 Letters: n outputs, m inputs.
 """
@@ -88,9 +88,10 @@ def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def _around_zero(stored: Tensor, zeros: Tensor, scales: Tensor) -> Decoded:
-    """(stored - zeros) * scales, all (n, m)."""
+    """(stored - zeros) * scales, all (n, m). Around a zero of 7 lie our codes mirrored, with a negative scale."""
     codes, scales = stored - zeros, scales.float()
-    symmetric = bool((zeros == 8).all())
+    symmetric = bool(((zeros == 8) | (zeros == 7)).all())
+    codes, scales = torch.where(zeros == 7, -codes, codes), torch.where(zeros == 7, -scales, scales)
     return Decoded(codes * scales, *((codes.to(torch.int8), scales) if symmetric else ()))
 
 

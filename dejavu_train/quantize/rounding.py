@@ -4,20 +4,28 @@ Codes run from -8 to 7. A scale of the sign that puts -8 on the larger extreme r
 side; a smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are tried.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 # What 8 steps reach over the group's largest weight: at 8/7 no code is clipped on either side, at 1 on one side.
 RANGES = (8 / 7, *(1.09 - 0.03 * step for step in range(19)))
-FACTORS = torch.tensor([sign * share / 8 for share in RANGES for sign in (1, -1)])
+FACTORS = [sign * share / 8 for share in RANGES for sign in (1, -1)]
 TINY = 2.0**-24  # the least number above zero that fp16 has
 WEIGHTS_AT_ONCE = 1 << 18
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """On the device once: a copy for each column of fc2 would have the host wait for it."""
+    return torch.tensor(FACTORS, device=device)
 
 
 def best_scales(groups: Tensor) -> Tensor:
     """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried; an fp16 number, never zero."""
     peak = groups.abs().amax(dim=-1, keepdim=True)
-    tried = peak * FACTORS.to(groups.device)  # (..., tried)
+    tried = peak * _factors(groups.device)  # (..., tried)
     tried = tried.half().float()
     tried = torch.where(tried == 0, TINY, tried)[..., None]  # (..., tried, 1)
     wide = groups[..., None, :]

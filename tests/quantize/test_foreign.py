@@ -13,9 +13,11 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import MATRICES
 from dejavu_train.models.opt import OPTShape, load_opt
-from dejavu_train.quantize import foreign
+from dejavu_train.quantize import export, foreign
 from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.run import quantise
+from dejavu_train.quantize.source import StoredTensors
 
 N, M, GROUP = 64, 128, 64
 
@@ -133,3 +135,34 @@ def test_a_gptq_folder_becomes_ours(tmp_path, capsys):
         ours, theirs = made.get_submodule(name).weight, dense.get_submodule(name).weight.detach()
         error = float((ours - theirs).norm() / theirs.norm())
         assert error == 0 if linear != "fc2" else 0 < error < 0.15
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
+    """Heads of 32 divide into groups of 32 inputs, so that all but fc2 is exact; heads of 16 do not."""
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_attention_heads": heads}
+    dense, ours, theirs = (str(tmp_path / name) for name in ("dense", "ours", "theirs"))
+    save_tiny_opt(tmp_path / "dense", **sizes)
+    quantise(QuantizeConfig(model=dense, output=ours, quantizer="rtn", device="cpu"))
+    with pytest.raises(UserError, match="not in 4-bit rows"):
+        export.export(export.ExportConfig(dense, theirs))
+    errors = export.export(export.ExportConfig(ours, theirs, v2=v2))
+    inexact = {"fc2"} if heads == 2 else {"fc2", "self_attn.out_proj"}
+    assert {part for part, error in errors.items() if error} == inexact and errors["fc2"] < 0.03
+    values = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    reader, made = MatrixReader(StoredTensors(theirs), values), load_opt(ours)
+    layouts, negative = row_layouts(OPTShape.from_values(values, theirs)), 0
+    for part, layout in layouts.items():
+        exact = made.get_submodule(f"model.decoder.layers.1.{part}")
+        weight, rows = reader.read(f"decoder.layers.1.{part}", layout)
+        assert torch.equal(weight, exact.weight) == (part not in inexact)
+        if part not in inexact:
+            assert torch.equal(rows.dequantised(), exact.rows.dequantised())
+            negative += int((exact.rows.scales < 0).sum())
+            assert bool((exact.rows.codes == -8).any())
+    assert negative and bool((load_file(tmp_path / "theirs" / "model-00002.safetensors")[
+        "model.decoder.layers.0.fc1.scales"] > 0).all())  # fmt: skip
+    assert made.model.decoder.layers[0].fc1.bias is not None
+    quantise(QuantizeConfig(model=theirs, output=str(tmp_path / "again"), quantizer="rtn", device="cpu"))
+    assert "fc1: 2 exact, 0 rounded" in capsys.readouterr().out

@@ -10,7 +10,7 @@ def test_the_scale_is_the_best_of_those_tried():
     found = best_scales(groups)
     for row, scale in zip(groups, found, strict=True):
         errors = {}
-        for factor in FACTORS.tolist():
+        for factor in FACTORS:
             tried = (row.abs().max() * factor).half().float()
             errors[float(tried)] = float(((row / tried).round().clamp(-8, 7) * tried - row).square().sum())
         assert errors[float(scale)] <= min(errors.values()) * (1 + 1e-5)

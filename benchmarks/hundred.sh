@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# 4-bit weights of a 100M model with the sparse model, rows of docs/frontier/int4.csv, on one GPU in LIMIT seconds:
+#   bash benchmarks/hundred.sh OUTPUT_FOLDER        TRY=1 runs all of it on a CPU with tiny sizes
+# Pretrains the model on .data/general_train.jsonl.xz and .data/train_docs.jsonl.xz (texts.sh says how they are made). For
+# three seeds, side by side: the model writes text, predictors are trained on it ("before"), GPTQ quantises with it,
+# predictors are trained on the quantised model ("after"); every report's rows are written as they come.
+# OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
+# $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2.
+set -u
+out=$1
+try=${TRY:-}
+pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
+export work=${WORK:-$(pick /dev/shm/hundred /tmp/hundred)} python=${PYTHON:-python3} data=${DATA:-.data}
+export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 1) OMP_WAIT_POLICY=PASSIVE
+export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=true
+export limit=${LIMIT:-520} began=$SECONDS seeds=${SEEDS:-0 1 2} model=$work/opt-100m rows=$work/rows
+export device=$(pick cuda cpu) tokens=$(pick 40000 200) sample=$(pick 400000 24000)
+export texts=${TEXTS:-docs,books,val_docs,wikitext,general,readmes,code,licences}
+flags="--config=configs/opt-mini.yaml --model=$model --trainer.logger=false --text.sample.tokens=$sample"
+flags="$flags --text.cache=$work/text --mlp.rank=$(pick 128 8) --trainer.accelerator=$(pick gpu cpu)"
+export flags="$flags $(pick "" "--mlp.steps=20 --heads.steps=20 --calibrate.sensitivity_tokens=1024")"
+quantise="--text.cache=$work/text --text.sample.tokens=$sample --device=$device"
+export quantise="$quantise $(pick "" "--tokens=1300")"
+report="--model $model --data $data --cache $work/text --tokens $tokens --device $device --sample-tokens $sample"
+export report="$report --batch-tokens $(pick 8192 512) --calibration-tokens $(pick 128000 1300)"
+mkdir -p "$out" "$rows"
+
+left() { echo $((limit - SECONDS + began - ${1:-0})); }
+
+pack() {
+  tar -cJf "$out/.hundred.tar.xz" -C "$work" rows && mv "$out/.hundred.tar.xz" "$out/hundred.tar.xz"
+}
+
+step() {  # NAME COMMAND...: within what is left of the limit; its log and a line of steps.csv
+  local name=$1 at=$SECONDS seconds
+  shift
+  seconds=$(left 8)
+  timeout -k 3 "$((seconds > 1 ? seconds : 1))" "$@" > "$rows/$name.log" 2>&1
+  local code=$?
+  echo "$name,$code,$((at - began)),$((SECONDS - began))" | tee -a "$rows/steps.csv"
+  if [ "$code" != 0 ]; then tail -n 3 "$rows/$name.log" >&2; fi
+  return "$code"
+}
+
+train() {  # NAME MODEL SEED FLAGS...: a bundle in $work/NAME, each half of the layers in a process of its own
+  local name=$1 trained=$2 seed=$3 layers=$((${LAYERS:-12} - 1))
+  shift 3
+  set -- "$python" train.py $flags --model="$trained" --output="$work/$name" --seed="$seed" \
+    --text.sample.seed="$seed" "$@"
+  step "train-$name-low" "$@" --layers="0-$((layers / 2))" &
+  step "train-$name-high" "$@" --layers="$((layers / 2 + 1))-$layers"
+  wait
+  rm -rf "$work/$name/activations"
+  test -f "$work/$name/bundle/bundle.json"
+}
+
+written() {  # SEED: waits until the model has written its text with this seed
+  until grep -qs "\"seed\": $1\$" "$work"/text/self-*/samples.json; do
+    sleep 1
+    [ "$(left 60)" -gt 0 ] || return 1
+  done
+}
+
+score() {  # NAME SEED ARGUMENTS...: rows of a report
+  local name=$1 seed=$2
+  shift 2
+  step "report-$name-$seed" "$python" -m benchmarks.quantize report $report --seed "$seed" --texts "$texts" \
+    --csv "$rows/report-$name-$seed.csv" "$@"
+}
+
+ready() {  # PATH: waits until it is there
+  until [ -e "$1" ]; do
+    sleep 1
+    [ "$(left 20)" -gt 0 ] || return 1
+  done
+}
+
+before() {  # SEED
+  train "before-$1" "$model" "$1" && ready "$work/gptq-$1" && score before "$1" --weights "gptq=$work/gptq-$1" \
+    --bundles "before=$work/before-$1/bundle" --densities $densities --rows before
+}
+
+moments() {  # second moments of what sparse decoding computes, against those of everything
+  ready "$work/before-0/bundle" && ready "$work/gptq-0" && step masked "$python" -m benchmarks.quantize masked $report \
+    --bundles "before=$work/before-0/bundle" --weights "masked=$work/masked" --densities 0.1/0.85 &&
+    score masked 0 --weights "gptq=$work/gptq-0" "masked=$work/masked" --sparse gptq,masked \
+      --bundles "before=$work/before-0/bundle" --densities 0.1/0.85 0.1/1
+}
+
+after() {  # SEED
+  train "after-$1" "$work/gptq-$1" "$1" && ready "$work/before-$1/bundle" && score after "$1" \
+    --weights "gptq=$work/gptq-$1" --densities $densities --rows after \
+    --bundles "before=$work/before-$1/bundle" "after=$work/after-$1/bundle"
+}
+
+whole_seed() {  # SEED
+  before "$1" &
+  written "$1" && step "gptq-$1" "$python" -m dejavu_train.quantize --model "$model" --output "$work/gptq-$1" \
+    $quantise --seed "$1" --text.sample.seed="$1" || return 1
+  score dense "$1" --weights "rtn=$work/rtn" "gptq=$work/gptq-$1" --bundles &
+  after "$1"
+  wait
+}
+
+shape=$(pick "--d_model 768 --n_layers 12 --n_heads 12 --d_ffn 3072 --context 512" \
+  "--d_model 64 --n_layers 2 --n_heads 2 --d_ffn 128 --context 64 --batch_rows 2 --vocab_size 300 --device cpu")
+[ -n "$try" ] && export LAYERS=2
+export densities="0.08/1 0.1/1 0.2/1 0.1/0.85 0.2/0.85 0.06/0.85 0.08/0.85 0.08/0.8 0.08/0.75"
+ticker() { while sleep 120; do pack; done; }
+ticker &
+ticks=$!
+trap 'kill $ticks; pack' EXIT
+
+text=$(pick "$data/general_train.jsonl.xz $data/train_docs.jsonl.xz" "$data/books.jsonl")
+step pretrain "$python" -m dejavu_train.training.pretrain --output "$model" --text $text \
+  --heldout "$data/books.jsonl" "$data/docs.jsonl" $shape --seconds "$(pick "${PRETRAIN_SECONDS:-110}" 5)" || exit 1
+step rtn "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
+variants() {  # settings of GPTQ, on documents of no report
+  written 0 && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
+    "gptq;gptq, biases as they were;gptq, act_order;gptq, out_hessian per_head;gptq, asymmetric"
+}
+variants &
+jobs_=$!
+moments &
+jobs_="$jobs_ $!"
+for seed in $seeds; do
+  whole_seed "$seed" &
+  jobs_="$jobs_ $!"
+done
+wait $jobs_
+echo "$((SECONDS - began)) s; MODEL2=$model BUNDLE2=$work/before-0/bundle; $out/hundred.tar.xz"
