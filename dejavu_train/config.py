@@ -195,6 +195,11 @@ class RunConfig:
             self.predictor(target).site(target, layer)
         if not any(self.predictor(target).enabled for target in TARGETS):
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
+        if not self.heads.enabled and self.calibrate.head_density < 1 and self.calibrate.budget is None:
+            raise UserError(
+                f"calibrate.head_density {self.calibrate.head_density:g} needs the predictors that heads.enabled: false"
+                " leaves out; enable them, or ask for 1.0"
+            )
         self.text.check()
         length = self.text.sample.length or self.collect.window
         sample = self.text.sample

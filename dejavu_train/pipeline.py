@@ -21,7 +21,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
-from dejavu_train.data.collect import LoadSets, collect
+from dejavu_train.data.collect import LoadSets, check_same_text, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import SETS
@@ -87,11 +87,13 @@ def _run(
     folder, stage = output / config.bundle, calibrate_stage(config)
     if stage.matches(bundle_stage(folder)):
         try:
-            Bundle.from_pretrained(folder, predictor_class=predictor_classes(config))
+            bundle = Bundle.from_pretrained(folder, predictor_class=predictor_classes(config))
         except UserError as error:
             logger.info("the bundle is written anew: %s", error)
             shutil.rmtree(folder)
         else:
+            bundle.check_model(config.model, config.revision)
+            check_same_text(bundle.metadata["text"], config.text, f"{folder} was made")
             print(f"{folder} is complete; nothing to do")
             return
     full_hash = config.verify == "full"

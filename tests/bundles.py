@@ -7,6 +7,7 @@ import torch
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.models.opt import load_opt, read_shape, weight_hash
+from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -63,4 +64,5 @@ def make_bundle(
                 tensors[tensor_name(layer, target, "mean")] = torch.randn(n_out, shape.head_dim, generator=other).half()
                 metadata["replacement"] = "mean"
             specs[layer, target] = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, **metadata)
-    return Bundle(str(model), weight_hash(str(model)), shape, specs, tensors, {"text": "made up"})
+    hashes = {"weight_hash": weight_hash(str(model)), "tokenizer_hash": tokenizer_hash(str(model))}
+    return Bundle(str(model), shape=shape, specs=specs, tensors=tensors, metadata={"text": "made up"}, **hashes)

@@ -59,6 +59,7 @@ def test_jobs():
         ({"mlp": PredictorConfig(rank=8, warmup=1.5)}, "mlp.warmup"),
         ({"heads": PredictorConfig(rank=8, init="svd")}, "heads.init"),
         ({"heads": PredictorConfig(enabled=False), "targets": "heads"}, "heads.enabled"),
+        ({"heads": PredictorConfig(enabled=False), "calibrate": CalibrateConfig(head_density=0.8)}, "ask for 1.0"),
         ({"calibrate": CalibrateConfig(budget="1kB")}, "the predictors alone read"),
         ({"calibrate": CalibrateConfig(dtype="int3")}, "calibrate.dtype must be one of .*int8, int4, got int3"),
         ({"tune": TuneConfig(steps=3), "calibrate": CalibrateConfig(selection="top_k")}, "tune.steps needs predictors"),

@@ -12,7 +12,9 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import save_tiny_opt
+from safetensors.torch import load_file, save_file
 from small_runs import activations, flags
 
 from dejavu_train import files, machine
@@ -24,6 +26,7 @@ from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
 from dejavu_train.models.stored import check_folder
+from dejavu_train.models.tokenizer_hash import tokenizer_hash
 
 
 def one_line(capsys, argv, *words):
@@ -157,15 +160,30 @@ def test_a_model_with_more_layers_than_its_config_says(tmp_path):
         load_opt(str(folder))
 
 
-def test_text_that_changed_or_went_after_collecting(run, capsys, text_file, tmp_path):
-    own = shutil.copy(text_file, tmp_path / "text.txt")
-    few = [f"--text.source={own}", "--mlp.steps=2", "--mlp.validations=1", "--layers=0", "--targets=mlp"]
-    assert exit_on_user_error(main, run(*few)) == 0
-    with open(own, "a") as file:
-        file.write("more")
-    one_line(capsys, run(*few), "text.txt has changed since", "restore it")
-    os.unlink(own)
-    one_line(capsys, run(*few), f"there is no text file {own}")
+def test_model_or_text_that_changed_after_collecting_or_after_everything(run, capsys, tiny_opt, text_file, tmp_path):
+    """In the folder whose name the run knows: another tokenizer of the same size, other weights, another text."""
+    own, text = shutil.copytree(tiny_opt, tmp_path / "own"), shutil.copy(text_file, tmp_path / "text.txt")
+    few = [f"--model={own}", f"--text.source={text}", "--mlp.steps=2", "--mlp.validations=1", "--targets=mlp"]
+    few += ["--heads.enabled=false", "--calibrate.head_density=1"]
+    assert exit_on_user_error(main, run(*few, "--layers=0")) == 0
+    tokenizer, weights = own / "tokenizer.json", own / "model.safetensors"
+    values, tensors, words = json.loads(tokenizer.read_text()), load_file(weights), text.read_text()
+    for finished in (False, True):
+        merges = values["model"]["merges"]
+        changed = values | {"model": values["model"] | {"merges": [*merges[:-2], merges[-1], merges[-2]]}}
+        tokenizer.write_text(json.dumps(changed))
+        one_line(capsys, run(*few), "another tokenizer", tokenizer_hash(str(own))[:12], "put back the tokenizer")
+        tokenizer.write_text(json.dumps(values))
+        save_file(tensors | {"model.decoder.final_layer_norm.bias": torch.ones(48)}, weights, {"format": "pt"})
+        one_line(capsys, run(*few), "other weights")
+        save_file(tensors, weights, {"format": "pt"})
+        text.write_text(words + "more")
+        one_line(capsys, run(*few), "text.txt has changed since", "restore it")
+        text.write_text(words)
+        assert exit_on_user_error(main, run(*few)) == 0
+        assert ("nothing to do" in capsys.readouterr().out) == finished
+    os.unlink(text)
+    one_line(capsys, run(*few), f"there is no text file {text}")
 
 
 def test_values_that_were_changed(tmp_path):

@@ -26,6 +26,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape, read_shape
+from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor
 from dejavu_train.predictors.custom import PredictorClass, chosen_classes
@@ -57,6 +58,8 @@ class Bundle:
             predictor has its ``state_dict`` under ``.predictor.`` in place of ``.down``, ``.up`` and ``.bias``.
         metadata: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
         classes: of custom predictors, by the name that their specs give.
+        tokenizer_hash: of the model's tokenizer, see ``tokenizer_hash.py``; None: not known, as in bundles of earlier
+            versions.
     """
 
     model: str
@@ -66,6 +69,7 @@ class Bundle:
     tensors: dict[str, Tensor]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     classes: Mapping[str, PredictorClass] = dataclasses.field(default_factory=dict, compare=False)
+    tokenizer_hash: str | None = None
 
     @property
     def targets(self) -> list[str]:
@@ -153,13 +157,15 @@ class Bundle:
         return self.with_densities(densities, top_k)
 
     def check_model(self, model: str, revision: str | None = None) -> None:
-        """Make sure that the bundle belongs to exactly these weights.
+        """Make sure that the bundle belongs to exactly these weights and to this tokenizer.
+
+        A folder without a tokenizer, and a bundle that names none, are compared by their weights alone.
 
         Args:
             model: folder or hub id of a model, or a weight hash.
             revision: commit or tag of a hub model.
         Raises:
-            UserError: another shape, or the same shape with other weights.
+            UserError: another shape, the same shape with other weights, or the same weights with another tokenizer.
         """
         if re.fullmatch(r"(full:)?[0-9a-f]{64}", model):
             found = model
@@ -179,6 +185,15 @@ class Bundle:
                 f" {model if found != model else 'this model'} has {found[:12]} (another model or revision);"
                 " train and calibrate predictors for these weights"
             )
+        if self.tokenizer_hash is None or found == model:
+            return
+        tokenizer = tokenizer_hash(model, revision)
+        if tokenizer not in (None, self.tokenizer_hash):
+            raise UserError(
+                f"the bundle belongs to another tokenizer: made for {self.model} with tokenizer hash"
+                f" {self.tokenizer_hash[:12]}, {model} has {tokenizer[:12]}; put back the tokenizer that the bundle was"
+                " made with, or train and calibrate predictors with this one"
+            )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``bundle.json``, ``predictors.safetensors`` and the model card ``README.md`` into ``folder``.
@@ -196,6 +211,7 @@ class Bundle:
             "schema": SCHEMA,
             "model": self.model,
             "weight_hash": self.weight_hash,
+            "tokenizer_hash": self.tokenizer_hash,
             "shape": dataclasses.asdict(self.shape),
             "targets": self.targets,
             "tensors_sha256": sha256_file(folder / TENSORS),
@@ -259,12 +275,17 @@ class Bundle:
                 {e.key: e for e in found},
                 tensors,
                 metadata["metadata"],
+                tokenizer_hash=metadata.get("tokenizer_hash"),
             )
+            if not isinstance(bundle.tokenizer_hash, str | None):
+                raise TypeError("tokenizer_hash is no text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error})") from None
         if len(found) != len(bundle.specs) or metadata["targets"] != bundle.targets:
             raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold")
         _check_parts(bundle, where)
+        if bundle.tokenizer_hash is None:
+            logger.warning("%s does not say with which tokenizer it was made, so none is compared", where)
         named = {spec.class_path: spec.key for spec in found if spec.class_path is not None}
         bundle = dataclasses.replace(bundle, classes=chosen_classes(set(named), predictor_class, where))
         for key in named.values():

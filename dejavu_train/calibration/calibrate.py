@@ -149,7 +149,8 @@ def measure_curves(
         for key, losses in _sensitivities(load_model(), predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
-    return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, metadata_kept, classes or {})
+    kept = (metadata_kept, classes or {}, manifest.tokenizer_hash)
+    return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, *kept)
 
 
 def choose(measured: Bundle, config: CalibrateConfig) -> Bundle:

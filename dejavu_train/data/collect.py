@@ -8,7 +8,7 @@ killed makes the same plan again, keeps the shards that are complete and redoes 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.models.tokenizer_hash import hash_of
 from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,11 @@ def _collect(
             f"collect.window is {config.window}, but {model_name} has {shape.max_positions} positions; choose less"
         )
     request = config.request(seed)
+    tokenizer = load_tokenizer(model_name, revision)
+    cut_by = hash_of(tokenizer)
     existing = ActivationManifest.load(activations) if (activations / "manifest.json").is_file() else None
     if existing is not None:
-        _check_same_request(existing, digest, request, text, activations)
+        _check_same_request(existing, digest, cut_by, request, text, activations)
         if not existing.missing(activations) and file_digests(activations):
             return existing
 
@@ -101,7 +104,6 @@ def _collect(
         share = shared_ngrams(sets["test"], sets["train"])
         logger.info("%.1f %% of the 8-grams of the test documents also occur in the train documents", 100 * share)
         text_metadata |= {"report_8grams_in_train": round(share, 5)}
-    tokenizer = load_tokenizer(model_name, revision)
     shards: list[tuple[ShardEntry, list[Window]]] = []
     for number, set_name in enumerate(SETS):
         planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
@@ -111,7 +113,7 @@ def _collect(
             tokens = sum(len(window.ids) for window in windows_of_shard)
             shards.append((ShardEntry(len(shards), set_name, tokens), windows_of_shard))
     manifest = ActivationManifest(
-        model_name, digest, shape, config.storage, request, text_metadata, tuple(entry for entry, _ in shards)
+        model_name, digest, shape, config.storage, request, text_metadata, tuple(entry for entry, _ in shards), cut_by
     )
     if existing is not None and existing.shards != manifest.shards:
         raise UserError(
@@ -150,13 +152,19 @@ def _collect(
 
 
 def _check_same_request(
-    existing: ActivationManifest, digest: str, request: dict[str, Any], text: TextSource, activations: Path
+    existing: ActivationManifest, digest: str, cut_by: str, request: dict[str, Any], text: TextSource, activations: Path
 ) -> None:
-    read, now, source = existing.text.get("file_sha256"), text.file_sha256(), text.key
+    source = text.key
     if existing.weight_hash != digest:
         raise UserError(
             f"the activation shards in {activations} are of another model, {existing.model} with other weights;"
             " choose another output folder or delete this one"
+        )
+    if existing.tokenizer_hash not in (None, cut_by):
+        raise UserError(
+            f"the activation shards in {activations} were collected with another tokenizer (hash"
+            f" {existing.tokenizer_hash[:12]}, that of the model is {cut_by[:12]}); put back the tokenizer, choose"
+            " another output folder or delete this one"
         )
     if existing.request != request or existing.text.get("source") != source:
         found, asked = {**existing.request, "source": existing.text.get("source")}, {**request, "source": source}
@@ -165,10 +173,20 @@ def _check_same_request(
             f"the activation shards in {activations} were collected with {key} = {found.get(key)}, not {asked[key]};"
             " choose another output folder or delete this one"
         )
+    check_same_text(existing.text, text, f"the activation shards in {activations} were collected")
+
+
+def check_same_text(collected: Mapping[str, Any], text: TextSource, since: str) -> None:
+    """Compare a file of text with the one that a manifest of text names.
+
+    Raises:
+        UserError: it is not there, or was changed.
+    """
+    read, now = collected.get("file_sha256"), text.file_sha256()
     if read is not None and now != read:
         raise UserError(
-            f"the text {text.file} has changed since the activation shards in {activations} were collected (its SHA-256"
-            f" was {read[:12]} and is {now and now[:12]}); restore it, or choose another output folder"
+            f"the text {text.file} has changed since {since} (its SHA-256 was {read[:12]} and is {now and now[:12]});"
+            " restore it, or choose another output folder"
         )
 
 

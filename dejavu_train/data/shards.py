@@ -57,6 +57,7 @@ class ActivationManifest:
     request: dict[str, Any]
     text: dict[str, Any]
     shards: tuple[ShardEntry, ...]
+    tokenizer_hash: str | None = None  # activations of earlier versions do not name their tokenizer
 
     def save(self, folder: str | Path) -> None:
         write_json(Path(folder) / MANIFEST, {"schema": SCHEMA, **dataclasses.asdict(self)})

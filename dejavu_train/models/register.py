@@ -1,6 +1,7 @@
-"""Has transformers know 4-bit models after ``import dejavu_train``, without importing transformers for that.
+"""Has transformers know this package after ``import dejavu_train``, without importing transformers for that.
 
-Where transformers' table of quantizers is loaded already, ours joins it at once; else as soon as it is loaded.
+4-bit models are loaded, and a folder that holds a bundle beside its model is not taken for the dense model unseen.
+Where a module of transformers is loaded already, ours joins it at once; else as soon as it is loaded.
 """
 
 import importlib
@@ -12,34 +13,40 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-TABLE = "transformers.quantizers.auto"
-OURS = "dejavu_train.models.int4_quantizer"
+OURS = {  # which module of ours is imported behind which of transformers
+    "transformers.quantizers.auto": "dejavu_train.models.int4_quantizer",
+    "transformers.models.auto.modeling_auto": "dejavu_train.models.joint_folder",
+}
 
 
 def register_when_loaded() -> None:
-    """Import ``OURS`` behind ``TABLE``, now or later."""
-    if TABLE in sys.modules:
-        importlib.import_module(OURS)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Import each module of ``OURS`` behind the one that it changes, now or later."""
+    for theirs, ours in OURS.items():
+        if theirs in sys.modules:
+            importlib.import_module(ours)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``TABLE`` as the finders behind it do, with a loader that imports ``OURS`` afterwards."""
+    """Finds modules of transformers as the finders behind it do, with a loader that imports ours afterwards."""
+
+    def __init__(self) -> None:
+        self._waiting = {theirs: ours for theirs, ours in OURS.items() if theirs not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != TABLE:
+        ours = self._waiting.pop(fullname, None)
+        if ours is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module(OURS)
+                importlib.import_module(ours)
 
             loader: Any = spec.loader
             loader.exec_module = exec_module

@@ -74,6 +74,7 @@ class GatherDecoder:
             self.head_means.append(mean)
             self.out_biases.append(_folded_bias(projection, mean))
 
+    @torch.compiler.disable(reason="the backend gather reads what each token selects; no graph knows how much that is")
     @torch.no_grad()
     def forward(
         self, hidden: Tensor, cache: SparseCache, sparse: Tensor, visible: Tensor, live: Tensor | None = None

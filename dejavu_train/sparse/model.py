@@ -7,6 +7,8 @@ Four backends select the same units:
 - ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
 - ``cpu``: the compiled engine for CPUs, for ``generate()`` of up to 4 rows.
 
+``torch.compile`` leaves ``gather`` as it is, because its sizes follow from the tokens; ``torch.export`` is refused.
+
 ``auto`` takes the engine where it runs here, else ``gather``; a call that the engine refuses then runs through
 ``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, one
 per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
@@ -142,6 +144,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         revision: str | None = None,
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
         guard: Guard | None = None,
+        torch_dtype: str | torch.dtype | None = None,
+        **unknown: Any,
     ) -> "SparseOPTForCausalLM":
         """Load a model and its predictors.
 
@@ -157,9 +161,18 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
             guard: as in :meth:`from_model`.
+            torch_dtype: ``dtype`` by its earlier name in transformers.
+            unknown: refused. A keyword of transformers, such as ``attn_implementation``, goes to
+                ``OPTForCausalLM.from_pretrained``, and the model that comes back to :meth:`from_model`.
         Raises:
-            UserError: no such model or bundle, or a bundle of other weights.
+            UserError: no such model or bundle, a bundle of other weights or of another tokenizer, an unknown keyword.
         """
+        if unknown:
+            raise UserError(
+                f"{cls.__name__}.from_pretrained takes no {next(iter(unknown))}; where it is one of transformers, load"
+                f" the model by OPTForCausalLM.from_pretrained and give it to {cls.__name__}.from_model"
+            )
+        dtype = dtype if torch_dtype is None else torch_dtype
         name = str(pretrained_model_name_or_path)
         if predictors is None:
             predictors = Path(name) / PREDICTORS_FOLDER
@@ -173,7 +186,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         return cls.from_model(model, bundle, backend, sparse_from, kv_policy, guard=guard)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write the dense model and, in its folder ``predictors``, the bundle."""
+        """Write the dense model and, in its folder ``predictors``, the bundle.
+
+        Only this class reads the two together: classes of transformers take the folder for the dense model, with a
+        warning of ``AutoModelForCausalLM`` where this package is imported.
+        """
         _adopt(OPTForCausalLM, self).save_pretrained(save_directory, **kwargs)
         name = str(save_directory)
         saved = dataclasses.replace(self.bundle, model=name, weight_hash=weight_hash(name))
@@ -260,8 +277,13 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Raises:
             UserError: ``gather`` with another cache than a SparseCache, a mask that is not (B, S), or asked for
                 attentions, hidden states or (in the backward pass) gradients; ``mask`` under gradient checkpointing;
-                ``triton`` with any cache, ``use_cache=True``, embeddings or positions.
+                ``triton`` with any cache, ``use_cache=True``, embeddings or positions; any under ``torch.export``.
         """
+        if torch.compiler.is_exporting():
+            raise UserError(
+                "torch.export keeps one graph for every input, and a sparse model's follows from what each token"
+                " selects; export the dense model"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]

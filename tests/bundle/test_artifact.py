@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from dejavu_train.bundle.artifact import CARD, METADATA, TENSORS, Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, sha256_file
+from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.quantization import quantise_rows, stored_rows
 
 
@@ -186,6 +187,29 @@ def test_model_must_be_the_one(bundle, tiny_opt, tmp_path):
     with pytest.raises(UserError, match="other weights.*revision") as error:
         bundle.check_model(str(revised))
     one_line(error)
+
+
+def test_tokenizer_must_be_the_one(bundle, tiny_opt, tmp_path, caplog):
+    other = shutil.copytree(tiny_opt, tmp_path / "other")
+    values = json.loads((other / "tokenizer.json").read_text())
+    merges = values["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="another tokenizer.*put back") as error:
+        bundle.check_model(str(other))
+    assert bundle.tokenizer_hash[:12] in one_line(error) and tokenizer_hash(str(other))[:12] in str(error.value)
+    bundle.save_pretrained(tmp_path / "bundle")
+    assert Bundle.from_pretrained(tmp_path / "bundle").tokenizer_hash == bundle.tokenizer_hash and not caplog.records
+    (other / "tokenizer.json").unlink()
+    bundle.check_model(str(other))  # token ids come from elsewhere
+
+    rewrite(tmp_path / "bundle", lambda metadata: metadata.pop("tokenizer_hash"))  # of an earlier version
+    older = Bundle.from_pretrained(tmp_path / "bundle")
+    assert [record.getMessage().count("with which tokenizer") for record in caplog.records] == [1]
+    older.check_model(str(tiny_opt))
+    rewrite(tmp_path / "bundle", lambda metadata: metadata.update(tokenizer_hash=3))
+    with pytest.raises(UserError, match="tokenizer_hash"):
+        Bundle.from_pretrained(tmp_path / "bundle")
 
 
 def flip_byte(folder, name, place):

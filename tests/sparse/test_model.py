@@ -6,7 +6,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from torch.nn import functional as F
-from transformers import DynamicCache, OPTForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
@@ -417,6 +417,36 @@ def test_from_pretrained_and_back(tiny_opt, bundle, tmp_path):
         SparseOPTForCausalLM.from_pretrained(str(tiny_opt), predictors=other)
     with pytest.raises(UserError, match="holds no predictors folder"):
         SparseOPTForCausalLM.from_pretrained(str(tiny_opt))
+
+
+def test_auto_model_says_that_it_leaves_the_bundle_out(tiny_opt, bundle, tmp_path, caplog):
+    SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather").save_pretrained(tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
+    assert type(dense) is OPTForCausalLM
+    assert [record.getMessage().count("is loaded as the dense OPT") for record in caplog.records] == [1]
+    AutoModelForCausalLM.from_pretrained(str(tiny_opt))
+    OPTForCausalLM.from_pretrained(tmp_path)  # the dense model by its name
+    assert len(caplog.records) == 1
+
+
+def test_keywords_of_transformers(tiny_opt, bundle):
+    model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather", torch_dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="no attn_implementation; .*OPTForCausalLM.from_pretrained.*from_model"):
+        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "mask", attn_implementation="eager")
+    eager = OPTForCausalLM.from_pretrained(str(tiny_opt), attn_implementation="eager")
+    assert sparse(eager, bundle, "mask").config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="dtype must be one of float32, float16, bfloat16, got auto"):
+        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, torch_dtype="auto")
+
+
+def test_torch_compile_leaves_gather_as_it_is_and_torch_export_is_refused(dense, bundle):
+    model = sparse(dense, bundle, "gather")
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        close(compiled(tokens(1, 7)).logits, model(tokens(1, 7)).logits)
+        with pytest.raises(UserError, match="export the dense model"):
+            torch.export.export(model, (tokens(1, 7),), strict=False)
 
 
 def test_half_precision_runs(tiny_opt, bundle):
