@@ -26,6 +26,7 @@ from benchmarks.best_read import best_read
 from benchmarks.decode_breakdown import breakdown
 from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_hf import hugging_face
+from benchmarks.decode_int4_rival import RIVAL, rival_operations, rival_weights
 from benchmarks.decode_problem import (
     RANKS,
     SHAPES,
@@ -39,6 +40,7 @@ from benchmarks.harness import step_times
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import OPTShape
 
 EXTRA = 20  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
@@ -79,14 +81,16 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
     predictors = None
     if cell.engine == "sparse":
         single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
-        predictors = random_predictors(shape, rank, *single, cell.site, getattr(torch, cell.predictors))
+        predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors)
     engine = DecodeEngine(
         weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
         pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True,
     )  # fmt: skip
+    if cell.weights == RIVAL:
+        vars(engine.core.ops).update(rival_operations())
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
     with torch.no_grad():
-        start(engine, cell.prompt, steps + EXTRA)
+        start(engine, cell.prompt, steps + EXTRA, prefilled=cell.weights != RIVAL)
         if engine.predictors:
             set_thresholds(engine, cell.mlp_density, cell.head_density)
         row = measured(engine)
@@ -112,7 +116,8 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
             return summary(times, cell.batch) | {"note": "generate(), second call; a host's loop, see p20 and p80"}
         row = run_engine(cell, name, weights, steps)
     except torch.cuda.OutOfMemoryError:
-        needed, room = bytes_needed(shape, cell.batch, cell.prompt + steps + EXTRA), torch.cuda.mem_get_info()[1]
+        needed = bytes_needed(shape, cell.batch, cell.prompt + steps + EXTRA, cell.weights != "float16")
+        room = torch.cuda.mem_get_info()[1]
         return {"note": f"does not fit: more than {needed / 1e9:.1f} GB and scratch, of {room / 1e9:.1f}"}
     except Exception as error:  # a cell that fails must not cost the others
         return {"note": f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"}
@@ -121,11 +126,19 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
     return row
 
 
-def bytes_needed(shape: OPTShape, batch: int, positions: int) -> int:
-    """fp16 weights, K/V and kept inputs: what a cell that does not fit would take, scratch not counted."""
+def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool) -> int:
+    """Weights, K/V and kept inputs: what a cell that does not fit would take, scratch not counted."""
     kept = 3 * shape.n_layers * batch * positions * shape.d_model
-    layers = shape.n_layers * (4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn)
-    return 2 * (kept + layers + (shape.vocab_size + shape.max_positions) * shape.d_model)
+    layer = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
+    layer = sum(size.nbytes for size in row_sizes(shape).values()) if packed else 2 * layer
+    return shape.n_layers * layer + 2 * (kept + (shape.vocab_size + shape.max_positions) * shape.d_model)
+
+
+def made_weights(cell: Cell, shape: OPTShape, live_share: float) -> DecodeWeights:
+    """Random weights of a cell's format, on the device."""
+    if cell.weights == RIVAL:
+        return rival_weights(shape)
+    return random_weights(shape, live_share, cell.weights == "int4")
 
 
 def main() -> int:
@@ -146,17 +159,17 @@ def main() -> int:
     best = size / times[1] / 1e6  # TB/s, the denominator of every byte floor
     metadata = conditions() | {"best_tb_s": best}
     for name in args.models:
-        weights = None
+        weights, kind = None, ""
         for cell in asked or required_cells(name):
             if time.monotonic() - began > args.time_limit:
                 print("time limit: left out from here:", name, cell, flush=True)
                 return 0
-            if cell.engine.startswith("hf") or (weights is not None and not weights.layers):
-                weights = None  # not needed, or lost with an engine that did not fit
+            if cell.engine.startswith("hf") or cell.weights != kind or (weights is not None and not weights.layers):
+                weights = None  # not needed, of another format, or lost with an engine that did not fit
             gc.collect()
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):
-                weights = random_weights(SHAPES[name], args.live_share)
+                weights, kind = made_weights(cell, SHAPES[name], args.live_share), cell.weights
             row = metadata | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
             row |= {"mlp_density": "", "head_density": "", "rank": ""}  # asked; what a row holds is measured
             append(args.out, row | run_cell(cell, name, weights, args.steps, best))

@@ -12,7 +12,7 @@ import torch
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
+from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights, TargetPredictor, written_out
 from dejavu_train.models.opt import OPTShape
 from kernels.common.layer_norm import layer_norm_reference
 from kernels.mlp.select import PredictorWeights, predict_reference
@@ -24,8 +24,10 @@ SHAPES = {
     "13b": OPTShape(5120, 20480, 40, 40, 50272, 2048),
     "30b": OPTShape(7168, 28672, 48, 56, 50272, 2048),
     "66b": OPTShape(9216, 36864, 64, 72, 50272, 2048),
+    "175b": OPTShape(12288, 49152, 96, 96, 50272, 2048),
 }
-RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576}  # 4 % of the dense MLP's bytes
+# 4 % of the dense MLP's bytes.
+RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576, "175b": 768}
 # Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity).
 UNION = {
     "6.7b": {2: 0.153, 4: 0.206, 8: 0.29, 16: 0.398, 32: 0.517},
@@ -35,9 +37,9 @@ UNION = {
 STD = 0.02
 
 
-def random_weights(shape: OPTShape, live_share: float) -> DecodeWeights:
-    """Random weights whose neurons are live with the given probability, whatever is selected."""
-    weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD)
+def random_weights(shape: OPTShape, live_share: float, packed: bool = False) -> DecodeWeights:
+    """Random weights, of 4 bits where `packed`, whose neurons are live with the given probability, selected or not."""
+    weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD, packed=packed)
     # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
     for layer in weights.layers:
@@ -51,14 +53,14 @@ def random_predictors(
     mlp_density: float,
     head_density: float,
     lookahead: int = 0,
-    dtype: torch.dtype = torch.float16,
+    dtype: str = "float16",
 ) -> dict[tuple[int, str], TargetPredictor]:
     """Predictors of both targets, none for a density of 1; thresholds are set later, see `set_thresholds`.
 
     Args:
         mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
         lookahead: half-blocks between the MLP's site and fc1.
-        dtype: of the MLP predictors: float16, or int8 with a scale a row.
+        dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
     """
     generator = torch.Generator("cuda").manual_seed(1)
 
@@ -79,12 +81,27 @@ def random_predictors(
             folded = normal(n, shape.d_model)
         else:
             pair = PredictorWeights(normal(rank, shape.d_model), normal(n, rank), torch.zeros(n, device="cuda"))
-            pair = pair if dtype == torch.float16 else pair.quantized(dtype)
+            if dtype == "int4" and lookahead == 0:  # before fc1 a predictor runs on its own, on nibbles
+                pair = nibbles(pair)
+            elif dtype != "float16":
+                pair = pair.quantized(torch.int8)
         result[layer, target] = TargetPredictor(
             layer, target, ("attn_in", "mlp_in")[half % 2], half // 2, pair, torch.zeros(1, device="cuda"), None,
             folded, torch.zeros(n, device="cuda"), density,
         )  # fmt: skip
     return result
+
+
+def nibbles(pair: PredictorWeights) -> PredictorWeights:
+    """Random codes of the same sizes, two a byte, with scales that give the same variance."""
+
+    def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = weight.shape
+        codes = torch.randint(0, 256, (rows, (columns + 1) // 2), dtype=torch.uint8, device=weight.device)
+        return codes, torch.full((rows,), STD / CODE_SIZE, device=weight.device)
+
+    (down, down_scale), (up, up_scale) = packed(pair.down), packed(pair.up)
+    return PredictorWeights(down, up, pair.bias, down_scale, up_scale)
 
 
 def logits_of(engine: DecodeEngine, predictor: TargetPredictor) -> torch.Tensor:
@@ -123,7 +140,6 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
     that selects it.
     """
     shape, size = engine.shape, engine.weights.embedding.element_size()
-    row = shape.d_model * size
     selected = {"mlp": [0.0, 0.0], "heads": [0.0, 0.0]}  # of the union, of single rows; shares, summed
     live, total = [0.0, 0.0], 0.0
     for _ in range(n_steps):
@@ -142,15 +158,17 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                     total += sum(matrix.nbytes for matrix in read)
                 selected[target][0] += float(chosen[target].any(0).double().mean())
                 selected[target][1] += float(chosen[target].double().mean())
-            total += 4 * shape.head_dim * row * int(chosen["heads"].any(0).sum())
+            by_head = (layer.qkv.nbytes + layer.out.nbytes) / shape.n_heads
+            total += by_head * int(chosen["heads"].any(0).sum())
             total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
             n = alive = int(chosen["mlp"].any(0).sum())
             if (number, "mlp") in engine.predictors:
-                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1.dtype)
-                active = torch.nn.functional.linear(x, layer.fc1, layer.fc1_bias) > 0
+                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1_bias.dtype)
+                fc1 = written_out(layer.fc1, x.dtype)
+                active = torch.nn.functional.linear(x, fc1, layer.fc1_bias) > 0
                 alive = int((active & chosen["mlp"]).any(0).sum())
                 live = [live[0] + alive, live[1] + n]
-            total += (n + alive) * row
+            total += (n * layer.fc1.nbytes + alive * layer.fc2.nbytes) / shape.d_ffn
     steps = n_steps * shape.n_layers
     return {
         "mlp_density": selected["mlp"][0] / steps,
@@ -165,10 +183,15 @@ def _matrices(predictor: TargetPredictor) -> tuple[torch.Tensor, torch.Tensor]:
     return predictor.weights.down, predictor.weights.up
 
 
-def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
-    """Rows of random known tokens; `prompt` of them run densely, the others are forced one by one."""
+def start(engine: DecodeEngine, prompt: int, steps: int, prefilled: bool = True) -> None:
+    """Rows of random known tokens; `prompt` of them run densely, the others are forced one by one.
+
+    prefilled: False = the prompt's K/V are zeros, where nothing can run it.
+    """
     generator = torch.Generator().manual_seed(0)
     total = min(prompt + steps, engine.context)
     rows = torch.randint(3, engine.shape.vocab_size, (engine.batch, total), generator=generator).tolist()
-    engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [prompt] * len(rows), Sampling())
+    dense = prompt if prefilled else 0
+    engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [dense] * len(rows), Sampling())
+    engine.state.position.fill_(prompt - 1)
     engine.core.tail("greedy", False)

@@ -52,6 +52,10 @@ assert "dejavu_train" not in sys.modules
     python(code, blocked)
 
 
+def test_a_model_of_four_bits_is_loaded_without_triton():
+    python("import dejavu_train.models.int4_quantizer", ("triton",))
+
+
 def test_transformers_is_well_beside_our_kernels_folder():
     code = """
 import transformers

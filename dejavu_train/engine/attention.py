@@ -54,7 +54,7 @@ def bias_with_mean(weights: LayerWeights, heads: TargetSelection) -> Tensor:
     """
     if heads.predictor.mean is None:
         return weights.out_bias
-    return weights.out_bias.float() + weights.out.float() @ heads.predictor.mean.flatten()
+    return weights.out_bias.float() + weights.whole_out(torch.float32) @ heads.predictor.mean.flatten()
 
 
 class SparseAttention:

@@ -18,8 +18,15 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.request import starts_of
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_calibrated, load_predictors
+from dejavu_train.engine.weights import (
+    DecodeWeights,
+    TargetPredictor,
+    check_calibrated,
+    check_four_bits,
+    load_predictors,
+)
 from dejavu_train.errors import Unsupported
+from dejavu_train.models.int4 import Int4Linear
 from dejavu_train.models.opt import DTYPES, OPTShape
 from kernels.common.checks import HEAD_DIMS, INTERPRET
 
@@ -60,6 +67,8 @@ class EngineBackend:
         if model.dtype not in DTYPES.values():
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
         check_calibrated(bundle)
+        if any(isinstance(module, Int4Linear) for module in model.modules()):
+            check_four_bits(bool(bundle.cascades()), model.dtype, ops)
         self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}

@@ -27,12 +27,13 @@ from dejavu_train.engine.inputs import (
 )
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, load_predictors
+from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_four_bits, load_predictors
 from dejavu_train.errors import UserError
 from kernels.attention import qkv
 from kernels.common.checks import HEAD_DIMS, INTERPRET
 
 POLICIES = tuple(qkv.POLICIES)
+MAX_PACKED_ROWS = 8  # of `qkv` with 4-bit weights
 CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
 
 Callback = Callable[[int, int], None]
@@ -116,7 +117,18 @@ class DecodeEngine:
         self.guard = guard
         self.predictors = self._predictors(bundle, weights.embedding.dtype)
         native = ops == "triton" and device.type == "cuda"
-        self.modes = choose_execution(self.predictors, self.shape.d_model, batch, crossover and native, kv_policy)
+        if weights.packed:
+            staged = any(predictor.grid is not None for predictor in self.predictors.values())
+            check_four_bits(staged, weights.embedding.dtype, ops)
+        self.modes = choose_execution(
+            self.predictors, self.shape.d_model, batch, crossover and native, kv_policy, weights.packed
+        )
+        by_head = any(mode.sparse and mode.target == "heads" for mode in self.modes.values())
+        if weights.packed and by_head and batch > MAX_PACKED_ROWS:
+            raise UserError(
+                f"4-bit weights of selected heads are read for up to {MAX_PACKED_ROWS} rows at once, not {batch};"
+                " take fewer rows, or the policy backfill with crossover"
+            )
         self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
             self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
@@ -138,9 +150,11 @@ class DecodeEngine:
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, policy, and how every layer runs."""
-        stored = {str(p.weights.up.dtype).removeprefix("torch.") for p in self.predictors.values() if p.folded is None}
+        names = {str(p.weights.up.dtype).removeprefix("torch.") for p in self.predictors.values() if p.folded is None}
+        stored = {"int4" if name == "uint8" else name for name in names}
         kinds = f", MLP predictors in {', '.join(sorted(stored))}" if stored else ""
         head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
+        head += ", weights in 4 bits" * self.weights.packed
         return f"{head}\n{describe_execution(self.modes, self.shape.n_layers)}"
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:

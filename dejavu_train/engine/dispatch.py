@@ -83,13 +83,19 @@ def choose_execution(
     batch: int,
     measured: bool = True,
     kv_policy: str = "backfill",
+    packed: bool = False,
 ) -> dict[tuple[int, str], ExecutionMode]:
-    """How every (layer, target) with a predictor runs. measured: False = sparse wherever there is one."""
+    """How every (layer, target) with a predictor runs.
+
+    measured: False = sparse wherever there is one. packed: 4-bit weights, whose MLP has no sparse kernel of several
+    rows: it is computed whole from matrices that are written out, and masked.
+    """
     modes = {}
     for (layer, target), predictor in predictors.items():
         union = expected_union(predictor.density, batch, predictor.frequency)
         pays = launch.sparse_pays(d_model, union, batch) if target == "mlp" else heads_pay(batch, kv_policy)
-        modes[layer, target] = ExecutionMode(layer, target, predictor.density, union, not measured or pays)
+        sparse = not (packed and target == "mlp" and batch > 1) and (not measured or pays)
+        modes[layer, target] = ExecutionMode(layer, target, predictor.density, union, sparse)
     return modes
 
 
@@ -104,7 +110,7 @@ def describe_execution(modes: Mapping[tuple[int, str], ExecutionMode], n_layers:
             line += f", density {row:.3f} a row, {union:.3f} together"
         masked = [mode for mode in mine if not mode.sparse]
         if masked:
-            line += "; computed whole and masked, which is faster: layers "
+            line += "; computed whole and masked: layers "
             line += ", ".join(f"{mode.layer} ({mode.union:.2f})" for mode in masked)
         lines.append(line)
     return "\n".join(lines)

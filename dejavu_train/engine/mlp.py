@@ -7,7 +7,7 @@ they compute, never in which neurons count: those that the predictor, and the se
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.weights import LayerWeights
+from dejavu_train.engine.weights import LayerWeights, written_out
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 
 
@@ -17,19 +17,37 @@ def reads_own_site(mlp: TargetSelection) -> bool:
     return (predictor.site, predictor.site_layer) == ("mlp_in", predictor.layer)
 
 
+def all_neurons(weights: LayerWeights, work: Workspace, x: Tensor) -> Tensor:
+    """(B, d_ffn) in the model's dtype: what fc1 makes of several rows, after the ReLU."""
+    fc1 = written_out(weights.fc1, work.normalised.dtype)
+    return work.ops.dense_hidden(x, weights.norm2, fc1, weights.fc1_bias, "relu", pdl=work.pdl)
+
+
+def add_neurons(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
+    """out = x + fc2(hidden) of several rows."""
+    fc2, turned = written_out(weights.fc2, work.normalised.dtype), weights.fc2_transposed
+    work.ops.dense_add(hidden, fc2, weights.fc2_bias, x, out, transposed=turned, pdl=work.pdl)
+
+
 class DenseMlp:
-    """All neurons."""
+    """All neurons. Of one row and 4-bit weights, fc1 and fc2 in one grid, which leaves out the rows of fc2 that a ReLU
+    has made zero."""
 
     def __init__(self, weights: LayerWeights, work: Workspace) -> None:
         self.weights, self.work, self.several = weights, work, len(work.hidden) > 1
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        weights, ops, pdl = self.weights, self.work.ops, self.work.pdl
+        weights, work = self.weights, self.work
+        ops, hidden, pdl = work.ops, work.hidden, work.pdl
         if self.several:
-            hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
-            ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+            add_neurons(weights, work, all_neurons(weights, work, x), x, out)
             return
-        hidden = self.work.hidden
+        if weights.packed:
+            ops.sparse_mlp(
+                x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.every_neuron,
+                out, work.partials, "list", pdl,
+            )  # fmt: skip
+            return
         ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
         ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
 
@@ -115,11 +133,11 @@ class MaskedMlp:
         self.shifts = torch.arange(len(work.hidden), dtype=torch.int32, device=work.hidden.device)[:, None]
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        weights, ops, pdl = self.weights, self.work.ops, self.work.pdl
-        select_of_several_rows(weights, self.work, self.mlp, self.own or weights.cascade is None, x)
-        hidden = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+        weights, work = self.weights, self.work
+        select_of_several_rows(weights, work, self.mlp, self.own or weights.cascade is None, x)
+        hidden = all_neurons(weights, work, x)
         hidden = hidden.masked_fill((self.mlp.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
-        ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=pdl)
+        add_neurons(weights, work, hidden, x, out)
 
 
 Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | MaskedMlp

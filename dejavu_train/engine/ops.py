@@ -39,7 +39,7 @@ def operations(kind: str) -> SimpleNamespace:
             dense_add=dense_batch.dense_add,
             advance=sampling.advance,
         )
-    return SimpleNamespace(
+    plain = SimpleNamespace(
         embed=sampling.embed_reference,
         head_select=head_select.head_select_reference,
         qkv=qkv.qkv_reference,
@@ -64,3 +64,4 @@ def operations(kind: str) -> SimpleNamespace:
         dense_add=decode_reference.dense_add,
         advance=sampling.advance_reference,
     )
+    return SimpleNamespace(**{name: decode_reference.of_numbers(each) for name, each in vars(plain).items()})

@@ -1,4 +1,7 @@
-"""The dense prompt phase: many tokens at once in plain torch, K/V written into the engine's static caches."""
+"""The dense prompt phase: many tokens at once in plain torch, K/V written into the engine's static caches.
+
+Matrices of 4 bits are written out in the model's dtype one after another; each is gone before the next one.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights
+from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, written_out
 from kernels.common.layer_norm import layer_norm_reference
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
@@ -48,7 +51,8 @@ def _run(
     dtype = weights.embedding.dtype
     for i, layer in enumerate(weights.layers):
         n = layer_norm_reference(x, layer.norm1, dtype)
-        heads = F.linear(n, layer.qkv.view(3 * h * hd, -1), layer.qkv_bias.flatten()).view(len(rows), longest, h, 3, hd)
+        qkv = written_out(layer.qkv, dtype).view(3 * h * hd, -1)
+        heads = F.linear(n, qkv, layer.qkv_bias.flatten()).view(len(rows), longest, h, 3, hd)
         q, k, v = (heads[:, :, :, part].transpose(1, 2) for part in range(3))
         for j, (b, count) in enumerate(zip(rows, counts, strict=True)):
             k_cache[i][b, :, :count] = k[j, :, :count]
@@ -56,9 +60,10 @@ def _run(
         # Rows are padded at their ends, where causal attention from real tokens never looks.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = attended.transpose(1, 2).reshape(len(rows), longest, h * hd)
-        x = x + F.linear(attended, layer.out).float() + layer.out_bias.float()
+        x = x + F.linear(attended, layer.whole_out(dtype)).float() + layer.out_bias.float()
         n = layer_norm_reference(x, layer.norm2, dtype)
-        hidden = F.linear(n, layer.whole_fc1(), layer.fc1_bias).relu()
-        product = hidden @ layer.fc2 if layer.fc2_transposed else F.linear(hidden, layer.fc2)
+        hidden = F.linear(n, written_out(layer.whole_fc1(), dtype), layer.fc1_bias).relu()
+        fc2 = written_out(layer.fc2, dtype)
+        product = hidden @ fc2 if layer.fc2_transposed else F.linear(hidden, fc2)
         x = x + product.float() + layer.fc2_bias.float()
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]

@@ -1,16 +1,37 @@
 """The decode step's operations over lists in plain torch, with the signatures of the kernels; they may ask the host."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.flash_decode import flash_decode_reference
+from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.mlp.cascade import CascadeWeights, cascade_reference
 from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.sparse_fc2 import PackedSelection
 from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
+
+
+def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation, which then takes 4-bit rows as well: as numbers in fp32, those of heads (h, d, head_dim) turned."""
+
+    def numbers(given: Any) -> Any:
+        if not isinstance(given, Int4Rows):
+            return given
+        whole = given.dequantised()
+        return whole.transpose(0, 1).flatten(1) if whole.dim() == 3 else whole
+
+    @functools.wraps(operation)
+    def call(*given: Any, **options: Any) -> Any:
+        return operation(*map(numbers, given), **options)
+
+    return call
 
 
 def predict_select(

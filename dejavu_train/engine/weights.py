@@ -6,6 +6,10 @@ stored (d, ffn) where it is dense, so that every output row has one owner; q, k,
 columns of a row are contiguous, and every output row has one owner. An MLP with a second stage holds fc1 as its two
 planes for one row, and for several rows as their sum beside the upper plane, which the second stage reads.
 
+Matrices of 4 bits are `Int4Rows`, code for code those of the model: q, k, v in the same order, fc2 transposed always,
+the out-projection head by head (h, d, head_dim). There is no second stage: it would test with 4 bits of fc1, which is
+all that there is.
+
 A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
 already is shared.
 """
@@ -20,15 +24,26 @@ from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.share import GroupedProjection
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, row_sizes
 from dejavu_train.models.opt import DTYPES, OPTShape
 from dejavu_train.predictors.bit_planes import BitPlanes
+from dejavu_train.predictors.quantization import pack_nibbles
+from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade import CascadeWeights
 from kernels.mlp.select import PredictorWeights
 
 Grid = tuple[Tensor, Tensor, Tensor]
+Matrix = Tensor | Int4Rows
+CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
+
+
+def written_out(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix as numbers: itself, or code * scale in `dtype`."""
+    return matrix.dequantised(dtype) if isinstance(matrix, Int4Rows) else matrix
 
 
 @dataclass(frozen=True)
@@ -36,21 +51,32 @@ class LayerWeights:
     """One decoder layer; see the module's docstring for the shapes."""
 
     norm1: LayerNormWeights
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor
-    out: Tensor
+    out: Matrix
     out_bias: Tensor
     norm2: LayerNormWeights
-    fc1: Tensor
+    fc1: Matrix
     fc1_bias: Tensor
-    fc2: Tensor
+    fc2: Matrix
     fc2_bias: Tensor
     fc2_transposed: bool = False
     cascade: CascadeWeights | None = None
 
-    def whole_fc1(self) -> Tensor:
+    @property
+    def packed(self) -> bool:
+        """Whether the matrices lie in 4 bits."""
+        return isinstance(self.fc1, Int4Rows)
+
+    def whole_out(self, dtype: torch.dtype) -> Tensor:
+        """The out-projection (d, h * head_dim) as numbers."""
+        if isinstance(self.out, Int4Rows):
+            return self.out.dequantised(dtype).transpose(0, 1).flatten(1)
+        return self.out.to(dtype)
+
+    def whole_fc1(self) -> Matrix:
         """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
-        if self.fc1.numel() or self.cascade is None:
+        if isinstance(self.fc1, Int4Rows) or self.fc1.numel() or self.cascade is None:
             return self.fc1
         upper, lower = self.cascade.parts()
         return upper.add_(lower).to(self.fc1.dtype)
@@ -62,11 +88,14 @@ class LayerWeights:
             transposed: fc2 as rows of neurons.
             grid: of a second stage's planes, with its thresholds; None = a single stage.
         """
+        if isinstance(self.fc1, Int4Rows) or isinstance(self.fc2, Int4Rows):
+            return self
         layer = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
         if transposed != self.fc2_transposed:
             layer = dataclasses.replace(layer, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
         if grid is None:
             return layer
+        assert isinstance(layer.fc1, Tensor)
         planes = BitPlanes.of(layer.fc1, *grid[:2])
         cascade = CascadeWeights(
             planes.upper, planes.rest, planes.step, planes.scale, layer.fc1_bias.float(), grid[2].to(layer.fc1.device)
@@ -98,7 +127,7 @@ class DecodeWeights:
         share: bool = False,
         transposed: Collection[int] = (),
     ) -> "DecodeWeights":
-        """The weights of a Hugging Face OPTForCausalLM.
+        """The weights of a Hugging Face OPTForCausalLM; matrices of 4 bits keep their codes and scales.
 
         Args:
             model: `OPTForCausalLM`, pre-norm.
@@ -124,6 +153,12 @@ class DecodeWeights:
                 linear.weight.data = tensor.T if turned else tensor
             return tensor
 
+        def rows(linear: Int4Linear, *leading: int) -> Int4Rows:
+            words, scales = (
+                tensor.to(device, copy=not share).view(*leading, -1) for tensor in (linear.rows.words, linear.rows.scales)
+            )
+            return Int4Rows(words, scales)
+
         def norm(module: Any) -> LayerNormWeights:
             # Without learned parameters (layer_norm_elementwise_affine false) they are one and zero.
             one, zero = (torch.full((d,), value, dtype=dtype, device=device) for value in (1.0, 0.0))
@@ -131,32 +166,49 @@ class DecodeWeights:
             return LayerNormWeights(weight, zero if shift is None else own(shift), module.eps)
 
         def bias(module: Any) -> Tensor:
-            rows = module.weight.shape[0]
-            return torch.zeros(rows, dtype=dtype, device=device) if module.bias is None else own(module.bias)
+            return torch.zeros(module.out_features, dtype=dtype, device=device) if module.bias is None else own(module.bias)
 
         layers = []
         for number, layer in enumerate(decoder.layers):
             attention = layer.self_attn
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            qkv = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
-            qkv_bias = torch.stack([bias(part).view(h, hd) for part in parts], dim=1)
-            if share:
-                attention.q_proj, attention.k_proj, attention.v_proj = (
-                    GroupedProjection(qkv[:, i], part.bias) for i, part in enumerate(parts)
-                )
+            matrices: dict[str, Matrix]
+            packed = isinstance(layer.fc1, Int4Linear)
+            if packed:
+                each = [rows(part, h, hd) for part in parts]
+                qkv = Int4Rows(*(torch.stack([getattr(r, name) for r in each], 1) for name in ("words", "scales")))
+                if share:
+                    for i, part in enumerate(parts):
+                        part.hold(qkv.words[:, i], qkv.scales[:, i])
+                matrices = {
+                    "qkv": qkv,
+                    "out": rows(attention.out_proj, h, d),
+                    "fc1": rows(layer.fc1, shape.d_ffn),
+                    "fc2": rows(layer.fc2, shape.d_ffn),
+                }
+                del each
+            else:
+                numbers = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
+                if share:
+                    attention.q_proj, attention.k_proj, attention.v_proj = (
+                        GroupedProjection(numbers[:, i], part.bias) for i, part in enumerate(parts)
+                    )
+                matrices = {
+                    "qkv": numbers,
+                    "out": matrix(attention.out_proj),
+                    "fc1": matrix(layer.fc1),
+                    "fc2": matrix(layer.fc2, turned=number in transposed),
+                }
             layers.append(
                 LayerWeights(
+                    **matrices,
                     norm1=norm(layer.self_attn_layer_norm),
-                    qkv=qkv,
-                    qkv_bias=qkv_bias,
-                    out=matrix(attention.out_proj),
+                    qkv_bias=torch.stack([bias(part).view(h, hd) for part in parts], dim=1),
                     out_bias=bias(attention.out_proj),
                     norm2=norm(layer.final_layer_norm),
-                    fc1=matrix(layer.fc1),
                     fc1_bias=bias(layer.fc1),
-                    fc2=matrix(layer.fc2, turned=number in transposed),
                     fc2_bias=bias(layer.fc2),
-                    fc2_transposed=number in transposed,
+                    fc2_transposed=packed or number in transposed,
                 )
             )
             del parts
@@ -192,14 +244,33 @@ class DecodeWeights:
 
     @classmethod
     def random(
-        cls, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, seed: int = 0, std: float = 0.02
+        cls,
+        shape: OPTShape,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        seed: int = 0,
+        std: float = 0.02,
+        packed: bool = False,
     ) -> "DecodeWeights":
-        """Random weights of a true shape, made on the device: for benchmarks. Layers share nothing."""
+        """Random weights of a true shape, made on the device: for benchmarks. Layers share nothing.
+
+        packed: matrices of random words, with scales of either sign, that stand nowhere as numbers.
+        """
         generator = torch.Generator(device).manual_seed(seed)
         d, ffn, h, hd = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
 
         def normal(*sizes: int) -> Tensor:
             return torch.empty(*sizes, dtype=dtype, device=device).normal_(0, std, generator=generator)
+
+        def matrix(part: str, *sizes: int) -> Matrix:
+            if not packed:
+                return normal(*sizes)
+            *leading, columns = sizes
+            groups = columns // row_sizes(shape)[part].group
+            words = torch.empty(*leading, columns // COLUMNS_PER_WORD, dtype=torch.int32, device=device)
+            words.random_(-(2**31), 2**31, generator=generator)
+            signs = torch.empty(*leading, groups, dtype=torch.float16, device=device).random_(2, generator=generator)
+            return Int4Rows(words, signs.mul_(2).sub_(1).mul_(std / CODE_SIZE))
 
         def zeros(*sizes: int) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
@@ -210,15 +281,16 @@ class DecodeWeights:
         layers = [
             LayerWeights(
                 norm1=norm(),
-                qkv=normal(h, 3, hd, d),
+                qkv=matrix("self_attn.q_proj", h, 3, hd, d),
                 qkv_bias=zeros(h, 3, hd),
-                out=normal(d, h * hd),
+                out=matrix("self_attn.out_proj", h, d, hd) if packed else normal(d, h * hd),
                 out_bias=zeros(d),
                 norm2=norm(),
-                fc1=normal(ffn, d),
+                fc1=matrix("fc1", ffn, d),
                 fc1_bias=zeros(ffn),
-                fc2=normal(d, ffn),
+                fc2=matrix("fc2", ffn, d) if packed else normal(d, ffn),
                 fc2_bias=zeros(d),
+                fc2_transposed=packed,
             )
             for _ in range(shape.n_layers)
         ]
@@ -226,10 +298,16 @@ class DecodeWeights:
         positions = normal(shape.max_positions + POSITION_ROWS, d)
         return cls(shape, embedding, positions, layers, norm(), embedding)
 
+    @property
+    def packed(self) -> bool:
+        """Whether the layers' matrices lie in 4 bits."""
+        return any(layer.packed for layer in self.layers)
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.fc1, layer.fc2)
+            for matrix in (layer.qkv, layer.out, layer.fc1, layer.fc2):
+                yield from (matrix.words, matrix.scales) if isinstance(matrix, Int4Rows) else (matrix,)
             if layer.cascade is not None:
                 yield from (layer.cascade.upper, layer.cascade.rest)
         yield self.lm_head
@@ -267,6 +345,18 @@ def check_calibrated(bundle: Any) -> None:
             )
 
 
+def check_four_bits(second_stage: bool, dtype: torch.dtype, ops: str) -> None:
+    """Raise Unsupported for what the engine does not do with 4-bit weights: see the message."""
+    if second_stage:
+        raise Unsupported(
+            "the decode engine runs no second stage on 4-bit weights, of which its test would read as much as fc1 is;"
+            " use backend gather, or calibrate a bundle with calibrate.cascade null"
+        )
+    if ops == "triton" and dtype != torch.float16:
+        name = str(dtype).removeprefix("torch.")
+        raise Unsupported(f"4-bit weights meet float16 inputs in the decode engine, not {name}; load them with float16")
+
+
 def load_predictors(
     bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
 ) -> dict[tuple[int, str], TargetPredictor]:
@@ -277,8 +367,9 @@ def load_predictors(
 
     Args:
         dtype: of the model; predictors are kept in it.
-        codes: keep specs of int8 or int4 as codes with row scales (int4 a byte a code): what one row at a time
-            reads. Several rows are a library's matrix product, which takes one dtype.
+        codes: keep specs of int8 or int4 as codes with row scales: what one row at a time reads. Several rows are a
+            library's matrix product, which takes one dtype. int4 is two codes a byte where the predictor runs on its
+            own, before fc1, and one a byte where the grids of attention may run it.
     Raises:
         UserError: thresholds that were never calibrated.
     """
@@ -303,6 +394,8 @@ def load_predictors(
             )
         else:
             (down, down_scale), (up, up_scale) = (bundle.codes(layer, target, part) for part in ("down", "up"))
+            if spec.dtype == "int4" and (spec.site, spec.site_layer) == ("mlp_in", layer):
+                down, up = pack_nibbles(down), pack_nibbles(up)
             weights = PredictorWeights(
                 down.to(device), up.to(device), bias.to(device), down_scale.to(device), up_scale.to(device), relu
             )

@@ -22,8 +22,8 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), heads_out (B, d), hidden (B, d_ffn) fp32; normalised (B, d) in the model's dtype; attention: for
-    partial results. For one row: packed, the list of its neurons, and partials of fc2; for several:
-    activations and levels. ahead: the stream of look-ahead predictors, or None.
+    partial results. For one row: packed, the list of its neurons, every_neuron, that of all, and partials of fc2; for
+    several: activations and levels. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: SimpleNamespace
@@ -37,6 +37,7 @@ class Workspace:
     normalised: Tensor
     hidden: Tensor
     packed: PackedSelection
+    every_neuron: PackedSelection
     partials: Tensor
     activations: BatchActivations
     levels: InputLevels
@@ -69,6 +70,7 @@ class Workspace:
             normalised=torch.zeros(batch, d, dtype=dtype, device=device),
             hidden=torch.zeros(batch, shape.d_ffn, device=device),
             packed=PackedSelection.empty(one, device),
+            every_neuron=_list_of_all(one, device),
             partials=partial_sums(d if one else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),
             levels=InputLevels.empty(batch if several else 0, d, device),
@@ -81,6 +83,13 @@ class Workspace:
             getattr(self.state, name).copy_(tensor)
         self.attention.tickets.zero_()
         self.activations.tickets.zero_()
+
+
+def _list_of_all(n: int, device: torch.device) -> PackedSelection:
+    rows = PackedSelection.empty(n, device)
+    rows.ids.copy_(torch.arange(n))
+    rows.count.fill_(n)
+    return rows
 
 
 class SitePredictor:

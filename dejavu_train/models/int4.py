@@ -10,9 +10,8 @@ Rows are units or parts of one, so that what is skipped takes its codes and its 
     out-projection    (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
     fc2               (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
 
-Eight codes are a word of 32 bits: columns 8 w + 2 i + s of a row lie in word w at bit 4 i + 16 s, as code + 8. The
-format is that of ``kernels/common/int4.py``, which is the kernels' own (they import nothing of this package, and
-whoever only loads a model needs no triton); a test holds the two together.
+Eight codes are a word of 32 bits: columns 8 w + 2 i + s of a row lie in word w at bit 4 i + 16 s, as code + 8. Rows are
+the type that kernels read, from the one module of theirs that needs no triton.
 
 Letters: n rows, d columns of a row, h heads, e head width.
 """
@@ -25,65 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, RowSizes, row_sizes
+from dejavu_train.models.int4_sizes import RowSizes, row_sizes
 from dejavu_train.models.shape import OPTShape
-
-SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))
-
-
-def pack_int4(codes: Tensor) -> Tensor:
-    """Codes (n, d) int8 in -8..7 -> words (n, d / 8) int32.
-
-    >>> hex(pack_int4(torch.tensor([[-8, -7, -6, -5, -4, -3, -2, -1]])).item())
-    '0x75316420'
-    """
-    words = torch.zeros(codes.shape[0], codes.shape[1] // COLUMNS_PER_WORD, dtype=torch.int32, device=codes.device)
-    for column, shift in enumerate(SHIFTS):
-        words |= (codes[:, column::COLUMNS_PER_WORD].to(torch.int32) + 8) << shift
-    return words
-
-
-def unpack_int4(words: Tensor) -> Tensor:
-    """Words (n, d / 8) int32 -> codes (n, d) int8 in -8..7, the inverse of :func:`pack_int4`."""
-    shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts & 15) - 8).to(torch.int8).flatten(1)
-
-
-@dataclass(frozen=True)
-class Int4Rows:
-    """words (n, d / 8) int32 and scales (n, groups) fp16; the groups of a row are of one width, d / groups."""
-
-    words: Tensor
-    scales: Tensor
-
-    @classmethod
-    def of(cls, codes: Tensor, scales: Tensor) -> "Int4Rows":
-        """Of codes (n, d) int8 in -8..7 and scales (n, groups), which must be fp16 numbers."""
-        return cls(pack_int4(codes), scales.half())
-
-    @property
-    def codes(self) -> Tensor:
-        """(n, d) int8."""
-        return unpack_int4(self.words)
-
-    @property
-    def columns(self) -> int:
-        return self.words.shape[1] * COLUMNS_PER_WORD
-
-    @property
-    def group(self) -> int:
-        return self.columns // self.scales.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Of words and scales."""
-        return self.words.nbytes + self.scales.nbytes
-
-    def dequantised(self) -> Tensor:
-        """(n, d) fp32, exactly code * scale."""
-        grouped = self.codes.view(len(self.words), -1, self.group).float()
-        return grouped.mul_(self.scales.float()[..., None]).flatten(1)
-
+from kernels.common.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -135,7 +78,11 @@ class Int4Linear(nn.Module):
 
     @property
     def rows(self) -> Int4Rows:
-        return Int4Rows(self.words, self.scales)
+        return Int4Rows(self.words.flatten(0, -2), self.scales.flatten(0, -2))
+
+    def hold(self, words: Tensor, scales: Tensor) -> None:
+        """Keep the same rows where they lie elsewhere, (h, e, d / 8) of a tensor that holds more than these."""
+        self.words, self.scales = words, scales
 
     @property
     def weight(self) -> Tensor:
@@ -158,6 +105,11 @@ class Int4Linear(nn.Module):
         if self.scales.dtype != scales.dtype:
             self.scales = scales.to(self.scales.device)
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("words", "scales"):
+            destination[prefix + name] = destination[prefix + name].flatten(0, -2)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

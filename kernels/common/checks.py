@@ -1,10 +1,12 @@
 """Checks of what a kernel is given: one line names the tensor, and the number, dtype or device that does not fit."""
 
+import os
+
 import torch
-import triton
 from torch import Tensor
 
-INTERPRET = bool(triton.knobs.runtime.interpret)
+# As Triton reads it; whoever loads 4-bit weights imports this module, and needs no Triton for that.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 HEAD_DIMS = (16, 32, 64, 80, 128)
 MAX_BATCH = 32  # one bit a batch row in an int32
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)

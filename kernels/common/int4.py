@@ -5,6 +5,7 @@
 Columns 8 w .. 8 w + 7 of a row are word w. Column 8 w + 2 i + s lies in the nibble at bit 4 i + 16 s: a mask of
 0x000F000F over the word, shifted by 4 i, leaves two neighbouring columns in the two halves of a register, as products
 of fp16 pairs want them. The scale may be negative, so that code -8 falls on whichever extreme is larger.
+This module imports torch alone: `dejavu_train.models.int4`, which loads such models, has its rows from here.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,16 @@ class Int4Rows:
 
     words: Tensor
     scales: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor) -> "Int4Rows":
+        """Of codes (n, d) in -8..7 and scales (n, groups), which must be fp16 numbers."""
+        return cls(pack_int4(codes), scales.half())
+
+    @property
+    def codes(self) -> Tensor:
+        """(n, d) int8 of rows with one leading dimension."""
+        return unpack_int4(self.words)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +106,8 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 def unpack_int4(words: Tensor) -> Tensor:
     """Words (n, d / 8) int32 -> codes (n, d) int8 in -8..7, the inverse of :func:`pack_int4`."""
-    shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=words.device)
+    column = torch.arange(COLUMNS_PER_WORD, dtype=torch.int32, device=words.device)  # no copy: a graph may hold this
+    shifts = 4 * (column // 2) + 16 * (column % 2)
     return ((words[..., None] >> shifts & 15) - 8).to(torch.int8).flatten(1)
 
 

@@ -1,26 +1,15 @@
-"""Rows of 4 bits: the words are the kernels', layouts turn back, and a module keeps its codes whatever moves."""
+"""Rows of 4 bits: layouts turn back, and a module keeps its codes whatever moves."""
 
 import pytest
 import torch
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.int4 import Int4Linear, Int4Rows, pack_int4, row_layouts, unpack_int4
+from dejavu_train.models.int4 import Int4Linear, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.shape import OPTShape
-from kernels.common import int4 as kernel
+from kernels.common.int4 import pack_int4
 
 SHAPE = OPTShape(d_model=96, d_ffn=40, n_layers=1, n_heads=4, vocab_size=9, max_positions=8)
-
-
-def test_words_are_those_that_kernels_read():
-    codes = torch.randint(-8, 8, (5, 64), dtype=torch.int8)
-    scales = torch.randn(5, 2).half()
-    words = pack_int4(codes)
-    torch.testing.assert_close(words, kernel.pack_int4(codes), rtol=0, atol=0)
-    torch.testing.assert_close(unpack_int4(words), codes, rtol=0, atol=0)
-    rows = Int4Rows.of(codes, scales)
-    torch.testing.assert_close(rows.dequantised(), kernel.dequantise(words, scales), rtol=0, atol=0)
-    assert rows.group == 32 and rows.columns == 64 and rows.nbytes == 5 * 32 + 5 * 4
 
 
 def test_layouts_turn_back_and_a_unit_is_a_range_of_rows():

@@ -1,0 +1,127 @@
+"""The decode engine with 4-bit weights in plain torch on the CPU, against the masked forward pass of the same model."""
+
+import pytest
+import torch
+from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
+from four_bit_models import four_bits
+
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.weights import DecodeWeights, load_predictors
+from dejavu_train.errors import UserError
+from dejavu_train.models.int4 import Int4Linear
+from kernels.common.int4 import Int4Rows
+
+
+@pytest.fixture(scope="module")
+def model():
+    return four_bits(random_opt())
+
+
+def rows_of(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def engine(model, bundle=None, **options):
+    return DecodeEngine(model, bundle, ops="reference", **options)
+
+
+def test_codes_and_scales_are_the_models_own(model):
+    layer = DecodeWeights.from_model(model, torch.float16, "cpu").layers[1]
+    block = model.model.decoder.layers[1]
+    assert all(isinstance(each, Int4Rows) for each in (layer.qkv, layer.out, layer.fc1, layer.fc2))
+    exact = torch.stack([getattr(block.self_attn, f"{name}_proj").weight.view(2, 32, 64) for name in "qkv"], 1)
+    assert torch.equal(layer.qkv.dequantised(), exact)
+    assert torch.equal(layer.whole_out(torch.float32), block.self_attn.out_proj.weight)
+    assert torch.equal(layer.fc1.dequantised(), block.fc1.weight)
+    assert torch.equal(layer.fc2.dequantised(), block.fc2.weight.T)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, {"means": True, "relu": True}, {"lookahead": 1, "targets": ("mlp",)}, {"targets": ("heads",)},
+     {"top_k": 0.4, "dense_layers": (1,)}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scores_equal_the_masked_forward_pass(model, options, batch):
+    bundle = None if options is None else random_bundle(model, **options)
+    rows = rows_of(80, 7, 31)
+    made = engine(model, bundle, batch=batch)
+    for sparse_from in (0, 6):
+        for row, nll in zip(rows, made.score(rows, sparse_from), strict=True):
+            torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+def test_policies_of_skipped_heads(model, policy):
+    bundle = random_bundle(model, threshold=0.8, targets=("heads",))
+    row = rows_of(30)[0]
+    _, masks = masked_logits(model, bundle, row)
+    assert 0.1 < masks[0, "heads"].float().mean() < 0.9, "the case must skip some heads"
+    nll = engine(model, bundle, kv_policy=policy).score([row])[0]
+    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-5, rtol=1e-5)
+
+
+def test_greedy_tokens_after_a_prompt(model):
+    bundle, prompts = random_bundle(model), rows_of(6, 11)
+    got = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=())
+    for prompt, tokens in zip(prompts, got, strict=True):
+        row = list(prompt)
+        for token in tokens:
+            logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
+            assert logits[-1].argmax() == token
+            row.append(token)
+
+
+def test_a_shared_model_stays_what_it_was(model):
+    own = four_bits(random_opt())
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    row = torch.tensor(rows_of(9))
+    expected = own(row).logits
+    weights = DecodeWeights.from_model(own, torch.float32, "cpu", share=True)
+    after = own.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    for module in own.modules():
+        if isinstance(module, Int4Linear):
+            module._kept = None  # what was multiplied with before
+    assert torch.equal(own(row).logits, expected)
+    attention, layer = own.model.decoder.layers[0].self_attn, weights.layers[0]
+    owners = {tensor.untyped_storage().data_ptr() for tensor in weights.tensors()}
+    held = (attention.q_proj.words, attention.v_proj.scales, attention.out_proj.words, layer.fc2.words)
+    assert all(tensor.untyped_storage().data_ptr() in owners for tensor in held), "nothing exists twice"
+
+
+def test_random_layers_lie_as_those_of_a_model(model):
+    given = DecodeWeights.from_model(model, torch.float16, "cpu")
+    made = DecodeWeights.random(given.shape, torch.float16, "cpu", packed=True)
+    for mine, other in zip(made.tensors(), given.tensors(), strict=True):
+        assert mine.shape == other.shape and mine.dtype == other.dtype
+    assert 0.018 < made.layers[0].fc1.dequantised().std() < 0.022
+    assert abs(made.layers[0].fc1.dequantised().mean()) < 1e-3
+
+
+def test_predictors_of_four_bits_are_nibbles_before_fc1(model):
+    bundle = random_bundle(model, int8=True)
+    for spec in bundle.specs.values():
+        spec.dtype = "int4"
+    bundle.stored = {key: (codes.div(19, rounding_mode="floor"), scale) for key, (codes, scale) in bundle.stored.items()}
+    loaded = load_predictors(bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True)
+    assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
+    with torch.no_grad():
+        for (layer, target, part), (codes, scale) in bundle.stored.items():
+            getattr(bundle.predictors[layer, target], part).copy_(codes * scale[:, None])
+    row = rows_of(20)[0]
+    made = engine(model, bundle)
+    assert "MLP predictors in int4, weights in 4 bits" in made.describe()
+    torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
+
+
+def test_what_is_not_done_is_refused(model):
+    with pytest.raises(UserError, match=r"no second stage on 4-bit weights.*calibrate\.cascade null"):
+        engine(model, random_bundle(model, cascade=True))
+    with pytest.raises(UserError, match="float16 inputs in the decode engine, not float32"):
+        DecodeEngine(model, ops="triton")
+    with pytest.raises(UserError, match="up to 8 rows at once, not 9"):
+        engine(model, random_bundle(model), batch=9)

@@ -1,0 +1,118 @@
+"""The decode engine with 4-bit weights on a GPU: kernels against the masked forward pass of the same model.
+
+python -m pytest -m gpu tests/engine/test_four_bits_gpu.py
+"""
+
+import pytest
+import torch
+from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
+from four_bit_models import four_bits
+
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.models.opt import OPTShape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (640, 8), 128: (384, 3)}
+
+
+def rows_of(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def mlp_ahead(bundle):
+    """A bundle of `lookahead=1` whose heads read their own site again, so that every layer can be fused."""
+    for (layer, target), spec in bundle.specs.items():
+        if target == "heads":
+            spec.site, spec.site_layer = "attn_in", layer
+    return bundle
+
+
+def poison(engine):
+    """Caches and scratch full of NaN: nothing may be read that was not written."""
+    core = engine.core
+    kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    for tensor in [*kept, core.work.q, core.work.heads_out, core.work.partials, core.x, core.logits]:
+        tensor.fill_(float("nan"))
+
+
+def assert_close_but_for_ties(got, expected, where):
+    """Log-likelihoods in nats. Inputs rounded to fp16 move a logit that stands at a threshold across it, and what comes
+    after follows: in plain torch the median is off by 0.0005 to 0.006 and the mean by up to 0.06. Sparse is off dense
+    by 1 to 2."""
+    off = (got - expected).abs()
+    message = f"{where}: off by {off.median():.2g} (median), {off.mean():.2g} (mean), {off.max():.2g} (at most)"
+    print(message)
+    assert off.median() <= 0.02 and off.mean() <= 0.15, message
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("head_dim", list(SIZES))
+def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
+    d_model, n_heads = SIZES[head_dim]
+    model = four_bits(random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, positions=256))
+    cases = ({}, {"lookahead": 1}, {"relu": True}, {"int8": True, "means": True}, {"dense_layers": (0,)}, None)
+    for options, how in (*((options, "stream") for options in cases), ({"lookahead": 1, "means": True}, "fused")):
+        bundle = None if options is None else random_bundle(model, rank=16, **options)
+        bundle = mlp_ahead(bundle) if how == "fused" else bundle
+        rows = rows_of(150, 40, 77)[:batch]
+        engine = DecodeEngine(
+            model, bundle, batch=batch, device="cuda", dtype=torch.float16, crossover=False, look_ahead=how
+        )
+        poison(engine)
+        for row, nll in zip(rows, engine.score(rows), strict=True):
+            where = f"{options} {how} head dim {head_dim} batch {batch}"
+            assert_close_but_for_ties(nll, masked_nll(model, bundle, row), where)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_policies_and_the_choice_of_batches(batch):
+    model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
+    bundle, rows = random_bundle(model, rank=16), rows_of(*range(60, 60 + batch))
+    for policy in ("backfill", "always", "stale"):
+        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, kv_policy=policy)
+        poison(engine)
+        for row, nll in zip(rows, engine.score(rows), strict=True):
+            expected = masked_nll(model, bundle, row, stale=policy == "stale")
+            assert_close_but_for_ties(nll, expected, f"{policy} batch {batch}")
+
+
+def test_greedy_tokens_are_those_of_the_mask():
+    model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
+    bundle, prompt = random_bundle(model, rank=16), rows_of(20)[0]
+    engine = DecodeEngine(model, bundle, device="cuda", dtype=torch.float16)
+    row = list(prompt)
+    for token in engine.generate([prompt], 40, stop_tokens=())[0]:
+        logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
+        assert logits[-1].max() - logits[-1, token] < 2e-2, "another token than the mask's, and no near-tie"
+        row.append(token)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_replay_equals_eager_bit_for_bit(batch):
+    model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
+    for bundle in (None, random_bundle(model, rank=16)):
+        made = [
+            DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl)
+            for graph, pdl in ((True, True), (False, True), (False, False))
+        ]
+        rows = rows_of(*range(90, 90 + batch))
+        first, *others = [engine.score(rows) for engine in made]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_random_model_of_a_true_width_decodes():
+    """Widths and groups as of OPT-6.7B, two layers, words made on the device."""
+    shape = OPTShape(4096, 16384, 2, 32, 1000, 256)
+    weights = DecodeWeights.random(shape, torch.float16, "cuda", packed=True)
+    engine = DecodeEngine(weights)
+    plain = DecodeEngine(weights, ops="reference")
+    rows = rows_of(24)
+    torch.testing.assert_close(engine.score(rows)[0], plain.score(rows)[0], atol=2e-2, rtol=2e-3)
+    assert len(engine.generate(rows, 20, sampling=Sampling(), stop_tokens=())[0]) == 20
