@@ -6,6 +6,9 @@ A run is interrupted by SIGKILL, SIGTERM or SIGINT, one of them drawn, when it h
 an undisturbed run (up to 40 %), and started again with the same command, until it ends; then the next run begins. CPU
 time, so that the moments are spread in the same way whatever else the machine does. A row is appended for every run;
 with the same seed and file the command goes on behind the rows that are there.
+
+Most moments fall into the long phases. With --aim PHASE [PHASE ...] each interruption waits for one of these phases,
+and comes when the process has used a drawn part of the CPU time that the undisturbed run spent in it.
 """
 
 import argparse
@@ -26,15 +29,17 @@ from benchmarks.tiny_run import bundle_bytes, flags, make_inputs, start
 
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 PHASES = {
-    "text and collecting": "collecting", "training": ": training", "sensitivity": "sensitivity of", "tuning": "tuning:",
+    "text and collecting": "collecting", "training": ": training", "sensitivity": "trained in", "tuning": "tuning:",
     "last calibration": "step 11 of 12",
 }  # fmt: skip
+AIMED = 6  # interruptions of a run that aims
 
 
-def phase(text: str) -> str:
-    """The phase that the log of an attempt reached last."""
-    reached = [(text.rfind(words), name) for name, words in PHASES.items() if words in text]
-    return max(reached)[1] if reached else "start"
+def phase(log: Path, output: Path) -> str:
+    """The phase that an attempt reached last, by its log; what is calibrated after tuning is calibrated last."""
+    said = log.read_text() if log.is_file() else ""
+    reached = ["start", *(name for name, words in PHASES.items() if words in said)][-1]
+    return "last calibration" if reached == "sensitivity" and (output / "tuned").is_dir() else reached
 
 
 def cpu_seconds(process: Any) -> float:
@@ -53,13 +58,17 @@ class Soak:
         self.folder = folder
         self.model, self.text = make_inputs(folder)
         start(["--print_config"], folder / "log").join()  # the server has imported everything now
-        process = self.start(folder / "undisturbed", folder / "log")
+        log, output = folder / "undisturbed-log", folder / "undisturbed"
+        process = self.start(output, log)
         self.cpu_seconds = 0.0
+        self.spent: collections.Counter[str] = collections.Counter()  # CPU seconds by phase
         while process.is_alive():
-            self.cpu_seconds = max(self.cpu_seconds, cpu_seconds(process))
+            now = max(self.cpu_seconds, cpu_seconds(process))
+            self.spent[phase(log, output)] += now - self.cpu_seconds
+            self.cpu_seconds = now
             time.sleep(0.005)
         process.join()
-        assert process.exitcode == 0, (folder / "log").read_text()
+        assert process.exitcode == 0, log.read_text()
         self.reference = bundle_bytes(folder / "undisturbed")
 
     def start(self, output: Path, log: Path) -> Any:
@@ -67,9 +76,22 @@ class Soak:
         process.began = time.monotonic()
         return process
 
-    def run(self, number: int, seed: int, most: int) -> dict[str, Any]:
+    def await_moment(self, process: Any, log: Path, output: Path, aim: str | None, part: float) -> None:
+        """Return when the process has ended, or when it is to be interrupted; ``aim`` None: anywhere."""
+        begin, length = 0.0, 0.4 * self.cpu_seconds
+        if aim is not None:
+            while process.is_alive() and phase(log, output) != aim:
+                time.sleep(0.003)
+            begin, length = cpu_seconds(process), self.spent[aim]
+        while process.is_alive() and cpu_seconds(process) < begin + part * length:
+            time.sleep(0.003)
+
+    def run(self, number: int, seed: int, most: int, aims: Sequence[str] = ()) -> dict[str, Any]:
         """One run, interrupted up to ``most`` times; counts by signal, phase and outcome."""
         draw = random.Random(f"{seed} {number}")
+        planned: list[str | None] = [None] * most
+        if aims:  # in the order of the phases, of which a run has each once
+            planned = sorted(draw.choices(aims, k=min(most, AIMED)), key=list(PHASES).index)  # type: ignore[arg-type]
         output = self.folder / f"run-{number}"
         by_signal: collections.Counter[str] = collections.Counter()
         phases: collections.Counter[str] = collections.Counter()
@@ -77,18 +99,17 @@ class Soak:
         for attempt in range(1000):
             log = self.folder / f"log-{number}-{attempt}"
             process = self.start(output, log)
-            moment = draw.uniform(0, 0.4) * self.cpu_seconds if sum(by_signal.values()) < most else float("inf")
-            while process.is_alive() and cpu_seconds(process) < moment:
-                time.sleep(0.003)
-            asked = draw.choice(list(SIGNALS))
-            if process.is_alive():
-                os.kill(process.pid, asked)
+            part, asked = draw.random(), draw.choice(list(SIGNALS))
+            if planned:
+                self.await_moment(process, log, output, planned.pop(0), part)
+                if process.is_alive():
+                    os.kill(process.pid, asked)
             process.join()
             if process.exitcode == 0:  # perhaps it was done before the signal came
                 break
             said = log.read_text() if log.is_file() else ""
             by_signal[asked.name] += 1
-            phases[phase(said)] += 1
+            phases[phase(log, output)] += 1
             if process.exitcode != (SIGNALS[asked] if said else -asked):  # the command had not begun to listen
                 wrong.append(f"{asked.name}: code {process.exitcode}: {said[-500:]}")
                 if process.exitcode > 0:  # it ended by a mistake of its own
@@ -104,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interruptions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--aim", nargs="+", choices=list(PHASES), default=[], metavar="PHASE", help=", ".join(PHASES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     rows = []
@@ -113,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder))
         while (left := options.interruptions - sum(row["interruptions"] for row in rows)) > 0:
-            row = soak.run(len(rows), options.seed, left) | {"torch": torch.__version__, "date": time.strftime("%F")}
+            row = soak.run(len(rows), options.seed, left, options.aim)
+            row |= {"torch": torch.__version__, "date": time.strftime("%F")}
             rows.append(row)
             print(json.dumps(row), flush=True)
             if options.out:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.training.pretrain import PretrainConfig, make_model, train_tokenizer
+from dejavu_train.training.pretrain.run import PretrainConfig, make_model, train_tokenizer
 
 WORDS = "the model reads a token and each layer keeps those rows that matter for it while memory traffic falls".split()
 

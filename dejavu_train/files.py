@@ -79,7 +79,7 @@ def read_json(path: str | Path, what: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{what} is missing: there is no file {path}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{what} at {path} is not readable JSON ({error}); restore it or make it anew") from None
 
 

@@ -154,11 +154,15 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     """A ``kind``, a dataclass whose sections are dataclasses, from flags (None: those of the process) and YAML files.
 
     Raises:
-        UserError: an unknown key or flag, a value of the wrong type, a number that is not finite, a file that cannot be
-            read, and what the dataclasses themselves refuse.
+        UserError: an unknown key or flag, a flag that is not UTF-8, a value of the wrong type, a number that is not
+            finite, a file that cannot be read, and what the dataclasses themselves refuse.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    for flag in argv:
+        if any("\ud800" <= character <= "\udfff" for character in flag):  # how Python hands over other bytes
+            raise UserError(f"{ascii(flag)} is not UTF-8; neither texts nor paths of another encoding are taken")
     parser = _ConfigParser(kind, description, prog=prog)
-    values, flags = parser.read(sys.argv[1:] if argv is None else argv)
+    values, flags = parser.read(argv)
     # What a free mapping holds is taken as it was read: jsonargparse would read texts in it, such as 10:00:00, again,
     # and import the classes that it names.
     free = {name: values.get(name, {}) for name, hint in parser.types.items() if hint == dict[str, Any]}

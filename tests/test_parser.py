@@ -1,6 +1,7 @@
 """The one parser: files over files, flags over all, lists, mappings, and mistakes in one line."""
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -30,6 +31,12 @@ def write(tmp_path):
         return str(tmp_path / name)
 
     return file
+
+
+def test_a_flag_that_is_not_utf_8():
+    for flags in (["--generate", os.fsdecode(b"a\xff")], [os.fsdecode(b"--output=\xff")]):
+        with pytest.raises(UserError, match=r"udcff' is not UTF-8"):
+            read_config(flags)
 
 
 def test_later_files_win_and_flags_win_over_all(write):

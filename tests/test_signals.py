@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from bundles import make_bundle
+from conftest import REPOSITORY
 from small_runs import activations, flags, start_main
 
 from dejavu_train import signals
@@ -109,7 +111,7 @@ COMMANDS = {  # module, flags, when it is interrupted, what is there then and af
         first_text_is_scored, "results.json",
     ),
     "pretrain": (
-        "training.pretrain", "text={text} vocab_size=320 d_model=32 n_layers=2 n_heads=2 d_ffn=64 max_positions=64"
+        "training.pretrain.run", "text={text} vocab_size=320 d_model=32 n_layers=2 n_heads=2 d_ffn=64 max_positions=64"
         " context=32 batch_rows=2 steps=100000 checkpoint_seconds=0", lambda o, _: (o / "pretraining.ckpt").is_file(),
         "pretraining.ckpt",
     ),
@@ -144,6 +146,18 @@ def test_every_other_command_ends(tiny_opt, text_file, tmp_path, command, number
     assert [name for name in files if "tokenizer" not in name] == ([kept] if kept else [])
     if command == "infer":
         assert {row["text"] for row in json.loads((output / kept).read_text())["quality"]} == {text_file.stem}
+
+
+@pytest.mark.parametrize("module", ["evaluation.lm_eval", "training.pretrain", "quantize"])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_imports_of_a_command_end(module, number, code):
+    command = [sys.executable, "-m", f"dejavu_train.{module}", "--help"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    assert out == "" and err.startswith(f"interrupted by {number.name}; ") and err.count("\n") == 1
 
 
 CHILD = """

@@ -218,6 +218,13 @@ def flip_byte(folder, name, place):
     (folder / name).write_bytes(raw)
 
 
+def test_metadata_that_is_nested_too_deeply(folder):
+    (folder / METADATA).write_text("[" * 100_000)
+    with pytest.raises(UserError, match="not readable JSON") as error:
+        Bundle.from_pretrained(folder)
+    one_line(error)
+
+
 def test_flipped_byte(folder):
     flip_byte(folder, TENSORS, -5)
     with pytest.raises(UserError, match=f"{TENSORS}.*SHA-256") as error:

@@ -8,8 +8,14 @@ from conftest import make_text
 from dejavu_train.data.text import read_paragraph_hashes
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt, load_tokenizer
-from dejavu_train.training import pretrain as module
-from dejavu_train.training.pretrain import PretrainConfig, RowSampler, forward_with_activations, make_model, pretrain
+from dejavu_train.training.pretrain import run as module
+from dejavu_train.training.pretrain.run import (
+    PretrainConfig,
+    RowSampler,
+    forward_with_activations,
+    make_model,
+    pretrain,
+)
 
 
 def _config(output, text, **changes) -> PretrainConfig:

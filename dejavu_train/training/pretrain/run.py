@@ -32,7 +32,7 @@ from dejavu_train.data.text import (
     windows,
     write_paragraph_hashes,
 )
-from dejavu_train.errors import GOES_ON, UserError, exit_on_user_error
+from dejavu_train.errors import UserError
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
@@ -452,7 +452,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(PretrainConfig, argv, "python -m dejavu_train.training.pretrain", (__doc__ or "").split("\n\n")[1])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     print(pretrain(config))
-
-
-if __name__ == "__main__":
-    sys.exit(exit_on_user_error(main, after_signal=GOES_ON))
