@@ -16,7 +16,8 @@ the predictor normalised it), or the list and its first rows (EARLY_LIST, a look
 GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_tiles`; of
 w2_t these columns are outputs. BLOCK is then the threads of a row. fc1: n is rounded to fp16. fc2: for each list entry
 and group value * scale * 64 is rounded to fp16 and multiplied with the codes, two entries a tensor-core instruction,
-sums in fp32: |value * scale| must stay below 127, or the sum is infinite. A dense step is the list of all rows.
+sums in fp32: |value * scale| must stay below 127, or the sum is infinite. A program's sum is rounded to fp16: in fp32
+those of 264 programs are a third of all bytes at 10 % of 9216's rows. A dense step is the list of all rows.
 """
 
 from dataclasses import dataclass
@@ -325,6 +326,8 @@ def sparse_mlp(
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
+    if packed:
+        partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
     _sparse_mlp_kernel[(programs,)](
         x,
