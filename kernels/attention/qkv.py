@@ -270,7 +270,8 @@ def qkv_tile(
         if WIDE > PAIRS and n_pairs > PAIRS:  # in steps of half the columns: the same shared memory
             _fill(
                 head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid, q,
-                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2 if GROUP == 0 else BLOCK, STAGES, GROUP, POLICY,
+                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK if GROUP > 0 else BLOCK // 2, STAGES,
+                GROUP, POLICY,
             )  # fmt: skip
         else:
             _fill(

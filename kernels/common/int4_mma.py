@@ -194,8 +194,8 @@ def int4_tile(
 ):
     """Rows line .. line + 15 times PAIRS = 2, 4 or 8 inputs, (16, PAIRS) fp32.
 
-    x: for each lane (L,) where input g % PAIRS begins, as pairs (4 W int32). With fewer than eight inputs the columns of
-    B are 8 / PAIRS units of each, so that a lane reads a unit of the inputs once in 8 / PAIRS steps.
+    x: for each lane (L,) where input g % PAIRS begins, as pairs (4 W int32). With fewer than eight inputs the
+    columns of B are 8 / PAIRS units of each: a lane reads its share of the inputs once in 8 / PAIRS steps.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
