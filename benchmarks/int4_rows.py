@@ -41,7 +41,7 @@ from kernels.mlp.select import PredictorWeights, Selection, predict_select, quan
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, packed_block, partial_sums
 from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp
 
-RIVALS = ("torch int4", "gemlite", "marlin")  # left out, with a line, where one is not installed or refuses a shape
+RIVALS = ("torch int4", "gemlite")  # left out, with a line, where one is not installed or refuses a shape
 OPS = ("rows", "lm-head", "qkv", "heads", "out", "mlp", "predictor")
 FLOOR = 4.5e6  # bytes a microsecond
 VOCABULARY = 50272
@@ -92,7 +92,6 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
                 yield Case(op, "torch int4", n, 1.0, size, size, partial(torch_int4, n, d))
                 if op == "rows":
                     yield Case(op, "gemlite", n, 1.0, size, size, partial(gemlite_int4, n, d))
-                    yield Case(op, "marlin", n, 1.0, size, size, partial(marlin_int4, n, d))
 
     def all_heads(make: Callable[[], Any], sets: int) -> Step:
         weights = [make().view(n_heads, 3, head_dim, d) for _ in range(sets)]
@@ -109,7 +108,6 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
         yield Case("qkv", "int4", n, 1.0, size, size, partial(all_heads, partial(packed, n, d, device, group)))
         if not tiny:
             yield Case("qkv", "torch int4", n, 1.0, size, size, partial(torch_int4, n, d))
-            yield Case("qkv", "marlin", n, 1.0, size, size, partial(marlin_int4, n, d))
 
     def some_heads(share: float, make: Callable[[], Any], sets: int) -> Step:
         weights = [make().view(n_heads, 3, head_dim, d) for _ in range(sets)]
@@ -151,7 +149,6 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
             yield Case("out", "int4", d, share, int(size * share), size, partial(project, half, True))
         if not tiny:
             yield Case("out", "torch int4", d, 1.0, size, size, partial(torch_int4, d, d))
-            yield Case("out", "marlin", d, 1.0, size, size, partial(marlin_int4, d, d))
 
     def mlp(density: float, make: Callable[[], Any], sets: int) -> Step:
         weights = [(make(), make()) for _ in range(sets)]
@@ -226,19 +223,6 @@ def gemlite_int4(n: int, d: int, sets: int) -> Step:
     return lambda i, _: made[i](x)
 
 
-def marlin_int4(n: int, d: int, sets: int) -> Step:
-    """Marlin (https://github.com/IST-DASLab/marlin, 1f25790), where its extension `marlin_cuda` was built."""
-    import marlin_cuda
-
-    x, y = torch.randn(1, d, device="cuda").half(), torch.empty(1, n, dtype=torch.float16, device="cuda")
-    locks = torch.zeros(n // 128 * 16, dtype=torch.int32, device="cuda")
-    made = []
-    for _ in range(sets):
-        codes = torch.randint(-(2**31), 2**31 - 1, (d // 16, 2 * n), dtype=torch.int32, device="cuda")
-        made.append((codes, torch.full((d // 128, n), 0.01, device="cuda").half()))
-    return lambda i, _: marlin_cuda.mul(x, made[i][0], y, made[i][1], locks, -1, -1, -1, 16)
-
-
 def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
     """Launch settings to try; of fp16 kernels one only: issue 17's probe, the MLP with half the partial sums."""
     if provider == "fp16":
@@ -247,20 +231,20 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
                 yield MlpSettings(132, block, rows, warps)
     elif op in ("rows", "lm-head", "qkv"):
         for programs, warps in ((6, 4), (4, 4), (3, 4), (2, 4), (3, 8), (2, 8), (1, 8), (1, 16)):
-            for ahead in (2, 4, 8):
-                if programs * warps * ahead >= 32 and (d <= 7168 or programs * warps <= 16):
+            for ahead in (8, 12, 16):
+                if d <= 7168 or programs * warps <= 16:
                     yield Int4RowSettings(programs, warps, ahead)
     elif op == "heads":
-        for warps in (2, 4, 8):
-            for steps in (1, 2, 4):
-                yield TileSettings(16, 8, 32 * warps, steps, warps, 8)
+        for warps in (1, 2, 4, 8):
+            for pairs in (2, 4, 8):
+                yield TileSettings(16, pairs, 32 * warps, 4, warps, 8)
     elif op == "mlp":
         for programs, lanes, rows in ((264, 128, 2), (264, 256, 2), (132, 256, 4), (264, 128, 4), (132, 512, 2)):
             if rows * d // (8 * lanes) <= 24:
                 yield MlpSettings(programs, lanes, rows, lanes // 32)
     elif op == "out":
         for warps in (4, 8, 16):
-            for span in (1, 2, 4):
+            for span in (2, 4, 8):
                 yield HeadRowSettings(warps, span)
 
 

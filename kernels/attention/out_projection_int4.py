@@ -24,7 +24,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.int4_tiles import split_words
-from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.common.launch import RESIDENT_REGISTERS, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
 from kernels.mlp.select import Selection
 
@@ -39,11 +39,11 @@ class HeadRowSettings:
     span: int
 
 
-def head_row_settings(d: int) -> HeadRowSettings:
-    """Launch settings. Not measured yet: `benchmarks/int4_rows.py`."""
+def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
+    """Launch settings, from `benchmarks/int4_rows.py --sweep` of a state with two buffers and no limit of registers."""
     if INTERPRET:
         return HeadRowSettings(1, 2)
-    return HeadRowSettings(8 if d <= 5120 else 4, 2)
+    return HeadRowSettings(8 if d <= 5120 and all_heads else 4, 4)
 
 
 def by_head(weight: Tensor, n_heads: int) -> Tensor:
@@ -72,30 +72,28 @@ def _heads(order, begin, n, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, ALL: 
 
 
 @triton.jit
-def _span(
+def _tiles(
     weight, scales, heads, begin, n, rows, n_rows, lane,
-    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr,
+    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of a warp's entries begin, begin + warps, ...; rows: g of the program's 16."""
-    WARPS: tl.constexpr = lane.shape[0] // 32
+    """Words and scales of entry begin + NUMBER warps + warp, that of lane group NUMBER; rows: g of the program's 16."""
+    number = begin + NUMBER * (lane.shape[0] // 32) + lane // 32
+    there = number < n * UNITS
+    place = number % UNITS * (4 * V) + lane % 4 * V
+    line = from_group(heads, NUMBER) * n_rows + rows
     tiles = ()
-    for s in tl.static_range(SPAN):
-        number = begin + s * WARPS + lane // 32
-        there = number < n * UNITS
-        place = number % UNITS * (4 * V) + lane % 4 * V
-        line = from_group(heads, s) * n_rows + rows
-        for half in tl.static_range(2):
-            inside = there & (rows + 8 * half < n_rows)
-            at = weight + line.to(tl.int64) * W + 8 * half * W + place
-            if V == 1:
-                tiles = tiles + (tl.load(at, mask=inside & (place < W), other=0, eviction_policy="evict_first"),)
-            else:
-                each = at[:, None] + tl.arange(0, V)[None, :]
-                mask = (inside & (place < W))[:, None]
-                tiles = tiles + split_words(tl.load(each, mask=mask, other=0, eviction_policy="evict_first"), V)
-        for half in tl.static_range(2):
-            mask = there & (rows + 8 * half < n_rows) & (lane % 4 == s // 2)
-            tiles = tiles + (tl.load(scales + line + 8 * half, mask=mask, other=0.0),)
+    for half in tl.static_range(2):
+        inside = there & (rows + 8 * half < n_rows)
+        at = weight + line.to(tl.int64) * W + 8 * half * W + place
+        if V == 1:
+            tiles = tiles + (tl.load(at, mask=inside & (place < W), other=0, eviction_policy="evict_first"),)
+        else:
+            each = at[:, None] + tl.arange(0, V)[None, :]
+            mask = (inside & (place < W))[:, None]
+            tiles = tiles + split_words(tl.load(each, mask=mask, other=0, eviction_policy="evict_first"), V)
+    for half in tl.static_range(2):
+        mask = there & (rows + 8 * half < n_rows) & (lane % 4 == NUMBER // 2)
+        tiles = tiles + (tl.load(scales + line + 8 * half, mask=mask, other=0.0),)
     return tiles
 
 
@@ -131,7 +129,9 @@ def _project_head_rows_kernel(
     else:
         order, n = selected_heads(row_bits, H, H_TILE)
     heads = _heads(order, 0, n, lane, UNITS, SPAN, ALL)
-    w = _span(weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, SPAN)
+    w = ()
+    for s in tl.static_range(SPAN):
+        w = w + _tiles(weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, s)
     offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
     base = tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg")
     wait_for_predecessor(PDL)
@@ -144,13 +144,13 @@ def _project_head_rows_kernel(
             word = number % UNITS * (4 * V) + lane % 4 * V + v
             x = x + float_planes(mixed + heads * HEAD_DIM + 8 * word, (number < n * UNITS) & (word < W))
         heads = _heads(order, begin + SPAN * WARPS, n, lane, UNITS, SPAN, ALL)
-        coming = _span(weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, SPAN)
         for s in tl.static_range(SPAN):
-            tiles = w[s * (2 * V + 2) : (s + 1) * (2 * V + 2)]  # words, and the two rows' scales
-            part = int4_mma(tiles[: 2 * V], x, V)
-            first += part[s % 2] * tiles[2 * V].to(tl.float32)
-            second += part[2 + s % 2] * tiles[2 * V + 1].to(tl.float32)
-        w = coming
+            part = int4_mma(w[: 2 * V], x, V)
+            first += part[s % 2] * w[2 * V].to(tl.float32)
+            second += part[2 + s % 2] * w[2 * V + 1].to(tl.float32)
+            # Words make room for those to come as soon as they are used: half the registers of two buffers.
+            coming = _tiles(weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, s)
+            w = w[2 * V + 2 :] + coming
     tl.store(out + own, column_sums(first, second, L) + offset + base, mask=own < n_rows)
 
 
@@ -184,7 +184,7 @@ def project_head_rows(
     if batch > 1:
         dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
-    settings = settings or head_row_settings(d)
+    settings = settings or head_row_settings(d, selection is None)
     require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
     _project_head_rows_kernel[(triton.cdiv(d, 16),)](
@@ -204,5 +204,6 @@ def project_head_rows(
         ALL=selection is None,
         PDL=pdl,
         num_warps=settings.warps,
+        maxnreg=RESIDENT_REGISTERS,
         launch_pdl=pdl,
     )

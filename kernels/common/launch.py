@@ -162,6 +162,10 @@ def list_slots_wide(items, running, block_slots, N: tl.constexpr):
     return slots
 
 
+# Registers a thread, at most, of kernels whose programs should all be resident at once: the last ones of a second wave
+# would leave most multiprocessors idle. Spills a few values outside the products.
+RESIDENT_REGISTERS = 80
+
 THROUGH_L1 = tl.constexpr("")  # a plain string as a default fails to compile in triton 3.6
 
 

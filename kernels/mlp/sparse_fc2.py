@@ -231,9 +231,9 @@ def _add_kernel(
 
 
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
-    """out (1, d) = residual + bias + the first `splits` rows of partials (MAX_SPLITS, d); pdl as `use_pdl` gives it."""
+    """out (1, d) = residual + bias + the first `splits` rows of d partial sums; pdl as `use_pdl` gives it."""
     d = out.shape[1]
-    stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (16, 64, 4)
+    stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (64 // partials.element_size(), 64, 4)
     if INTERPRET:
         chunk = 4
     _add_kernel[(triton.cdiv(d, stripe),)](

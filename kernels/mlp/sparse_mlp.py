@@ -16,7 +16,9 @@ the predictor normalised it), or the list and its first rows (EARLY_LIST, a look
 GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_tiles`; of
 w2_t these columns are outputs. BLOCK is then the threads of a row. fc1: n is rounded to fp16. fc2: for each list entry
 and group value * scale * 64 is rounded to fp16 and multiplied with the codes, two entries a tensor-core instruction,
-sums in fp32: |value * scale| must stay below 127, or the sum is infinite. A dense step is the list of all rows.
+sums in fp32: |value * scale| must stay below 127, or the sum is infinite. A program's sum is rounded to fp16, and must
+stay below 65504: in fp32 those of 264 programs are a third of all bytes at 10 % of 9216's rows. A dense step is the
+list of all rows.
 """
 
 from dataclasses import dataclass
@@ -72,14 +74,17 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
     return MlpSettings(132, 2048, 2, 8) if d <= 8192 and not norm else MlpSettings(132, 4096, 2, 16)
 
 
-def int4_mlp_settings(d: int) -> MlpSettings:
-    """Launch settings for 4-bit rows; block is the threads of a row. 4096 and 9216 measured, the others inferred."""
+def int4_mlp_settings(d: int, dense: bool = False) -> MlpSettings:
+    """Launch settings for 4-bit rows, from `benchmarks/int4_rows.py --sweep` up to 9216; block is the threads of a row.
+
+    dense: for the list of all rows.
+    """
     if INTERPRET:
         return MlpSettings(5, 4 if d < 512 else 16, 2, 1)
     if d < 2048:
         return MlpSettings(132, 128 if d >= 1024 else 32, 4, 4)
     if d <= 5120:
-        return MlpSettings(264, 256, 2, 8)
+        return MlpSettings(264, 128, 4, 4) if dense else MlpSettings(264, 256, 2, 8)
     return MlpSettings(264, 128, 2, 4) if d <= 9216 else MlpSettings(132, 256, 4, 8)
 
 
@@ -325,6 +330,8 @@ def sparse_mlp(
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
+    if packed:
+        partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
     _sparse_mlp_kernel[(programs,)](
         x,
