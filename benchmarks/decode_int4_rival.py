@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.models.opt import OPTShape
-from kernels.common.layer_norm import LayerNormWeights, layer_norm
 from kernels.common.launch import use_pdl
+from kernels.common.layer_norm import LayerNormWeights, layer_norm
 from kernels.dense import dense_batch, dense_gemv
 
 RIVAL = "torch-int4"

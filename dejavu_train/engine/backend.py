@@ -23,6 +23,7 @@ from dejavu_train.engine.weights import (
     TargetPredictor,
     check_calibrated,
     check_four_bits,
+    engine_dtype,
     load_predictors,
 )
 from dejavu_train.errors import Unsupported
@@ -67,12 +68,13 @@ class EngineBackend:
         if model.dtype not in DTYPES.values():
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
         check_calibrated(bundle)
+        dtype = engine_dtype(model, ops)
         if any(isinstance(module, Int4Linear) for module in model.modules()):
-            check_four_bits(bool(bundle.cascades()), model.dtype, ops)
+            check_four_bits(bool(bundle.cascades()), dtype, ops)
         self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
-        self.weights = DecodeWeights.from_model(model, model.dtype, self.device, share=True, transposed=sparse)
+        self.weights = DecodeWeights.from_model(model, dtype, self.device, share=True, transposed=sparse)
         self.pool = EnginePool(shape.max_positions, self._build)
 
     def engine(self, rows: int, tokens: int) -> DecodeEngine:

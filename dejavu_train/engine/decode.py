@@ -27,7 +27,13 @@ from dejavu_train.engine.inputs import (
 )
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_four_bits, load_predictors
+from dejavu_train.engine.weights import (
+    DecodeWeights,
+    TargetPredictor,
+    check_four_bits,
+    engine_dtype,
+    load_predictors,
+)
 from dejavu_train.errors import UserError
 from kernels.attention import qkv
 from kernels.common.checks import HEAD_DIMS, INTERPRET
@@ -49,7 +55,8 @@ class DecodeEngine:
         batch: rows, at most 32. Fewer prompts may be given; the graph always runs all rows.
         context: tokens a row can hold, prompt included; None = the model's limit.
         kv_policy: what happens to K/V of skipped heads: backfill (exact), always, stale.
-        dtype: of weights and caches; the residual stream and all sums are fp32. None = the model's.
+        dtype: of weights and caches; the residual stream and all sums are fp32. None = the model's, or float16 for 4-bit
+            weights with Triton.
         ops: "triton", or "reference" for plain torch on any device.
         graph: capture the step in a CUDA graph (Triton on a GPU only).
         pdl: launch kernels as programmatic dependents of each other.
@@ -101,7 +108,7 @@ class DecodeEngine:
             raise UserError(f"the engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
         if look_ahead not in ("fused", "inline", "stream"):
             raise UserError(f"look_ahead must be fused, inline or stream, got {look_ahead}")
-        weights = model if given else DecodeWeights.from_model(model, dtype or model.dtype, device)
+        weights = model if given else DecodeWeights.from_model(model, dtype or engine_dtype(model, ops), device)
         self.shape = weights.shape
         limit = self.shape.max_positions
         if context is not None and not 2 <= context <= limit:

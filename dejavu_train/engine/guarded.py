@@ -52,7 +52,9 @@ class GuardedMlp:
 
     def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | MaskedMlp, guard: GuardState) -> None:
         self.body, self.guard, self.own = body, guard, reads_own_site(body.mlp)
-        self.norms = torch.linalg.vector_norm(written_out(body.weights.fc2, torch.float32).float(), dim=1)  # rows of fc2 are neurons here
+        self.norms = torch.linalg.vector_norm(
+            written_out(body.weights.fc2, torch.float32).float(), dim=1
+        )  # rows of fc2 are neurons here
 
     def run(self, x: Tensor, out: Tensor) -> None:
         body, mlp, weights, work = self.body, self.body.mlp, self.body.weights, self.body.work

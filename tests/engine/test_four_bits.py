@@ -106,8 +106,12 @@ def test_predictors_of_four_bits_are_nibbles_before_fc1(model):
     bundle = random_bundle(model, int8=True)
     for spec in bundle.specs.values():
         spec.dtype = "int4"
-    bundle.stored = {key: (codes.div(19, rounding_mode="floor"), scale) for key, (codes, scale) in bundle.stored.items()}
-    loaded = load_predictors(bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True)
+    bundle.stored = {
+        key: (codes.div(19, rounding_mode="floor"), scale) for key, (codes, scale) in bundle.stored.items()
+    }
+    loaded = load_predictors(
+        bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True
+    )
     assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
     with torch.no_grad():
         for (layer, target, part), (codes, scale) in bundle.stored.items():
@@ -122,6 +126,6 @@ def test_what_is_not_done_is_refused(model):
     with pytest.raises(UserError, match=r"no second stage on 4-bit weights.*calibrate\.cascade null"):
         engine(model, random_bundle(model, cascade=True))
     with pytest.raises(UserError, match="float16 inputs in the decode engine, not float32"):
-        DecodeEngine(model, ops="triton")
+        DecodeEngine(model, ops="triton", dtype=torch.float32, device="cuda" if torch.cuda.is_available() else None)
     with pytest.raises(UserError, match="up to 8 rows at once, not 9"):
         engine(model, random_bundle(model), batch=9)
