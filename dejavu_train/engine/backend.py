@@ -17,6 +17,7 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
+from dejavu_train.engine.memory import DoesNotFit
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.weights import (
     DecodeWeights,
@@ -84,7 +85,7 @@ class EngineBackend:
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""
         engine = None
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError, DoesNotFit):
             engine = self._make(batch, context)
         if engine is None:  # behind the error, which would hold what was half made
             self.pool.engines.clear()

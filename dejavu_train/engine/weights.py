@@ -17,7 +17,7 @@ already is shared.
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from kernels.mlp.cascade import CascadeWeights
 from kernels.mlp.select import PredictorWeights
 
 Grid = tuple[Tensor, Tensor, Tensor]
-Matrix = Tensor | Int4Rows
+Matrix: TypeAlias = Tensor | Int4Rows
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 

@@ -6,6 +6,7 @@ from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.weights import DecodeWeights, load_predictors
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import Int4Linear
@@ -39,18 +40,15 @@ def test_codes_and_scales_are_the_models_own(model):
 
 @pytest.mark.parametrize(
     "options",
-    [None, {}, {"means": True, "relu": True}, {"lookahead": 1, "targets": ("mlp",)}, {"targets": ("heads",)},
-     {"top_k": 0.4, "dense_layers": (1,)}],
+    [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)}],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("batch", [1, 3])
-def test_scores_equal_the_masked_forward_pass(model, options, batch):
-    bundle = None if options is None else random_bundle(model, **options)
-    rows = rows_of(80, 7, 31)
-    made = engine(model, bundle, batch=batch)
-    for sparse_from in (0, 6):
-        for row, nll in zip(rows, made.score(rows, sparse_from), strict=True):
-            torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
+)
+@pytest.mark.parametrize(("lengths", "sparse_from"), [((80,), 0), ((40, 7, 31), 6)])
+def test_scores_equal_the_masked_forward_pass(model, options, lengths, sparse_from):
+    bundle, rows = None if options is None else random_bundle(model, **options), rows_of(*lengths)
+    made = engine(model, bundle, batch=len(rows))
+    for row, nll in zip(rows, made.score(rows, sparse_from), strict=True):
+        torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
@@ -120,6 +118,33 @@ def test_predictors_of_four_bits_are_nibbles_before_fc1(model):
     made = engine(model, bundle)
     assert "MLP predictors in int4, weights in 4 bits" in made.describe()
     torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
+
+
+def test_memory_is_counted_before_it_is_taken(model):
+    made = engine(model, random_bundle(model, rank=8), batch=2, context=40)
+    shape, held = made.shape, made.memory
+    caches = made.core.caches
+    assert held["K/V"] == sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
+    assert held["kept inputs"] == sum(cache.attn_in.nbytes for cache in caches) > 0
+    assert held["predictors"] == 4 * shape.n_layers * (
+        8 * (shape.d_model + shape.d_ffn) + shape.n_heads * shape.d_model
+    )
+    tables = (made.weights.embedding, made.weights.positions)
+    packed = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn  # half a byte each, and the scales
+    assert held["weights"] - sum(table.nbytes for table in tables) == shape.n_layers * (
+        packed // 2 + 2 * ((3 * shape.d_model + 2 * shape.d_ffn) + shape.n_heads * shape.d_model)
+    )
+    assert "memory: weights" in made.describe()
+    own = weight_bytes(model, torch.float32)  # biases and LayerNorms beside them
+    assert held["weights"] < own < held["weights"] + 4 * 20 * shape.n_layers * (shape.d_model + shape.d_ffn)
+
+
+def test_what_does_not_fit_is_refused_with_the_parts(monkeypatch):
+    for name, value in (("memory_reserved", 0), ("memory_allocated", 0), ("mem_get_info", (10**9, 2 * 10**9))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    check_room({"K/V": 5 * 10**8}, torch.device("cuda"))
+    with pytest.raises(UserError, match=r"does not fit: memory: K/V 9 GB; 9 GB in all .* 1 GB free.*smaller context"):
+        check_room({"K/V": 9 * 10**9}, torch.device("cuda"))
 
 
 def test_what_is_not_done_is_refused(model):
