@@ -127,7 +127,7 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
     return row
 
 
-def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool) -> int:
+def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool = False) -> int:
     """Weights, K/V and kept inputs: what a cell that does not fit would take, scratch not counted."""
     kept = 3 * shape.n_layers * batch * positions * shape.d_model
     layer = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
