@@ -5,10 +5,11 @@ import torch
 from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 from four_bit_models import four_bits
 
+from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.weights import DecodeWeights, load_predictors
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import Int4Linear
 from kernels.common.int4 import Int4Rows
 
@@ -89,6 +90,21 @@ def test_a_shared_model_stays_what_it_was(model):
     owners = {tensor.untyped_storage().data_ptr() for tensor in weights.tensors()}
     held = (attention.q_proj.words, attention.v_proj.scales, attention.out_proj.words, layer.fc2.words)
     assert all(tensor.untyped_storage().data_ptr() in owners for tensor in held), "nothing exists twice"
+
+
+def test_the_backend_shares_the_models_rows():
+    own = four_bits(random_opt())
+    bundle, row = random_bundle(own), rows_of(20)[0]
+    for spec in bundle.specs.values():
+        spec.dense = False
+    expected = masked_nll(own, bundle, row)
+    backend = EngineBackend(own, bundle, ops="reference")
+    torch.testing.assert_close(backend.engine(1, 20).score([row])[0], expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(masked_nll(own, bundle, row), expected, atol=2e-5, rtol=1e-5)
+    fc1 = own.model.decoder.layers[0].fc1
+    assert backend.weights.layers[0].fc1.words.data_ptr() == fc1.words.data_ptr()
+    with pytest.raises(Unsupported, match="no second stage"):  # at once: "auto" then takes another backend
+        EngineBackend(own, random_bundle(own, cascade=True), ops="reference")
 
 
 def test_random_layers_lie_as_those_of_a_model(model):
