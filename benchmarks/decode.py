@@ -39,6 +39,7 @@ from benchmarks.decode_problem import (
 from benchmarks.harness import step_times
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import OPTShape
@@ -95,7 +96,7 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
             set_thresholds(engine, cell.mlp_density, cell.head_density)
         row = measured(engine)
         row |= summary(step_times(engine.step, steps), cell.batch)
-        notes = []
+        notes = [describe_memory(engine.memory)]
         masked = sorted({mode.target for mode in engine.modes.values() if not mode.sparse})
         if masked:  # all layers of these shapes are alike
             notes.append(f"{' and '.join(masked)} computed whole and masked")
@@ -115,7 +116,7 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
             times = hugging_face(shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps)
             return summary(times, cell.batch) | {"note": "generate(), second call; a host's loop, see p20 and p80"}
         row = run_engine(cell, name, weights, steps)
-    except torch.cuda.OutOfMemoryError:
+    except (torch.cuda.OutOfMemoryError, DoesNotFit):
         needed = bytes_needed(shape, cell.batch, cell.prompt + steps + EXTRA, cell.weights != "float16")
         room = torch.cuda.mem_get_info()[1]
         return {"note": f"does not fit: more than {needed / 1e9:.1f} GB and scratch, of {room / 1e9:.1f}"}
@@ -126,7 +127,7 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
     return row
 
 
-def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool) -> int:
+def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool = False) -> int:
     """Weights, K/V and kept inputs: what a cell that does not fit would take, scratch not counted."""
     kept = 3 * shape.n_layers * batch * positions * shape.d_model
     layer = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn

@@ -1,8 +1,8 @@
 """A dense decoding step whose products are PyTorch's int4 kernel, in the same graph with the rest of our step.
 
 `torch._weight_int4pack_mm` takes bf16 and groups of 128 along inputs, with a scale and a zero point each. Our LayerNorm
-kernel writes its input, our kernels add biases and residuals behind it; attention, LM head and the choice of a token are
-ours. Codes are random. One row.
+kernel writes its input, our kernels add biases and residuals behind it; attention, LM head and the choice of a token
+are ours. Codes are random. One row.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.models.opt import OPTShape
-from kernels.common.layer_norm import LayerNormWeights, layer_norm
 from kernels.common.launch import use_pdl
+from kernels.common.layer_norm import LayerNormWeights, layer_norm
 from kernels.dense import dense_batch, dense_gemv
 
 RIVAL = "torch-int4"

@@ -17,12 +17,14 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
+from dejavu_train.engine.memory import DoesNotFit
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.weights import (
     DecodeWeights,
     TargetPredictor,
     check_calibrated,
     check_four_bits,
+    engine_dtype,
     load_predictors,
 )
 from dejavu_train.errors import Unsupported
@@ -67,12 +69,13 @@ class EngineBackend:
         if model.dtype not in DTYPES.values():
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
         check_calibrated(bundle)
+        dtype = engine_dtype(model, ops)
         if any(isinstance(module, Int4Linear) for module in model.modules()):
-            check_four_bits(bool(bundle.cascades()), model.dtype, ops)
+            check_four_bits(bool(bundle.cascades()), dtype, ops)
         self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
-        self.weights = DecodeWeights.from_model(model, model.dtype, self.device, share=True, transposed=sparse)
+        self.weights = DecodeWeights.from_model(model, dtype, self.device, share=True, transposed=sparse)
         self.pool = EnginePool(shape.max_positions, self._build)
 
     def engine(self, rows: int, tokens: int) -> DecodeEngine:
@@ -82,7 +85,7 @@ class EngineBackend:
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""
         engine = None
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError, DoesNotFit):
             engine = self._make(batch, context)
         if engine is None:  # behind the error, which would hold what was half made
             self.pool.engines.clear()

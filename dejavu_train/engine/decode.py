@@ -25,10 +25,25 @@ from dejavu_train.engine.inputs import (
     read_continuation,
     summary,
 )
+from dejavu_train.engine.memory import (
+    cache_bytes,
+    check_room,
+    describe_memory,
+    held_bytes,
+    scratch_bytes,
+    weight_bytes,
+)
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor, check_four_bits, load_predictors
+from dejavu_train.engine.weights import (
+    DecodeWeights,
+    TargetPredictor,
+    check_four_bits,
+    engine_dtype,
+    load_predictors,
+)
 from dejavu_train.errors import UserError
+from dejavu_train.models.opt import OPTShape
 from kernels.attention import qkv
 from kernels.common.checks import HEAD_DIMS, INTERPRET
 
@@ -49,7 +64,8 @@ class DecodeEngine:
         batch: rows, at most 32. Fewer prompts may be given; the graph always runs all rows.
         context: tokens a row can hold, prompt included; None = the model's limit.
         kv_policy: what happens to K/V of skipped heads: backfill (exact), always, stale.
-        dtype: of weights and caches; the residual stream and all sums are fp32. None = the model's.
+        dtype: of weights and caches; the residual stream and all sums are fp32. None = the model's, or float16 for
+            4-bit weights with Triton.
         ops: "triton", or "reference" for plain torch on any device.
         graph: capture the step in a CUDA graph (Triton on a GPU only).
         pdl: launch kernels as programmatic dependents of each other.
@@ -63,7 +79,7 @@ class DecodeEngine:
         guard: every N-th step is dense and moves thresholds; settings, or the state that several engines share.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle; a bundle that
-            cannot be guarded.
+            cannot be guarded. DoesNotFit: the GPU's memory. Unsupported: what is not done with 4-bit weights.
     """
 
     def __init__(
@@ -101,8 +117,7 @@ class DecodeEngine:
             raise UserError(f"the engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
         if look_ahead not in ("fused", "inline", "stream"):
             raise UserError(f"look_ahead must be fused, inline or stream, got {look_ahead}")
-        weights = model if given else DecodeWeights.from_model(model, dtype or model.dtype, device)
-        self.shape = weights.shape
+        self.shape = model.shape if given else OPTShape.from_config(model.config)
         limit = self.shape.max_positions
         if context is not None and not 2 <= context <= limit:
             raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")
@@ -112,6 +127,12 @@ class DecodeEngine:
                 " use backend gather"
             )
         self.batch, self.context, self.device = batch, context or limit, device
+        if given:
+            weights = model
+        else:
+            dtype = dtype or engine_dtype(model, ops)
+            check_room({"weights": weight_bytes(model, dtype)}, device)
+            weights = DecodeWeights.from_model(model, dtype, device)
         if isinstance(guard, Guard):
             guard = GuardState(guard, bundle.specs, device) if guard.every else None
         self.guard = guard
@@ -129,6 +150,11 @@ class DecodeEngine:
                 f"4-bit weights of selected heads are read for up to {MAX_PACKED_ROWS} rows at once, not {batch};"
                 " take fewer rows, or the policy backfill with crossover"
             )
+        layers = sum(mode.sparse and mode.target == "heads" for mode in self.modes.values())
+        coming = cache_bytes(self.shape, batch, self.context, weights.embedding.dtype, layers)
+        coming |= {"scratch": scratch_bytes(self.shape, batch, weights.packed)}
+        self.memory = held_bytes(weights, self.predictors) | coming
+        check_room(coming, device)
         self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
             self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
@@ -155,7 +181,8 @@ class DecodeEngine:
         kinds = f", MLP predictors in {', '.join(sorted(stored))}" if stored else ""
         head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
         head += ", weights in 4 bits" * self.weights.packed
-        return f"{head}\n{describe_execution(self.modes, self.shape.n_layers)}"
+        modes = describe_execution(self.modes, self.shape.n_layers)
+        return f"{head}\n{modes}\n{describe_memory(self.memory)}"
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done."""

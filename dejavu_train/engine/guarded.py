@@ -10,16 +10,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import FusedAttention, MaskedAttention, SparseAttention
-from dejavu_train.engine.mlp import (
-    BatchMlp,
-    CascadeMlp,
-    MaskedMlp,
-    SparseMlp,
-    add_neurons,
-    all_neurons,
-    reads_own_site,
-    select_of_several_rows,
-)
+from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, MaskedMlp, SparseMlp, reads_own_site, select_of_several_rows
 from dejavu_train.engine.weights import written_out
 
 
@@ -52,7 +43,9 @@ class GuardedMlp:
 
     def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | MaskedMlp, guard: GuardState) -> None:
         self.body, self.guard, self.own = body, guard, reads_own_site(body.mlp)
-        self.norms = torch.linalg.vector_norm(written_out(body.weights.fc2, torch.float32).float(), dim=1)  # rows of fc2 are neurons here
+        self.norms = torch.linalg.vector_norm(
+            written_out(body.weights.fc2, torch.float32).float(), dim=1
+        )  # rows of fc2 are neurons here
 
     def run(self, x: Tensor, out: Tensor) -> None:
         body, mlp, weights, work = self.body, self.body.mlp, self.body.weights, self.body.work
@@ -77,7 +70,7 @@ class GuardedMlp:
             if weights.cascade is not None:
                 select_of_several_rows(weights, work, mlp, self.own, x)
                 selected = mlp.selection.to_mask(batch)
-            hidden = all_neurons(weights, work, x)
-            add_neurons(weights, work, hidden, x, out)
+            hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
+            work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=work.pdl)
         rows = work.state.row_state == 1
         self.guard.measure((mlp.predictor.layer, "mlp"), rows, candidates, selected, hidden.float() * self.norms)

@@ -7,7 +7,7 @@ they compute, never in which neurons count: those that the predictor, and the se
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.weights import LayerWeights, written_out
+from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 
 
@@ -15,18 +15,6 @@ def reads_own_site(mlp: TargetSelection) -> bool:
     """Whether the predictor reads what fc1 reads: then it leaves that, normalised, in the workspace."""
     predictor = mlp.predictor
     return (predictor.site, predictor.site_layer) == ("mlp_in", predictor.layer)
-
-
-def all_neurons(weights: LayerWeights, work: Workspace, x: Tensor) -> Tensor:
-    """(B, d_ffn) in the model's dtype: what fc1 makes of several rows, after the ReLU."""
-    fc1 = written_out(weights.fc1, work.normalised.dtype)
-    return work.ops.dense_hidden(x, weights.norm2, fc1, weights.fc1_bias, "relu", pdl=work.pdl)
-
-
-def add_neurons(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
-    """out = x + fc2(hidden) of several rows."""
-    fc2, turned = written_out(weights.fc2, work.normalised.dtype), weights.fc2_transposed
-    work.ops.dense_add(hidden, fc2, weights.fc2_bias, x, out, transposed=turned, pdl=work.pdl)
 
 
 class DenseMlp:
@@ -40,7 +28,9 @@ class DenseMlp:
         weights, work = self.weights, self.work
         ops, hidden, pdl = work.ops, work.hidden, work.pdl
         if self.several:
-            add_neurons(weights, work, all_neurons(weights, work, x), x, out)
+            several = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+            turned = weights.fc2_transposed
+            ops.dense_add(several, weights.fc2, weights.fc2_bias, x, out, transposed=turned, pdl=pdl)
             return
         if weights.packed:
             ops.sparse_mlp(
@@ -135,9 +125,9 @@ class MaskedMlp:
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
         select_of_several_rows(weights, work, self.mlp, self.own or weights.cascade is None, x)
-        hidden = all_neurons(weights, work, x)
+        hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
         hidden = hidden.masked_fill((self.mlp.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
-        add_neurons(weights, work, hidden, x, out)
+        work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=work.pdl)
 
 
 Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | MaskedMlp

@@ -19,7 +19,7 @@ from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, 
 
 
 def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation, which then takes 4-bit rows as well: as numbers in fp32, those of heads (h, d, head_dim) turned."""
+    """The operation, which then takes 4-bit rows too: as numbers in fp32, those of heads (h, d, head_dim) turned."""
 
     def numbers(given: Any) -> Any:
         if not isinstance(given, Int4Rows):
@@ -155,7 +155,7 @@ def dense_hidden(
     x: Tensor, ln: LayerNormWeights, weight: Tensor, bias: Tensor, activation: str, pdl: bool = False
 ) -> Tensor:
     """See `kernels.dense.dense_batch.dense_hidden`."""
-    y = F.linear(layer_norm_reference(x, ln, weight.dtype), weight, bias)
+    y = F.linear(layer_norm_reference(x, ln, weight.dtype), weight, bias.to(weight.dtype))
     return y.relu() if activation == "relu" else y
 
 

@@ -17,7 +17,7 @@ already is shared.
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from kernels.mlp.cascade import CascadeWeights
 from kernels.mlp.select import PredictorWeights
 
 Grid = tuple[Tensor, Tensor, Tensor]
-Matrix = Tensor | Int4Rows
+Matrix: TypeAlias = Tensor | Int4Rows
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 
@@ -155,7 +155,8 @@ class DecodeWeights:
 
         def rows(linear: Int4Linear, *leading: int) -> Int4Rows:
             words, scales = (
-                tensor.to(device, copy=not share).view(*leading, -1) for tensor in (linear.rows.words, linear.rows.scales)
+                tensor.to(device, copy=not share).view(*leading, -1)
+                for tensor in (linear.rows.words, linear.rows.scales)
             )
             return Int4Rows(words, scales)
 
@@ -166,7 +167,11 @@ class DecodeWeights:
             return LayerNormWeights(weight, zero if shift is None else own(shift), module.eps)
 
         def bias(module: Any) -> Tensor:
-            return torch.zeros(module.out_features, dtype=dtype, device=device) if module.bias is None else own(module.bias)
+            return (
+                torch.zeros(module.out_features, dtype=dtype, device=device)
+                if module.bias is None
+                else own(module.bias)
+            )
 
         layers = []
         for number, layer in enumerate(decoder.layers):
@@ -343,6 +348,12 @@ def check_calibrated(bundle: Any) -> None:
                 f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
                 " run python train.py with the --config and --output that trained it: it calibrates what is trained"
             )
+
+
+def engine_dtype(model: Any, ops: str) -> torch.dtype:
+    """Of an engine's weights and caches: the model's; of 4-bit matrices float16, which their kernels multiply with."""
+    packed = any(isinstance(module, Int4Linear) for module in model.modules())
+    return torch.float16 if packed and ops == "triton" else model.dtype
 
 
 def check_four_bits(second_stage: bool, dtype: torch.dtype, ops: str) -> None:

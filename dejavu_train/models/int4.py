@@ -28,6 +28,7 @@ from dejavu_train.models.int4_sizes import RowSizes, row_sizes
 from dejavu_train.models.shape import OPTShape
 from kernels.common.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
 
+
 @dataclass(frozen=True)
 class RowLayout:
     """How a matrix (out, in) of torch lies as rows."""

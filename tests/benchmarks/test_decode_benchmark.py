@@ -39,6 +39,7 @@ def test_bytes_of_a_cell():
     d = SHAPES["66b"].d_model
     assert bytes_needed(SHAPES["66b"], 1, 100) - bytes_needed(SHAPES["66b"], 1, 0) == 100 * 64 * 3 * d * 2
     assert 130e9 < bytes_needed(SHAPES["66b"], 1, 0) < 133e9
+    assert 90e9 < bytes_needed(SHAPES["175b"], 1, 0, packed=True) < 92e9
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -190,9 +190,9 @@ def test_a_layer_that_computes_all_selects_the_same(model, options, monkeypatch)
     expected = [masked_nll(model, bundle, row) for row in rows]
     monkeypatch.setattr(
         "dejavu_train.engine.decode.choose_execution",
-        lambda predictors, d, batch, measured, kv_policy: {
+        lambda predictors, d, batch, measured, *rest: {
             key: dataclasses.replace(mode, sparse=batch == 1)
-            for key, mode in choose_execution(predictors, d, batch, True, kv_policy).items()
+            for key, mode in choose_execution(predictors, d, batch, True, *rest).items()
         },
     )
     for batch in (1, 8, 32):

@@ -5,9 +5,11 @@ import torch
 from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 from four_bit_models import four_bits
 
+from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.weights import DecodeWeights, load_predictors
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import Int4Linear
 from kernels.common.int4 import Int4Rows
 
@@ -39,18 +41,15 @@ def test_codes_and_scales_are_the_models_own(model):
 
 @pytest.mark.parametrize(
     "options",
-    [None, {}, {"means": True, "relu": True}, {"lookahead": 1, "targets": ("mlp",)}, {"targets": ("heads",)},
-     {"top_k": 0.4, "dense_layers": (1,)}],
+    [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)}],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("batch", [1, 3])
-def test_scores_equal_the_masked_forward_pass(model, options, batch):
-    bundle = None if options is None else random_bundle(model, **options)
-    rows = rows_of(80, 7, 31)
-    made = engine(model, bundle, batch=batch)
-    for sparse_from in (0, 6):
-        for row, nll in zip(rows, made.score(rows, sparse_from), strict=True):
-            torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
+)
+@pytest.mark.parametrize(("lengths", "sparse_from"), [((80,), 0), ((40, 7, 31), 6)])
+def test_scores_equal_the_masked_forward_pass(model, options, lengths, sparse_from):
+    bundle, rows = None if options is None else random_bundle(model, **options), rows_of(*lengths)
+    made = engine(model, bundle, batch=len(rows))
+    for row, nll in zip(rows, made.score(rows, sparse_from), strict=True):
+        torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
@@ -93,6 +92,21 @@ def test_a_shared_model_stays_what_it_was(model):
     assert all(tensor.untyped_storage().data_ptr() in owners for tensor in held), "nothing exists twice"
 
 
+def test_the_backend_shares_the_models_rows():
+    own = four_bits(random_opt())
+    bundle, row = random_bundle(own), rows_of(20)[0]
+    for spec in bundle.specs.values():
+        spec.dense = False
+    expected = masked_nll(own, bundle, row)
+    backend = EngineBackend(own, bundle, ops="reference")
+    torch.testing.assert_close(backend.engine(1, 20).score([row])[0], expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(masked_nll(own, bundle, row), expected, atol=2e-5, rtol=1e-5)
+    fc1 = own.model.decoder.layers[0].fc1
+    assert backend.weights.layers[0].fc1.words.data_ptr() == fc1.words.data_ptr()
+    with pytest.raises(Unsupported, match="no second stage"):  # at once: "auto" then takes another backend
+        EngineBackend(own, random_bundle(own, cascade=True), ops="reference")
+
+
 def test_random_layers_lie_as_those_of_a_model(model):
     given = DecodeWeights.from_model(model, torch.float16, "cpu")
     made = DecodeWeights.random(given.shape, torch.float16, "cpu", packed=True)
@@ -106,8 +120,12 @@ def test_predictors_of_four_bits_are_nibbles_before_fc1(model):
     bundle = random_bundle(model, int8=True)
     for spec in bundle.specs.values():
         spec.dtype = "int4"
-    bundle.stored = {key: (codes.div(19, rounding_mode="floor"), scale) for key, (codes, scale) in bundle.stored.items()}
-    loaded = load_predictors(bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True)
+    bundle.stored = {
+        key: (codes.div(19, rounding_mode="floor"), scale) for key, (codes, scale) in bundle.stored.items()
+    }
+    loaded = load_predictors(
+        bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True
+    )
     assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
     with torch.no_grad():
         for (layer, target, part), (codes, scale) in bundle.stored.items():
@@ -118,10 +136,37 @@ def test_predictors_of_four_bits_are_nibbles_before_fc1(model):
     torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 
+def test_memory_is_counted_before_it_is_taken(model):
+    made = engine(model, random_bundle(model, rank=8), batch=2, context=40)
+    shape, held = made.shape, made.memory
+    caches = made.core.caches
+    assert held["K/V"] == sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
+    assert held["kept inputs"] == sum(cache.attn_in.nbytes for cache in caches) > 0
+    assert held["predictors"] == 4 * shape.n_layers * (
+        8 * (shape.d_model + shape.d_ffn) + shape.n_heads * shape.d_model
+    )
+    tables = (made.weights.embedding, made.weights.positions)
+    packed = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn  # half a byte each, and the scales
+    assert held["weights"] - sum(table.nbytes for table in tables) == shape.n_layers * (
+        packed // 2 + 2 * ((3 * shape.d_model + 2 * shape.d_ffn) + shape.n_heads * shape.d_model)
+    )
+    assert "memory: weights" in made.describe()
+    own = weight_bytes(model, torch.float32)  # biases and LayerNorms beside them
+    assert held["weights"] < own < held["weights"] + 4 * 20 * shape.n_layers * (shape.d_model + shape.d_ffn)
+
+
+def test_what_does_not_fit_is_refused_with_the_parts(monkeypatch):
+    for name, value in (("memory_reserved", 0), ("memory_allocated", 0), ("mem_get_info", (10**9, 2 * 10**9))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    check_room({"K/V": 5 * 10**8}, torch.device("cuda"))
+    with pytest.raises(UserError, match=r"does not fit: memory: K/V 9 GB; 9 GB in all .* 1 GB free.*smaller context"):
+        check_room({"K/V": 9 * 10**9}, torch.device("cuda"))
+
+
 def test_what_is_not_done_is_refused(model):
     with pytest.raises(UserError, match=r"no second stage on 4-bit weights.*calibrate\.cascade null"):
         engine(model, random_bundle(model, cascade=True))
     with pytest.raises(UserError, match="float16 inputs in the decode engine, not float32"):
-        DecodeEngine(model, ops="triton")
+        DecodeEngine(model, ops="triton", dtype=torch.float32, device="cuda" if torch.cuda.is_available() else None)
     with pytest.raises(UserError, match="up to 8 rows at once, not 9"):
         engine(model, random_bundle(model), batch=9)

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The decode engine with 4-bit weights on one GPU: bash benchmarks/int4_decode.sh OUT [BUNDLE]
+# Tests of the engine, its fidelity on opt-mini (quantised here by rounding to nearest; BUNDLE is the fp16 model's, its
+# predictors taken as they are), then rows of decode.csv in order of worth. BUDGET seconds in all (default 600): nothing
+# starts behind them. Each row is written as it comes; everything in OUT is tarred to OUT.tar at the end. ONLY names
+# steps to run: "tests fidelity 6.7b 66b 175b 30b rival batches".
+set -u
+out=$1 bundle=${2:-}
+python=${PYTHON:-python3} budget=${BUDGET:-600} only=${ONLY:-tests fidelity 6.7b 66b 175b rival 30b batches}
+export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+mkdir -p "$out"
+began=$(date +%s)
+
+step() {  # NAME SECONDS COMMAND...: goes on after a failure, which the tar shows
+  local name=$1 limit=$2
+  shift 2
+  local left=$((budget - $(date +%s) + began))
+  [ "$left" -lt 10 ] && return
+  local at=$(date +%s)
+  timeout "$((limit < left ? limit : left))" "$@" > "$out/$name.log" 2>&1
+  echo "$name,$?,$(($(date +%s) - at))" | tee -a "$out/int4_decode_steps.csv"
+  tail -n "${TAIL:-12}" "$out/$name.log"
+}
+
+cells() {  # NAME MODEL CELLS...
+  local name=$1 model=$2
+  shift 2
+  local left=$((budget - $(date +%s) + began))
+  step "$name" 400 "$python" -m benchmarks.decode --models "$model" --out "$out/decode.csv" --time-limit "$((left - 15))" \
+    --cells "$@"
+}
+
+sparse="weights=int4 predictors=int4 head_density=0.85,1.0,0.5"  # int4 predictors run before fc1
+ahead="weights=int4 predictors=int8 site=1 head_density=0.85,1.0,0.5"  # and int8 ones within attention
+for name in $only; do
+  case $name in
+    tests)
+      step tests 240 "$python" -m pytest -q -m gpu -n 8 --timeout 200 tests/engine/test_four_bits_gpu.py tests/engine/test_four_bits.py ;;
+    fidelity)
+      [ -z "$bundle" ] && continue
+      step quantise 60 "$python" -m dejavu_train.quantize --model checkpoints/opt-mini --quantizer rtn --output "$out/opt-mini-int4"
+      step fidelity 100 "$python" -m benchmarks.fidelity --model "$out/opt-mini-int4" --bundle "$bundle" --adopt --batch 8 \
+        --rows 16 --length 256 --parts half greedy prompts replay --out "$out/fidelity_int4.json"
+      rm -rf "$out/opt-mini-int4" ;;
+    6.7b) cells 6.7b 6.7b "engine=dense weights=int4 breakdown=True" "$ahead" "$sparse breakdown=True" ;;
+    66b) cells 66b 66b "engine=dense weights=int4" "$ahead" "$sparse head_density=0.85 breakdown=True" ;;
+    175b) cells 175b 175b "engine=dense weights=int4" "$ahead" "$sparse" ;;
+    rival) for model in 6.7b 66b; do cells "rival-$model" "$model" "engine=dense weights=torch-int4"; done ;;
+    30b) cells 30b 30b "engine=dense weights=int4" "$ahead" ;;
+    batches) cells batches 66b "engine=dense weights=int4 batch=2,4,8" "weights=int4 head_density=1.0 batch=2 mlp_density=0.08" \
+      "weights=int4 head_density=1.0 batch=4 mlp_density=0.116" "weights=int4 head_density=1.0 batch=8 mlp_density=0.175" ;;
+    *) echo "no step is called $name" ;;
+  esac
+done
+tar -C "$(dirname "$out")" -cf "$out.tar" "$(basename "$out")"

@@ -1,0 +1,73 @@
+"""What a decode engine holds on its device, in bytes, counted before anything is allocated."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
+from dejavu_train.errors import UserError
+from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.opt import OPTShape
+
+SLACK = 2**28  # kernels, graphs, and what the allocator rounds up
+
+
+class DoesNotFit(UserError):
+    """The device lacks the memory for an engine."""
+
+
+def cache_bytes(shape: OPTShape, batch: int, context: int, dtype: torch.dtype, sparse_layers: int) -> dict[str, int]:
+    """K/V of all layers, and the inputs that layers of selected heads keep."""
+    row = batch * context * shape.d_model * dtype.itemsize
+    return {"K/V": 2 * shape.n_layers * row, "kept inputs": sparse_layers * row}
+
+
+def scratch_bytes(shape: OPTShape, batch: int, packed: bool) -> int:
+    """The residual stream at every half, logits, and one matrix of 4 bits written out where a prompt or several rows
+    meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes."""
+    steps = 4 * batch * ((2 * shape.n_layers + 1) * shape.d_model + shape.vocab_size)
+    return steps + (14 * shape.d_ffn * shape.d_model if packed else 0)
+
+
+def weight_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Of a Hugging Face model's weights as an engine of this dtype holds them; 4-bit rows keep their own dtypes."""
+    packed = {id(tensor) for module in model.modules() if isinstance(module, Int4Linear) for tensor in module.buffers()}
+    floats: Iterable[Tensor] = model.parameters()
+    return sum(b.nbytes for b in model.buffers() if id(b) in packed) + dtype.itemsize * sum(p.numel() for p in floats)
+
+
+def held_bytes(weights: DecodeWeights, predictors: Mapping[Any, TargetPredictor]) -> dict[str, int]:
+    """Weights, LM head included, and predictors."""
+    each = [tensor for p in predictors.values() for tensor in _matrices(p)]
+    tables = {tensor.data_ptr(): tensor.nbytes for tensor in (weights.embedding, weights.positions, weights.lm_head)}
+    layers = sum(tensor.nbytes for tensor in weights.tensors()) - weights.lm_head.nbytes
+    return {"weights": layers + sum(tables.values()), "predictors": sum(tensor.nbytes for tensor in each)}
+
+
+def _matrices(predictor: TargetPredictor) -> tuple[Tensor, ...]:
+    return (predictor.folded,) if predictor.folded is not None else (predictor.weights.down, predictor.weights.up)
+
+
+def describe_memory(parts: Mapping[str, int]) -> str:
+    """A line.
+
+    >>> describe_memory({"weights": 90_000_000_000, "K/V": 9_700_000_000, "kept inputs": 0})
+    'memory: weights 90 GB, K/V 9.7 GB; 99.7 GB in all'
+    """
+    listed = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in parts.items() if size)
+    return f"memory: {listed}; {sum(parts.values()) / 1e9:.3g} GB in all"
+
+
+def check_room(parts: Mapping[str, int], device: torch.device) -> None:
+    """Raise DoesNotFit where these parts, still to be allocated, are more than a GPU has free."""
+    if device.type != "cuda":
+        return
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, needed = torch.cuda.mem_get_info(device)[0] + cached, sum(parts.values()) + SLACK
+    if needed > free:
+        raise DoesNotFit(
+            f"the decode engine does not fit: {describe_memory(parts)} and {SLACK / 1e9:.2g} GB of slack, with"
+            f" {free / 1e9:.3g} GB free on {device}; take a smaller context or batch, or weights of 4 bits"
+        )
