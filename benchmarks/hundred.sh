@@ -2,8 +2,10 @@
 # 4-bit weights of a 100M model with the sparse model, rows of docs/frontier/int4.csv, on one GPU in LIMIT seconds:
 #   bash benchmarks/hundred.sh OUTPUT_FOLDER        TRY=1 runs all of it on a CPU with tiny sizes
 # Pretrains the model on .data/general_train.jsonl.xz and .data/train_docs.jsonl.xz (texts.sh says how they are made). For
-# three seeds, side by side: the model writes text, predictors are trained on it ("before"), GPTQ quantises with it,
-# predictors are trained on the quantised model ("after"); every report's rows are written as they come.
+# each of SEEDS (0) the model writes text, predictors are trained on it ("before"), GPTQ quantises with it, predictors are
+# trained on the quantised model ("after"); every report's rows are written as they come. GPUS (1) GPUs take a seed each,
+# one seed after the other: three seeds side by side on one GPU trained for 350 s and were not done within the limit.
+# VARIANTS=1 also compares settings of GPTQ, on documents of no report.
 # OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
 # $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2.
 set -u
@@ -13,7 +15,7 @@ pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
 export work=${WORK:-$(pick /dev/shm/hundred /tmp/hundred)} python=${PYTHON:-python3} data=${DATA:-.data}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=true
-export limit=${LIMIT:-520} began=$SECONDS seeds=${SEEDS:-0 1 2} model=$work/opt-100m rows=$work/rows
+export limit=${LIMIT:-520} gpus=${GPUS:-1} began=$SECONDS seeds=${SEEDS:-0} model=$work/opt-100m rows=$work/rows
 export device=$(pick cuda cpu) tokens=$(pick 40000 200) sample=$(pick 400000 24000)
 export texts=${TEXTS:-docs,books,val_docs,wikitext,general,readmes,code,licences}
 flags="--config=configs/opt-mini.yaml --model=$model --trainer.logger=false --text.sample.tokens=$sample"
@@ -96,7 +98,7 @@ after() {  # SEED
 whole_seed() {  # SEED
   before "$1" &
   written "$1" && step "gptq-$1" "$python" -m dejavu_train.quantize --model "$model" --output "$work/gptq-$1" \
-    $quantise --seed "$1" --text.sample.seed="$1" || return 1
+    $quantise --seed "$1" --text.sample.seed="$1" || { wait; return 1; }
   score dense "$1" --weights "rtn=$work/rtn" "gptq=$work/gptq-$1" --bundles &
   after "$1"
   wait
@@ -119,12 +121,22 @@ variants() {  # settings of GPTQ, on documents of no report
   written 0 && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
     "gptq;gptq, biases as they were;gptq, act_order;gptq, out_hessian per_head;gptq, asymmetric"
 }
-variants &
-jobs_=$!
+jobs_=""
+if [ -n "${VARIANTS:-}" ]; then
+  variants &
+  jobs_=$!
+fi
 moments &
 jobs_="$jobs_ $!"
-for seed in $seeds; do
-  whole_seed "$seed" &
+worker() {  # GPU: its seeds, one after the other
+  local seed
+  [ -n "$try" ] || export CUDA_VISIBLE_DEVICES=$1
+  for seed in $seeds; do
+    if [ "$((seed % gpus))" = "$1" ] && [ "$(left 60)" -gt 0 ]; then whole_seed "$seed"; fi
+  done
+}
+for gpu in $(seq 0 $((gpus - 1))); do
+  worker "$gpu" &
   jobs_="$jobs_ $!"
 done
 wait $jobs_

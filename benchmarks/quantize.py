@@ -359,63 +359,85 @@ def report(options: argparse.Namespace) -> None:
                         rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
 
 
+Found = list[Mapping[str, str]]  # rows of one kind, one for each seed
+
+
 def show(options: argparse.Namespace) -> None:
-    """Tables and verdicts: the newest row of each kind."""
+    """Tables and verdicts of each model: the newest row of each kind and seed, means over the seeds."""
     with open(options.csv, newline="", encoding="utf-8") as file:
-        found = list(csv.DictReader(file))
-    chosen = {(row["text"], row["weights"]): row for row in found if row["what"] == "choose"}
-    texts = list(dict.fromkeys(text for text, _ in chosen))
-    lines = ["| weights | " + " | ".join(f"{text}: KL" for text in texts) + " |", "| --- |" + " --- |" * len(texts)]
-    for name in dict.fromkeys(weights for _, weights in chosen):
-        cells = [f"{float(row['kl']):.4f}" if (row := chosen.get((text, name))) else "" for text in texts]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    rows = {
-        (row["text"], row["weights"], row["predictors"], float(row["asked_mlp"]), float(row["asked_heads"])): row
-        for row in found
-        if row["what"] == "report"
+        rows = list(csv.DictReader(file))
+    chosen = {
+        (row["model"], row["commit"], row["weights"], row["text"]): row for row in rows if row["what"] == "choose"
     }
-    texts = list(dict.fromkeys(key[0] for key in rows))
-    lines += ["", "| text | tokens | perplexity, fp16 | KL: rtn | gptq | ratio | increase, %: rtn | gptq |"]
-    lines.append("| --- |" + " --- |" * 7)
-    for text in texts:
-        dense, rtn, gptq = (rows[text, name, "none", 1.0, 1.0] for name in ("fp16", "rtn", "gptq"))
-        lines.append(
-            f"| {text} | {int(dense['tokens']):,} | {float(dense['perplexity']):.2f} | {float(rtn['kl']):.3f} |"
-            f" {float(gptq['kl']):.4f} | {float(gptq['kl']) / float(rtn['kl']):.3f} |"
-            f" {_percent(rtn)} | {_percent(gptq)} |"
-        )
-    lines += [
-        "",
-        "| MLP, heads | text | fp16: bytes, increase % | 4 bits: bytes, increase % | excess, nats | sum rule |",
-    ]
-    lines.append("| --- |" + " --- |" * 5)
-    for asked in dict.fromkeys(key[3:] for key in rows if key[3:] != (1.0, 1.0)):
-        for text in texts:
-            plain, both, alone = (
-                rows.get((text, "fp16", "before", *asked)), rows.get((text, "gptq", "before", *asked)),
-                rows[text, "gptq", "none", 1.0, 1.0],
-            )  # fmt: skip
-            if plain is None or both is None:
-                continue
-            excess, error = float(both["excess"]), float(both["excess_error"] or 0)
-            small = max(float(plain["increase"]), float(alone["increase"])) < np.log(1.05)
-            verdict = "met" if excess <= max(0.002, 2 * error) else "**missed**"
-            lines.append(
-                f"| {100 * asked[0]:g} %, {100 * asked[1]:g} % | {text} | {_share(plain)}, {_percent(plain)} |"
-                f" {_share(both)}, {_percent(both)} | {excess:+.4f} ± {error:.4f} |"
-                f" {verdict}{'' if small else ', not judged'} |"
-            )
+    lines = ["| model | weights | own: KL | val_docs: KL |", "| --- |" + " --- |" * 3]
+    for model, made_at, name in sorted(dict.fromkeys(key[:3] for key in chosen), key=lambda key: key[0]):
+        cells = [chosen.get((model, made_at, name, text)) for text in ("own", "val_docs")]
+        lines.append(f"| {model} | {name} | {' | '.join('' if row is None else _digits(row) for row in cells)} |")
+    for model in dict.fromkeys(row["model"] for row in rows if row["what"] == "report"):
+        newest = {}
+        for row in rows:
+            if row["what"] == "report" and row["model"] == model:
+                newest[*(row[name] for name in KIND), row["seed"]] = row
+        kinds: dict[tuple[str, ...], Found] = {}
+        for (*kind, _), row in newest.items():
+            kinds.setdefault(tuple(kind), []).append(row)
+        lines += ["", model, *_dense_table(kinds), *_sparse_table(kinds)]
     print("\n".join(lines))
 
 
-def _percent(row: Mapping[str, str]) -> str:
-    """The increase of perplexity in per cent, with its error."""
-    value, error = float(row["increase"]), float(row["error"] or 0)
+KIND = ("text", "weights", "predictors", "asked_mlp", "asked_heads")
+
+
+def _dense_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
+    lines = ["", "| text | tokens | perplexity, fp16 | KL: rtn | gptq | ratio | increase, %: rtn | gptq |"]
+    lines.append("| --- |" + " --- |" * 7)
+    for text in dict.fromkeys(key[0] for key in kinds):
+        dense, rtn, gptq = (kinds[text, name, "none", "1", "1"] for name in ("fp16", "rtn", "gptq"))
+        lines.append(
+            f"| {text} | {int(dense[0]['tokens']):,} | {_mean(dense, 'perplexity'):.2f} | {_mean(rtn, 'kl'):.4f} |"
+            f" {_mean(gptq, 'kl'):.4f} | {_mean(gptq, 'kl') / _mean(rtn, 'kl'):.3f} |"
+            f" {_percent(rtn)} | {_percent(gptq)} |"
+        )
+    return lines
+
+
+def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
+    """Of every selection the fp16 model's and the quantised one's; empty where nothing was scored sparsely."""
+    lines = []
+    for key, both in sorted(kinds.items(), key=lambda item: (float(item[0][4]) < 1, item[0][3])):
+        text, weights, predictors, mlp, heads = key
+        plain, alone = kinds.get((text, "fp16", "before", mlp, heads)), kinds.get((text, weights, "none", "1", "1"))
+        if predictors == "none" or weights == "fp16" or plain is None or alone is None:
+            continue
+        excess, error = _mean(both, "excess"), max(float(row["excess_error"] or 0) for row in both)
+        small = max(_mean(plain, "increase"), _mean(alone, "increase")) < np.log(1.05)
+        verdict = "met" if excess <= max(0.002, 2 * error) else "**missed**"
+        lines.append(
+            f"| {100 * float(mlp):g} %, {100 * float(heads):g} % | {text} | {weights}, {predictors} |"
+            f" {_share(plain)}, {_percent(plain)} | {_share(both)}, {_percent(both)} | {excess:+.4f} ± {error:.4f} |"
+            f" {verdict}{'' if small else ', not judged'} |"
+        )
+    names = "MLP, heads | text | weights, predictors | fp16: bytes, increase % | 4 bits: bytes, increase %"
+    head = ["", f"| {names} | excess, nats | sum rule |", "| --- |" + " --- |" * 6]
+    return [*head, *lines] if lines else []
+
+
+def _mean(found: Found, name: str) -> float:
+    return sum(float(row[name]) for row in found) / len(found)
+
+
+def _digits(row: Mapping[str, str]) -> str:
+    return f"{float(row['kl']):.4f}"
+
+
+def _percent(found: Found) -> str:
+    """The increase of perplexity in per cent, and the largest of its errors."""
+    value, error = _mean(found, "increase"), max(float(row["error"] or 0) for row in found)
     return f"{100 * np.expm1(value):+.2f} ± {100 * np.exp(value) * error:.2f}"
 
 
-def _share(row: Mapping[str, str]) -> str:
-    return f"{100 * float(row['block_bytes']):.1f} %"
+def _share(found: Found) -> str:
+    return f"{100 * _mean(found, 'block_bytes'):.1f} %"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

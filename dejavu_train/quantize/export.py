@@ -70,7 +70,7 @@ def export(config: ExportConfig) -> dict[str, float]:
         for layer in range(shape.n_layers):
             prefix = f"decoder.layers.{layer}."
             names = {name.removeprefix(prefix): name for name in source if name.startswith(prefix)}
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for part, layout in layouts.items():
                 rows = Int4Rows(source[names.pop(f"{part}.weight")], source[names.pop(f"{part}.scales")])
                 made, error = gptq_tensors(rows, layout, group, config.v2)

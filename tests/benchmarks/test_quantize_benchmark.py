@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import save_tiny_opt
 
-from benchmarks.quantize import Scored, block_bytes, in_memory
+from benchmarks.quantize import Int4Row, Scored, block_bytes, in_memory, main
+from benchmarks.rows import append_row
 from dejavu_train.data.text import TextSource
 from dejavu_train.models.opt import OPTShape, load_opt
 from dejavu_train.quantize.config import QuantizeConfig
@@ -41,3 +42,24 @@ def test_bytes_of_a_block():
     read, neurons, kept = block_bytes(shape, None, half, False)
     assert (neurons, kept) == (0.5, 0.5)
     assert read == pytest.approx((0.5 * 4 * 128**2 + (0.5 + 0.25) * 128 * 256) / (4 * 128**2 + 2 * 128 * 256))
+
+
+def test_tables_are_means_over_seeds_of_the_newest_rows(tmp_path, capsys):
+    """A row of an older run with the same seed does not count; a selection's excess decides the sum rule."""
+    names = [field.name for field in dataclasses.fields(Int4Row)]
+    same = dict.fromkeys(names, "") | {"model": "m", "what": "report", "text": "t", "tokens": 1000}
+    same |= {"predictors": "none", "asked_mlp": 1, "asked_heads": 1, "perplexity": 10, "block_bytes": 0.26}
+    sparse = {"asked_mlp": 0.1, "predictors": "before", "block_bytes": 0.1, "excess": 0.004, "excess_error": 0.001}
+    rows = [
+        {"weights": "fp16", "kl": 0, "increase": 0},
+        {"weights": "rtn", "kl": 0.4, "increase": 0.03},
+        *({"weights": "gptq", "kl": kl, "increase": kl, "seed": seed} for kl, seed in ((0.9, 0), (0.1, 0), (0.2, 1))),
+        {"weights": "fp16", **sparse, "kl": 0, "increase": 0.01},
+        {"weights": "gptq", **sparse, "kl": 0, "increase": 0.04},
+    ]
+    for row in rows:
+        append_row(tmp_path / "rows.csv", same | {"seed": 0} | row, names)
+    main(["show", "--csv", str(tmp_path / "rows.csv")])
+    said = capsys.readouterr().out
+    assert "| t | 1,000 | 10.00 | 0.4000 | 0.1500 | 0.375 |" in said
+    assert "| 10 %, 100 % | t | gptq, before | 10.0 %, +1.01" in said and "+0.0040 ± 0.0010 | **missed**, not" in said
