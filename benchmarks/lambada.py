@@ -22,11 +22,15 @@ import torch
 
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import tensor_name
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.studied import StudiedOPT
+from dejavu_train.models.hooks import record
 from dejavu_train.models.opt import load_opt, load_tokenizer
 
 ORACLE = "heads, the largest of each token, as many as predicted"
+MEANS = "heads, those that are skipped replaced by their means over other passages"
+MEANS_OF = (1000, 200)  # the first of them, and how many
 TOKENS = ("tokens before the last word", "of these, pairs that stood before", "of these, other pairs")
 
 
@@ -93,6 +97,24 @@ def dense_heads(bundle: Bundle, layers: Sequence[int]) -> Bundle:
     return bundle.with_densities({(layer, "heads"): 1.0 for layer in layers})
 
 
+@torch.no_grad()
+def with_means(bundle: Bundle, model: Any, passages: Sequence[Passage]) -> Bundle:
+    """The bundle with the means of the heads' outputs over ``passages``, which stand in for skipped heads."""
+    sums: dict[int, torch.Tensor] = {}
+
+    def add(layer: int, got: dict[str, torch.Tensor]) -> None:
+        sums[layer] = sums.get(layer, 0) + got["head_out"][0].double().sum(0)
+
+    with record(model, {"head_out"}, on_layer=add):
+        for passage in passages:
+            model.model.decoder(input_ids=torch.tensor([passage.ids]), use_cache=False)
+    tokens = sum(len(passage.ids) for passage in passages)
+    names = {tensor_name(layer, "heads", "mean"): total / tokens for layer, total in sums.items()}
+    tensors = dict(bundle.tensors)
+    tensors |= {name: mean.reshape(tensors[name].shape).to(tensors[name]) for name, mean in names.items()}
+    return dataclasses.replace(bundle, tensors=tensors)
+
+
 def variants(bundle: Bundle) -> dict[str, tuple[Bundle, bool]]:
     """By name, the bundle and whether passages are dense up to the last word."""
     both, heads, mlps = bundle.at(0.2, 0.85), bundle.at(1.0, 0.85), bundle.at(0.2, 1.0)
@@ -109,7 +131,7 @@ def variants(bundle: Bundle) -> dict[str, tuple[Bundle, bool]]:
     for density in (0.9, 0.95):
         made[f"both, {density:.0%} of the heads"] = (bundle.at(0.2, density), False)
     made["both, passage dense (sparse_from prompt)"] = (both, True)
-    made[ORACLE] = (heads, False)
+    made[ORACLE] = made[MEANS] = (heads, False)
     return made
 
 
@@ -125,12 +147,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
     bundle.check_model(args.model)
-    passages = read_passages(args.file, load_tokenizer(args.model), args.first, args.passages)
+    tokenizer = load_tokenizer(args.model)
+    passages = read_passages(args.file, tokenizer, args.first, args.passages)
     dense, kinds = token_nats(model, passages), chosen_tokens(passages)
     date, at = datetime.date.today().isoformat(), commit()
     for name, (used, from_prompt) in variants(bundle).items():
         if args.only and name not in args.only:
             continue
+        if name == MEANS:
+            used = with_means(used, model, read_passages(args.file, tokenizer, *MEANS_OF))
         studied = StudiedOPT.study(model, used, "oracle" if name == ORACLE else "predicted")
         nats = token_nats(studied, passages, from_prompt)
         for kind, tokens in kinds.items():
