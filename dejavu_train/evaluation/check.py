@@ -58,8 +58,8 @@ def check_bundle(name: str) -> None:
     read_header(folder / BUNDLE_FILES[1])
 
 
-def text_source(config: InferConfig, source: str | dict[str, Any]) -> TextSource:
-    """A text of ``--text`` or ``--own_text`` as the readers of text want it."""
+def text_source(config: Any, source: str | dict[str, Any]) -> TextSource:
+    """A text that a config names as the readers of text want it; it has text_config, _revision, _field and _cache."""
     return TextSource(
         source=source,
         config=config.text_config,

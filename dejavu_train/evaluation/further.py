@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.check import text_source
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.run import table, write_generation
@@ -40,7 +42,8 @@ def plan(config: InferConfig) -> Further:
     """Read the options of everything that is asked for, before anything slow starts.
 
     Raises:
-        UserError: an option that the command does not have or would refuse, or lm-eval is not installed.
+        UserError: an option that the command does not have or would refuse, a text that is not there, or lm-eval is
+            not installed.
     """
     tasks: Any = None
     paper: Any = None
@@ -55,7 +58,11 @@ def plan(config: InferConfig) -> Further:
         tasks = _of_run(TasksConfig, config, "tasks", f"{config.output}/tasks")
         paper = _of_run(PaperConfig, config, "paper", f"{config.output}/paper")
     observed = _of_run(ObserveConfig, config, "observe", config.output)
-    return Further(observed, _of_run(GenerationConfig, config, "generation", config.output), tasks, paper)
+    generation = _of_run(GenerationConfig, config, "generation", config.output)
+    for made in (observed, generation):
+        if made is not None:
+            check_source(text_source(made, made.text))
+    return Further(observed, generation, tasks, paper)
 
 
 def measure(asked: Further, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle) -> None:

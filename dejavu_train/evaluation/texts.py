@@ -25,6 +25,7 @@ from dejavu_train.data.text import (
     split_documents,
     without_pretrained,
 )
+from dejavu_train.evaluation.check import text_source
 from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
 
@@ -135,16 +136,9 @@ def load_spread(
     Raises:
         UserError: what :func:`load_text` raises.
     """
-    source = TextSource(
-        source=config.text,
-        config=config.text_config,
-        revision=config.text_revision,
-        field=config.text_field,
-        cache=config.text_cache,
-    )
     trained = trained_text(bundle, config.bundle) if bundle else {}
     options = (config.model, trained, tokenizer, window, tokens, config.seed, ONE_WINDOW_EACH)
-    return load_text(config.text, source, set_name, *options)
+    return load_text(config.text, text_source(config, config.text), set_name, *options)
 
 
 def _is_file(source: TextSource) -> bool:

@@ -214,6 +214,7 @@ def error_line(capsys) -> str:
         ({"guard.every": "4"}, "give a prompt with --generate"),
         ({"observe.tokns": "3"}, "--observe: unknown option --tokns; did you mean tokens?"),
         ({"observe.parts": "all"}, "--observe: --parts must be some of"),
+        ({"generation.text": "/nowhere.txt"}, "there is no text file /nowhere.txt"),
         ({"observe.model": "other"}, "--observe.model is that of the run; give --model"),
         ({"observe": "3"}, "--observe"),
         ({"generation.every": "1"}, "--generation: guard.every must be at least 2"),
