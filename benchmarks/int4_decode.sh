@@ -35,7 +35,7 @@ ahead="weights=int4 predictors=int8 site=1 head_density=0.85,1.0,0.5"  # and int
 for name in $only; do
   case $name in
     tests)
-      step tests 240 "$python" -m pytest -q -m gpu -n 8 --timeout 200 tests/engine/test_four_bits_gpu.py tests/engine/test_four_bits.py ;;
+      step tests 150 "$python" -m pytest -q -m gpu -n 12 --timeout 140 tests/engine/test_four_bits_gpu.py ;;
     fidelity)
       [ -z "$bundle" ] && continue
       step quantise 60 "$python" -m dejavu_train.quantize --model checkpoints/opt-mini --quantizer rtn --output "$out/opt-mini-int4"
