@@ -127,7 +127,8 @@ if wanted lambada; then
       --head_density "$heads"
   done
 fi
-wait $(jobs -rp | grep -v "^$middle$")
+others=$(jobs -rp | grep -v "^$middle$")
+[ -n "$others" ] && wait $others
 kill "$middle" 2> /dev/null
 pack
 echo "$(($(date +%s) - began)) s, $out.tar"

@@ -151,8 +151,8 @@ def _task_table(path: Path) -> Table:
 
 
 def _rows_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows as a table, whatever their columns are."""
-    headings = list(dict.fromkeys(key for row in rows for key in row))
+    """Rows as a table, whatever their columns are, less what was asked for: what was measured stands beside it."""
+    headings = [key for key in dict.fromkeys(k for row in rows for k in row) if not key.startswith("asked_")]
     return Table(name, headings, [[_shown(row.get(key)) for key in headings] for row in rows])
 
 

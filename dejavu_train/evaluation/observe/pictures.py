@@ -181,7 +181,7 @@ def norms(rows: Sequence[NormRow]) -> Any:
 
 
 def attention_maps(rows: Sequence[MapRow]) -> Any:
-    """Fig. 4: attention of the chosen heads on the chosen sentence."""
+    """Fig. 4: attention of the chosen heads on the chosen sentence, two beside each other: more is not legible."""
     from matplotlib.colors import PowerNorm
 
     heads = list(dict.fromkeys((row.layer, row.head) for row in rows))
@@ -189,7 +189,11 @@ def attention_maps(rows: Sequence[MapRow]) -> Any:
     count = 1 + max(row.query for row in rows)
     tokens = {row.key: row.token for row in rows}
     side = min(4.2, max(2.8, 0.17 * count + 0.9))
-    figure, panels = _panels(len(heads), width=side, height=side + 0.2)
+    columns = min(2, len(heads))
+    figure, panels = _panels(columns, width=side, height=side, bands=-(-len(heads) // columns))
+    for panel in panels[len(heads) :]:
+        panel.remove()
+    panels = panels[: len(heads)]
     for place, (panel, head) in enumerate(zip(panels, heads, strict=True)):
         grid = [[float("nan")] * count for _ in range(count)]
         for row in own[head]:
@@ -198,9 +202,9 @@ def attention_maps(rows: Sequence[MapRow]) -> Any:
         panel.grid(False)
         names = [tokens[index] for index in range(count)]
         panel.set_xticks(range(count), names, rotation=90, fontsize=6.5)
-        panel.set_yticks(range(count), names if place == 0 else [], fontsize=6.5)
-        panel.set_title(f"layer {head[0]}, head {head[1]}\nuniformity {own[head][0].uniformity:.2f}", fontsize=9)
-    panels[0].set_ylabel("token that looks", fontsize=9)
+        panel.set_yticks(range(count), names if place % columns == 0 else [], fontsize=6.5)
+        panel.set_title(f"layer {head[0]}, head {head[1]}: uniformity {own[head][0].uniformity:.2f}", fontsize=9)
+    figure.supylabel("token that looks", fontsize=9)
     figure.supxlabel("token that is looked at", fontsize=9)
     figure.colorbar(drawn, ax=panels, shrink=0.7, label="attention")
     return figure
