@@ -87,7 +87,7 @@ def test_errors_name_what_does_not_fit(device):
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "density"),
     [(72, 128, 9216, 0.5), (32, 128, 4096, None), (96, 128, 12288, 0.85), (32, 80, 2560, 0.5), (32, 64, 2048, 0.5),
-     (12, 32, 384, 0.0)],
+     (12, 32, 384, 0.0), (4, 64, 256, 0.5), (8, 80, 640, None), (3, 128, 384, 0.7)],
 )  # fmt: skip
 def test_at_true_shapes(n_heads, head_dim, d, density):
     mixed, weight, *rest = case("cuda", n_heads, head_dim, d, density, d**-0.5)

@@ -146,7 +146,8 @@ def test_errors_name_what_does_not_fit(device):
 @pytest.mark.parametrize("policy", ["backfill", "always"])
 @pytest.mark.parametrize(
     ("batch", "n_heads", "head_dim", "d"),
-    [(1, 32, 128, 4096), (1, 72, 128, 9216), (1, 56, 128, 7168), (1, 96, 128, 12288), (1, 32, 80, 2560),
+    [(1, 4, 64, 256), (3, 8, 80, 640), (1, 3, 128, 384),
+     (1, 32, 128, 4096), (1, 72, 128, 9216), (1, 56, 128, 7168), (1, 96, 128, 12288), (1, 32, 80, 2560),
      (4, 32, 64, 2048), (8, 40, 128, 5120)],
 )  # fmt: skip
 def test_at_true_shapes(policy, batch, n_heads, head_dim, d):

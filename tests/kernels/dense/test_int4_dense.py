@@ -77,7 +77,7 @@ def test_errors_name_the_matrix(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [2048, 2560, 4096, 5120, 7168, 9216, 12288])
+@pytest.mark.parametrize("d", [256, 384, 640, 2048, 2560, 4096, 5120, 7168, 9216, 12288])
 def test_dense_rows_at_true_shapes(d):
     n = 3001
     x, ln = with_outliers(torch.randn(1, d, device="cuda"), 8), norm(d, "cuda")
@@ -92,7 +92,7 @@ def test_dense_rows_at_true_shapes(d):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n_heads", "head_dim"), [(32, 128), (32, 80), (32, 64), (12, 32)])
+@pytest.mark.parametrize(("n_heads", "head_dim"), [(32, 128), (32, 80), (32, 64), (12, 32), (4, 64), (8, 80), (3, 128)])
 def test_qkv_at_true_shapes(n_heads, head_dim):
     d = n_heads * head_dim
     x, ln = with_outliers(torch.randn(1, d, device="cuda"), 8), norm(d, "cuda")

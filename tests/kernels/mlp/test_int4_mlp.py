@@ -98,7 +98,7 @@ def test_errors_name_what_does_not_fit(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [2048, 2560, 4096, 5120, 7168, 9216, 12288])
+@pytest.mark.parametrize("d", [256, 384, 640, 2048, 2560, 4096, 5120, 7168, 9216, 12288])
 def test_real_shapes(d):
     for density in (0.0, 0.1, 1.0):
         selection, rows, tensors = make_problem("cuda", 4 * d, d, density, 128, 64, d**-0.5 / 5)
