@@ -148,7 +148,7 @@ def stream(args: argparse.Namespace) -> Found:
     found = [{"case": "callback", "value": (len(times) - 1) / (times[-1] - times[0]), "unit": "tokens/s"}]
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "prompt.txt"
-        text.write_text("the model reads a text that nobody scores. " * 20, encoding="utf-8")
+        text.write_text("the model reads a text that nobody scores. " * 80, encoding="utf-8")
         command = [
             sys.executable,
             "infer.py",
