@@ -58,7 +58,7 @@ def prepare(arguments: tuple[Any, ...]) -> None:
     """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long."""
 
     def show_notice() -> None:
-        print("compiling the CPU engine: about 15 seconds, once; later starts read it from the cache", file=sys.stderr)
+        print("compiling the CPU engine: 15 to 20 seconds, once; later starts read it from the cache", file=sys.stderr)
 
     from numba import typeof
 
@@ -66,7 +66,7 @@ def prepare(arguments: tuple[Any, ...]) -> None:
     notice.daemon = True
     notice.start()
     collecting = gc.isenabled()
-    gc.disable()  # numba makes millions of small objects, beside those of torch: a fifth of the time
+    gc.disable()  # numba makes millions of small objects, beside those of torch: a sixth of the time
     try:
         enter.compile(tuple(typeof(argument) for argument in arguments))
     finally:

@@ -2,7 +2,7 @@
 
 By itself numba optimises a function and makes machine code of it before it compiles the callers, and again inside every
 caller. Here only the entry point gets machine code: what it calls, and what that calls, stays as it was lowered until
-the entry point is optimised. That and what ``entry_point.prepare`` does took the first start from 27 s to 14.
+the entry point is optimised. It takes two thirds of the time.
 """
 
 from typing import Any
