@@ -29,6 +29,7 @@ from dejavu_train.evaluation.timing import (
     DENSE_CPU,
     DENSE_ENGINE,
     WARM_UP,
+    Clock,
     Timing,
     time_cpu_engine,
     time_decoding,
@@ -242,8 +243,11 @@ def _generate(
         return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None
     model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
+    clock = Clock()
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1, "streamer": clock}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    if len(clock.times) > 2:
+        logger.info("%s generated %.1f tokens a second", config.backend, clock.rate)
     watched = model.guard_report() if config.guard.every else None
     return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched
 

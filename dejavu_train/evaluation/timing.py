@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import OPTForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.inputs import Sampling
@@ -38,6 +39,25 @@ class Timing:
     ms_per_token: dict[str, float]
     megabytes_per_token: float | None = None
     """1e6 bytes that a step read, counted by the CPU engine."""
+
+
+class Clock(BaseStreamer):
+    """A streamer of ``generate()`` that notes when the prompt and each new token come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """A prompt, then one token after the other."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is kept back."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second behind the first new one, for three times or more."""
+        return (len(self.times) - 2) / (self.times[-1] - self.times[1])
 
 
 @torch.no_grad()

@@ -256,3 +256,11 @@ def test_odd_head_dims_generate_as_transformers_does(tmp_path):
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 1}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 9:].tolist()
     assert CpuEngine(model, threads=3).generate([prompt], 30, stop_tokens=())[0] == expected
+
+
+def test_int8_weights_have_a_scale_for_64_columns_unless_asked_otherwise():
+    model = random_opt(d_model=200, n_heads=4, d_ffn=64, n_layers=1, vocab=101)
+    for asked, columns, scales in ((None, 64, 4), (128, 128, 2), (256, 256, 1), (1024, 256, 1)):
+        stored = CpuWeights.from_model(model, "int8", asked).model
+        assert (stored.group, stored.scales.shape[1]) == (columns, scales)
+    assert CpuWeights.from_model(model).model.scales.shape[1] == 1

@@ -5,6 +5,7 @@ every function. A ``Group`` is a table in memory instead, with six words for eac
 an array, or a number. Numba knows the fields' types, so compiled code reads them as it would a tuple's.
 """
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class GroupType(types.Type):
 
     def __init__(self, name: str, fields: tuple[tuple[str, Any], ...]) -> None:
         self.fields = fields
-        super().__init__(name=f"{name}({', '.join(f'{field} {kind}' for field, kind in fields)})")
+        # Short, because the names of compiled functions contain those of their arguments' types.
+        super().__init__(name=f"{name}{zlib.crc32(repr(fields).encode()):08x}")
 
 
 class Group:

@@ -19,7 +19,7 @@ from dejavu_train.engine.cpu.attention import (
 from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
 from dejavu_train.engine.cpu.sampling import advance, head_needed, largest_of, not_finite
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
-from dejavu_train.engine.cpu.threads import barrier, compiled, inlined
+from dejavu_train.engine.cpu.threads import barrier, compiled
 from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, norm, round_to_levels
 
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
@@ -67,7 +67,7 @@ def live_rows(state):
     return ((1 << state.row_state.shape[0]) - 1) & ~rows_in_state(state, DONE)
 
 
-@inlined()
+@compiled()
 def attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads):
     """x += the attention block of x."""
     normalise(model, state, work, 2 * layer, thread)
@@ -88,7 +88,7 @@ def attention_half(model, selectors, state, work, control, layer, any_sparse, th
     add_partials(state, work, 0, selectors.out_bias[layer], thread, n_threads)
 
 
-@inlined()
+@compiled()
 def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads):
     """x += the MLP block of x."""
     normalise(model, state, work, 2 * layer + 1, thread)
@@ -179,7 +179,7 @@ def tail(model, state, work, control, mode, score, thread, n_threads):
     barrier(control, n_threads)
 
 
-@inlined()
+@compiled()
 def run(model, selectors, state, work, control, command, thread, n_threads):
     """What a command asks for: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
     mode, score = command[MODE], command[SCORE]

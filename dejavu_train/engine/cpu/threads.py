@@ -9,6 +9,7 @@ machine a sleep of any length costs some 50 microseconds: with spins of 5 micros
 ``control`` is an int64 array of CONTROL_WORDS words; words that different threads write lie on different cache lines.
 """
 
+import ctypes
 import functools
 import os
 import platform
@@ -20,6 +21,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dejavu_train.engine.cpu.pipeline import Part
+
 CONTROL_WORDS = 64
 ARRIVED, GENERATION, SLEEPERS = 0, 8, 16  # word numbers
 MUTEX, CONDITION = 24, 40  # 128 bytes each: larger than any pthread_mutex_t and pthread_cond_t
@@ -27,10 +30,8 @@ SPINS, PAUSES = 50, 100  # rounds of pauses, 3 to 5 microseconds each, with an o
 
 SUPPORTED = os.name == "posix"
 _POINTER = types.intp
-_mutex_init = types.ExternalFunction("pthread_mutex_init", types.int32(_POINTER, _POINTER))
 _mutex_lock = types.ExternalFunction("pthread_mutex_lock", types.int32(_POINTER))
 _mutex_unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(_POINTER))
-_condition_init = types.ExternalFunction("pthread_cond_init", types.int32(_POINTER, _POINTER))
 _condition_wait = types.ExternalFunction("pthread_cond_wait", types.int32(_POINTER, _POINTER))
 _offer_core = types.ExternalFunction("sched_yield", types.int32())
 _condition_broadcast = types.ExternalFunction("pthread_cond_broadcast", types.int32(_POINTER))
@@ -38,14 +39,17 @@ _X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 compiled = functools.partial(
-    njit, nogil=True, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
+    njit,
+    nogil=True,
+    error_model="numpy",
+    _nrt=False,
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    no_rewrites=True,
+    pipeline_class=Part,
 )
 """Decorates what only compiled code calls. Without numba's reference counts, whose atomic increments in every
 loop cost more than the loops: the caller of compiled code holds all arrays, and nothing is allocated."""
-
-inlined = functools.partial(compiled, inline="always")
-"""Decorates a function with one caller, which becomes part of that. LLVM works through a function again for each of its
-callers and for theirs in turn, so that a deep chain of calls multiplies the time of compiling."""
 
 
 def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -134,14 +138,10 @@ def bits_from_float(typingctx: Any, value: Any) -> Any:
 def new_control() -> np.ndarray:
     """The shared words of one team."""
     control = np.zeros(CONTROL_WORDS, dtype=np.int64)
-    _initialise(control)
+    library = ctypes.CDLL(None)
+    for initialise, word in ((library.pthread_mutex_init, MUTEX), (library.pthread_cond_init, CONDITION)):
+        initialise(ctypes.c_void_p(control[word:].ctypes.data), None)
     return control
-
-
-@njit(nogil=True, cache=True)
-def _initialise(control: np.ndarray) -> None:
-    _mutex_init(address(control, MUTEX), 0)
-    _condition_init(address(control, CONDITION), 0)
 
 
 @compiled()

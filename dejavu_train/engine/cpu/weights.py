@@ -46,7 +46,7 @@ class CpuWeights:
         Args:
             model: pre-norm OPT, of any floating dtype.
             stored: ``float32``, or ``int8``: weights rounded to 8 bits, LayerNorms, biases and positions in fp32.
-            group: columns that share a scale, a multiple of CHUNK; None = the whole row. int8 only.
+            group: columns that share a scale, a multiple of CHUNK; None = CHUNK. int8 only.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist.
@@ -159,7 +159,7 @@ def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: flo
         raise UserError(f"a group of {group} columns needs int8 weights and a multiple of {CHUNK}, got {stored}")
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     columns = padded(d)
-    group = min(group or columns, columns)
+    group = min(group or CHUNK, columns) if stored == "int8" else columns
     per_layer = 4 * d + 2 * f
     first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
     assert (QKV, OUT, FC1, FC2) == (0, 1, 2, 3)

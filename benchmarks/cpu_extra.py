@@ -1,0 +1,277 @@
+"""What `benchmarks.cpu_decode` does not time of the CPU engine, a row each in benchmarks/results/cpu_extra.csv.
+
+    perplexity   int8 weights against fp32 ones on texts, dense and sparse: percent, with a paired standard error that
+                 takes windows of one document as they come (tokens of a window are not independent)
+    start        seconds until an engine stands, in a new folder for numba's cache and again; imports are not counted
+    stream       tokens a second of infer.py --backend cpu --generate, and of an engine with a callback
+    two          tokens a second of one process, and of each of two at once
+    interrupt    seconds from Ctrl-C to the end of a process that decodes
+    score        tokens a second of scoring rows of 512: backend gather, backend mask, the engine's decoding steps
+
+    python -m benchmarks.cpu_extra start stream two interrupt score --bundle checkpoints/demo/bundle
+    python -m benchmarks.cpu_extra perplexity --text readmes.jsonl books.jsonl --tokens 4000
+
+Times depend on what else runs: they are for a machine that does nothing else.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cpu_decode import cpu_name
+from benchmarks.rows import append_row, commit, five_digits
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.cpu import CpuEngine
+from dejavu_train.engine.cpu.engine import usable_cores
+from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+COLUMNS = "date commit cpu threads model mlp_density head_density what case value error unit note".split()
+WINDOW = 512
+SECONDS = 4.0  # of decoding, where two processes share the machine
+
+WORKER = """
+import sys, time
+import torch
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.cpu import CpuEngine
+from dejavu_train.models.opt import load_opt
+task, model, bundle, mlp, heads, seconds = sys.argv[1:]
+model, used = load_opt(model), Bundle.from_pretrained(bundle).at(float(mlp), float(heads))
+before = time.perf_counter()
+engine = CpuEngine(model, used)
+print(time.perf_counter() - before, flush=True)
+if task == "start":
+    raise SystemExit
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.stdin.readline()
+tokens, end = 0, time.perf_counter() + float(seconds)
+while time.perf_counter() < end:
+    tokens += len(engine.generate([[2]], 200, stop_tokens=())[0])
+print(tokens / (time.perf_counter() - end + float(seconds)), flush=True)
+"""
+
+Found = list[dict[str, Any]]
+
+
+def worker(args: argparse.Namespace, task: str, seconds: float = SECONDS, **environment: str) -> subprocess.Popen[str]:
+    """A process that builds the sparse engine, says how long that took, and decodes once a line is written to it."""
+    command = [sys.executable, "-c", WORKER, task, args.model, args.bundle]
+    command += [str(args.mlp_density), str(args.head_density), str(seconds)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=os.environ | environment, **pipes)
+
+
+def answer(process: subprocess.Popen[str]) -> float:
+    """The next number that the worker says."""
+    assert process.stdout is not None
+    return float(process.stdout.readline())
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    """Let the worker decode."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def start(args: argparse.Namespace) -> Found:
+    """The first engine compiles, the second reads the cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = []
+        for _ in range(2):
+            with worker(args, "start", NUMBA_CACHE_DIR=folder) as process:
+                seconds.append(answer(process))
+    return [
+        {"case": name, "value": value, "unit": "s"} for name, value in zip(("first", "again"), seconds, strict=True)
+    ]
+
+
+def two(args: argparse.Namespace) -> Found:
+    """One process, then two that decode at the same time, then one again."""
+    processes = [worker(args, "decode") for _ in range(4)]
+    for process in processes:
+        answer(process)
+    rates = []
+    for turn in (processes[:1], processes[1:3], processes[3:]):
+        for process in turn:
+            go(process)
+        rates.append([answer(process) for process in turn])
+    for process in processes:
+        process.communicate()
+    names = ("one", "each of two", "one")
+    return [
+        {"case": name, "value": rate, "unit": "tokens/s"}
+        for name, turn in zip(names, rates, strict=True)
+        for rate in turn
+    ]
+
+
+def interrupt(args: argparse.Namespace) -> Found:
+    """Ctrl-C while compiled code decodes."""
+    process = worker(args, "decode", seconds=60)
+    answer(process)
+    go(process)
+    time.sleep(1)
+    before = time.perf_counter()
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate()
+    assert "KeyboardInterrupt" in told, told
+    return [{"case": "Ctrl-C to exit", "value": time.perf_counter() - before, "unit": "s"}]
+
+
+def stream(args: argparse.Namespace) -> Found:
+    """Through infer.py, whose own line says the rate, and through an engine that calls back for each token."""
+    model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle).at(args.mlp_density, args.head_density)
+    engine = CpuEngine(model, bundle)
+    tokens = [2, 100, 200, 300]
+    engine.generate([tokens], 8, stop_tokens=())
+    times = [time.perf_counter()]
+    engine.generate([tokens], args.new_tokens, stop_tokens=(), callback=lambda *_: times.append(time.perf_counter()))
+    engine.close()
+    found = [{"case": "callback", "value": (len(times) - 1) / (times[-1] - times[0]), "unit": "tokens/s"}]
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "prompt.txt"
+        text.write_text("the model reads a text that nobody scores. " * 80, encoding="utf-8")
+        command = [
+            sys.executable,
+            "infer.py",
+            "--text",
+            str(text),
+            "--model",
+            args.model,
+            "--bundle",
+            args.bundle,
+            "--output",
+            folder,
+        ]
+        command += ["--tokens", "0", "--timing", "false", "--backend", "cpu", "--generate", "the model reads"]
+        command += ["--new_tokens", str(args.new_tokens), "--timing_mlp_density", str(args.mlp_density)]
+        command += ["--timing_head_density", str(args.head_density)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if "tokens a second" in line]
+    rate = float(lines[-1].split(" tokens a second")[0].split()[-1])
+    return [*found, {"case": "infer.py --generate", "value": rate, "unit": "tokens/s"}]
+
+
+def read_rows(path: Path, tokenizer: Any, tokens: int) -> list[list[int]]:
+    """One window of each document of a .jsonl file, until there are so many tokens."""
+    rows: list[list[int]] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            ids = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"][: WINDOW - 1]
+            if len(ids) >= WINDOW // 2:
+                rows.append([2, *ids])
+            if sum(map(len, rows)) >= tokens:
+                break
+    return rows
+
+
+def paired(found: list[Tensor], reference: list[Tensor]) -> tuple[float, float]:
+    """Percent of perplexity above the reference's, and its standard error over windows."""
+    sums = torch.stack([(a - b).double().sum() for a, b in zip(found, reference, strict=True)])
+    lengths = torch.tensor([len(a) for a in found], dtype=torch.float64)
+    mean = sums.sum() / lengths.sum()
+    error = (sums - mean * lengths).square().sum().sqrt() / lengths.sum()
+    return 100 * math.expm1(float(mean)), 100 * float(error)
+
+
+def perplexity(args: argparse.Namespace) -> Found:
+    """Every token through the decoding step, dense and sparse, fp32 and int8 with several groups."""
+    model, tokenizer = load_opt(args.model), load_tokenizer(args.model)
+    bundle = Bundle.from_pretrained(args.bundle).at(args.mlp_density, args.head_density)
+    rows = {path.stem: read_rows(path, tokenizer, args.tokens) for path in args.text}
+    result: Found = []
+    for name, used in (("dense", None), ("sparse", bundle)):
+        reference: dict[str, list[Tensor]] = {}
+        for group in (0, *args.groups):
+            engine = CpuEngine(model, used, context=WINDOW, **({"stored": "int8", "group": group} if group else {}))
+            scored = {text: engine.score(some) for text, some in rows.items()}
+            engine.close()
+            reference = reference or scored
+            for text, nll in {**scored, "all": [one for some in scored.values() for one in some]}.items():
+                exact = reference[text] if text != "all" else [one for some in reference.values() for one in some]
+                value, error = paired(nll, exact)
+                note = f"perplexity {float(torch.cat(nll).mean().exp()):.4f}, {sum(map(len, nll))} tokens"
+                row = {"case": f"{name} int8 group {group} on {text}", "value": value, "error": error}
+                if group:
+                    result.append(row | {"unit": "%", "note": note})
+    return result
+
+
+@torch.no_grad()
+def score(args: argparse.Namespace) -> Found:
+    """Rows of 512 tokens, as infer.py scores them, and token by token."""
+    model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle).at(args.mlp_density, args.head_density)
+    ids = torch.randint(3, model.config.vocab_size, (4, WINDOW))
+    ways: dict[str, Callable[[], Any]] = {}
+    for name in ("gather", "mask"):
+        sparse = SparseOPTForCausalLM.from_model(load_opt(args.model), bundle, name, sparse_from=0)
+        ways[name] = partial(sparse.forward, ids)
+    engine = CpuEngine(model, bundle, context=WINDOW, batch=4)
+    ways["decoding steps"] = partial(engine.score, ids.tolist())
+    result = []
+    for name, way in ways.items():
+        times = []
+        for _ in range(3):
+            before = time.perf_counter()
+            way()
+            times.append(time.perf_counter() - before)
+        rate = ids.numel() / statistics.median(times)
+        result.append({"case": name, "value": rate, "unit": "tokens/s", "note": "4 rows of 512, median of 3"})
+    engine.close()
+    return result
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
+    "perplexity": perplexity, "start": start, "stream": stream, "two": two, "interrupt": interrupt, "score": score,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("--model", default="checkpoints/opt-mini")
+    parser.add_argument("--bundle", default="checkpoints/demo/bundle")
+    parser.add_argument("--mlp-density", type=float, default=0.2)
+    parser.add_argument("--head-density", type=float, default=0.85)
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help=".jsonl files of perplexity, field text")
+    parser.add_argument("--tokens", type=int, default=4000, help="of each text")
+    parser.add_argument("--groups", type=int, nargs="+", default=[64], help="columns a scale")
+    parser.add_argument("--new-tokens", type=int, default=400, help="of stream")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_extra.csv"))
+    args = parser.parse_args()
+    if "perplexity" in args.parts and not args.text:
+        parser.error("perplexity needs --text FILE.jsonl")
+    torch.set_num_threads(usable_cores())
+    torch.manual_seed(0)
+    conditions = {
+        "date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu_name(), "threads": usable_cores(),
+        "model": Path(args.model).name, "mlp_density": args.mlp_density, "head_density": args.head_density,
+    }  # fmt: skip
+    for part in args.parts:
+        for found in PARTS[part](args):
+            append_row(args.out, five_digits(conditions | {"what": part} | found), COLUMNS)
+            error = f" +- {found['error']:.2g}" if "error" in found else ""
+            print(f"{part}: {found['case']}: {found['value']:.4g}{error} {found['unit']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
