@@ -101,7 +101,7 @@ if wanted paper; then
   done
 fi
 wanted generation && beside generation 420 "$python" -m dejavu_train.evaluation.generation \
-  --config configs/generation/opt-mini.yaml --bundle "$bundle" --output "$out" --prompts "$(pick 128 2)" \
+  --config configs/generation/opt-mini.yaml --text "$folder/general_heldout.jsonl" --bundle "$bundle" --output "$out" --prompts "$(pick 128 2)" \
   --new_tokens "$(pick 128 8)" --device "$device" $(pick "" "--densities [0.1] --every [] --decodings [greedy]")
 if wanted second && [ -n "${MODEL2:-}" ]; then
   for heads in $(pick "0.9 0.95 1.0" 0.9); do  # the bundle's own share is a row of second-tasks-0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
+from kernels.mlp.sparse_mlp import int4_mlp_settings
 
 
 def reads_own_site(mlp: TargetSelection) -> bool:
@@ -35,7 +36,7 @@ class DenseMlp:
         if weights.packed:
             ops.sparse_mlp(
                 x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.every_neuron,
-                out, work.partials, "list", pdl,
+                out, work.partials, "list", pdl, int4_mlp_settings(x.shape[1], dense=True),
             )  # fmt: skip
             return
         ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
