@@ -90,7 +90,7 @@ def holders(folder: str | Path, own: Path | None = None) -> list[Holder]:
     # What the clock of the file system says: that of another machine may differ.
     now = time.time() if own is None else own.stat().st_mtime
     for path in sorted(Path(folder).glob("*.json")) if Path(folder).is_dir() else []:
-        if path == own:
+        if path == own or path.name.startswith("."):  # what another process is writing: it appears whole under its name
             continue
         try:
             holder = Holder(**json.loads(path.read_text(encoding="utf-8")))

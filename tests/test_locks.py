@@ -81,6 +81,13 @@ def _count(folder, rounds):
             (folder / "count").write_text(str(value + 1))
 
 
+def test_a_file_that_another_process_is_writing_stays(tmp_path):
+    """Files are written aside under a hidden name that ends alike: seen when four processes began together."""
+    halfway = tmp_path / ".tmp-abc-host-12-0000.json"
+    halfway.write_text("")
+    assert holders(tmp_path) == [] and halfway.exists()
+
+
 def test_processes_take_turns(tmp_path):
     (tmp_path / "count").write_text("0")
     context = multiprocessing.get_context("fork")

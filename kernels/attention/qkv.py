@@ -26,7 +26,7 @@ import triton.language as tl
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_mma import int4_tile
-from kernels.common.launch import RESIDENT_REGISTERS, use_pdl, wait_for_predecessor
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
@@ -37,7 +37,7 @@ class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
     wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
-    4-bit rows: 16 rows, 2 or 4 pairs, wide 8; block: threads of a tile, stages: units of a warp that are on their way.
+    4-bit rows: 16 rows and 8 pairs; block: threads of a tile, stages: units of columns of a warp that are on their way.
     """
 
     rows: int
@@ -63,10 +63,14 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     return TileSettings(rows, pairs, block, stages, warps, wide)
 
 
-def int4_qkv_settings() -> TileSettings:
-    """Launch settings of 4-bit rows. Not measured yet: `benchmarks/int4_rows.py`."""
-    warps = 1 if INTERPRET else 2
-    return TileSettings(rows=16, pairs=2, block=32 * warps, stages=4, warps=warps, wide=8)
+def int4_qkv_settings(d: int) -> TileSettings:
+    """Launch settings of 4-bit rows by width, from `benchmarks/int4_rows.py --sweep` with 85 and 50 % of the heads."""
+    warps, stages = 4, 2 if d <= 5120 else 4
+    if 5120 < d <= 8192:
+        warps, stages = 2, 2
+    if INTERPRET:
+        warps, stages = 1, 2
+    return TileSettings(rows=16, pairs=8, block=32 * warps, stages=stages, warps=warps, wide=8)
 
 
 def qkv_reference(
@@ -155,10 +159,10 @@ def _fill(
     rows = row + r
     if GROUP > 0:
         # Of pairs that do not exist the last one's input is read again: no lane's load needs a mask.
-        own = tl.minimum(tl.arange(0, BLOCK) % 32 // 4 % PAIRS, n_pairs - 1 - start)
+        own = tl.minimum(tl.arange(0, BLOCK) % 32 // 4, n_pairs - 1 - start)
         its_row, its_p = _places(own, start, first, ends, B)
         x = attn_in + (its_row * capacity + its_p).to(tl.int64) * (D // 2)
-        values = int4_tile(weight, scales, line, x, D // 8, GROUP, BLOCK, STAGES, PAIRS)
+        values = int4_tile(weight, scales, line, x, D // 8, GROUP, BLOCK, STAGES)
     else:
         # Scalar bases and constant offsets: little is left to compute before the first load.
         if B == 1:
@@ -270,8 +274,7 @@ def qkv_tile(
         if WIDE > PAIRS and n_pairs > PAIRS:  # in steps of half the columns: the same shared memory
             _fill(
                 head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid, q,
-                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK if GROUP > 0 else BLOCK // 2, STAGES,
-                GROUP, POLICY,
+                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, GROUP, POLICY,
             )  # fmt: skip
         else:
             _fill(
@@ -332,7 +335,7 @@ def qkv_launch(
     pdl: bool,
     settings: TileSettings | None = None,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
-    """(tiles, arguments, constants and options, warps) of `qkv_tile`, the same in every grid that carries it, checked.
+    """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
 
     As many tiles as all heads have: the hardware hands them out, and those beyond the selected heads' leave.
     """
@@ -348,10 +351,9 @@ def qkv_launch(
     packed = isinstance(weight, Int4Rows)
     if packed:
         check_dtype("attn_in", attn_in, (torch.float16,))
-        settings = settings or int4_qkv_settings()
+        settings = settings or int4_qkv_settings(d)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
-        fits = settings.rows == 16 and settings.pairs in (2, 4, 8) and settings.wide == 8
-        require(fits and settings.stages % 4 == 0, "4-bit rows: 16 rows, 2, 4 or 8 pairs, wide 8, stages of 4")
+        require((settings.rows, settings.pairs, settings.wide) == (16, 8, 8), "4-bit rows go 16 at a time, pairs 8")
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
     arguments = (
@@ -383,7 +385,7 @@ def qkv_launch(
         "GROUP": weight.group if packed else 0,
         "POLICY": POLICIES[policy],
         "PDL": pdl,
-    } | ({"maxnreg": RESIDENT_REGISTERS} if packed else {})
+    }
     return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 

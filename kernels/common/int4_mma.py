@@ -158,6 +158,21 @@ def unit_words(at, unit, lane, W: tl.constexpr, V: tl.constexpr, STEPS: tl.const
 
 
 @triton.jit
+def unit_scales(
+    at, unit, lane, W: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, STEPS: tl.constexpr, NUMBER: tl.constexpr
+):
+    """The scales of STEPS units of the row at `at` + 8 NUMBER rows, zero beyond its end."""
+    row = at + NUMBER * 8 * groups_of(W, GROUP)
+    if STEPS == 1:
+        scales = (tl.load(row + unit // units_a_group(GROUP, V), mask=unit * (4 * V) < W, other=0.0),)
+    else:
+        each = unit[:, None] + tl.arange(0, STEPS)[None, :]
+        tile = tl.load(row[:, None] + each // units_a_group(GROUP, V), mask=each * (4 * V) < W, other=0.0)
+        scales = split_words(tile, STEPS)
+    return scales
+
+
+@triton.jit
 def unit_input(x, place, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
     """4 V planes of a lane's input, x its int32 pairs; zero beyond the end."""
     planes = ()
@@ -172,39 +187,33 @@ def unit_input(x, place, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def tile_sums(acc, L: tl.constexpr, PAIRS: tl.constexpr):
-    """Rows (16) by inputs (PAIRS) of a program's tile: the sums of its warps and of the columns of one input."""
-    lanes = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))  # (L, row half, input parity)
-    total = tl.sum(tl.reshape(lanes, (L // 32, 32, 2, 2)), 0)
-    total = tl.sum(tl.reshape(total, (8, 8 // PAIRS, PAIRS // 2, 2, 2)), 1)  # g, t % (PAIRS / 2), half, parity
-    return tl.reshape(tl.permute(total, (2, 0, 1, 3)), (16, PAIRS))
+def scaled(acc, part, first, second):
+    """Four sums plus those of a unit times their rows' scales."""
+    one = first.to(tl.float32)
+    two = second.to(tl.float32)
+    return (acc[0] + part[0] * one, acc[1] + part[1] * one, acc[2] + part[2] * two, acc[3] + part[3] * two)
 
 
 @triton.jit
-def int4_tile(
-    words,
-    scales,
-    line,
-    x,
-    W: tl.constexpr,
-    GROUP: tl.constexpr,
-    L: tl.constexpr,
-    STEPS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Rows line .. line + 15 times PAIRS = 2, 4 or 8 inputs, (16, PAIRS) fp32.
+def tile_sums(acc, L: tl.constexpr):
+    """Rows (16) by inputs (8) of a program's tile: the sums of its warps."""
+    lanes = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))  # (L, row half, input parity)
+    total = tl.sum(tl.reshape(lanes, (L // 32, 32, 2, 2)), 0)
+    return tl.reshape(tl.permute(tl.reshape(total, (8, 4, 2, 2)), (2, 0, 1, 3)), (16, 8))
 
-    x: for each lane (L,) where input g % PAIRS begins, as pairs (4 W int32). With fewer than eight inputs the
-    columns of B are 8 / PAIRS units of each: a lane reads its share of the inputs once in 8 / PAIRS steps.
+
+@triton.jit
+def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr):
+    """Rows line .. line + 15 times eight inputs, (16, 8) fp32.
+
+    x: for each lane (L,) where its input's pairs (4 W int32) begin; lanes of an input too many may read another's.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
     STRIDE: tl.constexpr = L // 32 * STEPS
     WHOLE: tl.constexpr = W % (4 * V * STRIDE) == 0
-    SIDE: tl.constexpr = 8 // PAIRS  # units side by side in B
     lane = tl.arange(0, L)
-    group = lane % 32 // 4
-    row = (line + group).to(tl.int64)
+    row = (line + lane % 32 // 4).to(tl.int64)
     at = words + row * W
     scale_at = scales + row * groups_of(W, GROUP)
     unit = lane // 32 * STEPS
@@ -212,27 +221,15 @@ def int4_tile(
     zero = tl.zeros((L,), tl.float32)
     acc = (zero, zero, zero, zero)
     for _ in range(0, UNITS, STRIDE):
+        coming = unit_words(at, unit + STRIDE, lane, W, V, STEPS)
+        one = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 0)
+        two = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 1)
         for s in tl.static_range(STEPS):
-            if s % SIDE == 0:
-                place = (unit + s + group // PAIRS) * (4 * V) + lane % 4 * V
-                planes = unit_input(x, place, W, V, WHOLE)
-                its = unit + s + lane % 4 // (PAIRS // 2)  # whose products this lane's sums take
-                there = its * (4 * V) < W
-                one = tl.load(scale_at + its // units_a_group(GROUP, V), mask=there, other=0.0).to(tl.float32)
-                other = scale_at + 8 * groups_of(W, GROUP) + its // units_a_group(GROUP, V)
-                two = tl.load(other, mask=there, other=0.0).to(tl.float32)
-            part = int4_mma(w[: 2 * V], planes, V)
-            mine = lane % 4 // (PAIRS // 2) == s % SIDE
-            acc = (
-                tl.where(mine, acc[0] + part[0] * one, acc[0]),
-                tl.where(mine, acc[1] + part[1] * one, acc[1]),
-                tl.where(mine, acc[2] + part[2] * two, acc[2]),
-                tl.where(mine, acc[3] + part[3] * two, acc[3]),
-            )
-            # Words make room for those to come as soon as they are used: half the registers of two buffers.
-            w = w[2 * V :] + unit_words(at, unit + STRIDE + s, lane, W, V, 1)
+            planes = unit_input(x, (unit + s) * (4 * V) + lane % 4 * V, W, V, WHOLE)
+            acc = scaled(acc, int4_mma(w[2 * V * s : 2 * V * s + 2 * V], planes, V), one[s], two[s])
         unit += STRIDE
-    return tile_sums(acc, L, PAIRS)
+        w = coming
+    return tile_sums(acc, L)
 
 
 @triton.jit

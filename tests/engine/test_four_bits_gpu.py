@@ -41,14 +41,28 @@ def poison(engine):
         tensor.fill_(float("nan"))
 
 
-def assert_close_but_for_ties(got, expected, where):
-    """Log-likelihoods in nats. Inputs rounded to fp16 move a logit that stands at a threshold across it, and what comes
-    after follows: in plain torch the median is off by 0.0005 to 0.006 and the mean by up to 0.06. Sparse is off dense
-    by 1 to 2."""
-    off = (got - expected).abs()
-    message = f"{where}: off by {off.median():.2g} (median), {off.mean():.2g} (mean), {off.max():.2g} (at most)"
+def assert_as_close_as_plain_torch(model, bundle, rows, expected, where, **options):
+    """Log-likelihoods (nats) of the kernels and of plain torch on inputs rounded alike, both against the mask's in fp32.
+
+    fp16 moves a logit that stands at a threshold across it, and what comes after follows: of a sparse model with random
+    weights plain torch itself is off by up to 2 nats at single tokens (head dim 64: 0.009 median, 0.12 mean, the
+    kernels 0.006 and 0.12). Sparse is off dense by 1 to 2 nats in the median.
+    """
+    offs = {}
+    for ops in ("triton", "reference"):
+        engine = DecodeEngine(model, bundle, batch=len(rows), device="cuda", dtype=torch.float16, ops=ops, **options)
+        poison(engine)
+        found = engine.score(rows)
+        offs[ops] = torch.cat([(nll - want).abs() for nll, want in zip(found, expected, strict=True)])
+    off, plain = offs["triton"], offs["reference"]
+    said = [
+        f"{each.median():.2g} (median), {each.mean():.2g} (mean), {each.max():.2g} (at most)" for each in (off, plain)
+    ]
+    message = f"{where}: off by {said[0]}; plain torch by {said[1]}"
     print(message)
-    assert off.median() <= 0.02 and off.mean() <= 0.15, message
+    assert off.median() <= 3 * plain.median() + 0.01 and off.mean() <= 2 * plain.mean() + 0.05, message
+    if bundle is None:
+        assert off.max() <= 0.1, message
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -60,14 +74,10 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
     for options, how in (*((options, "stream") for options in cases), ({"lookahead": 1, "means": True}, "fused")):
         bundle = None if options is None else random_bundle(model, rank=16, **options)
         bundle = mlp_ahead(bundle) if how == "fused" else bundle
-        rows = rows_of(150, 40, 77)[:batch]
-        engine = DecodeEngine(
-            model, bundle, batch=batch, device="cuda", dtype=torch.float16, crossover=False, look_ahead=how
-        )
-        poison(engine)
-        for row, nll in zip(rows, engine.score(rows), strict=True):
-            where = f"{options} {how} head dim {head_dim} batch {batch}"
-            assert_close_but_for_ties(nll, masked_nll(model, bundle, row), where)
+        rows = rows_of(70, 40, 50)[:batch]
+        where = f"{options} {how} head dim {head_dim} batch {batch}"
+        expected = [masked_nll(model, bundle, row) for row in rows]
+        assert_as_close_as_plain_torch(model, bundle, rows, expected, where, crossover=False, look_ahead=how)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
@@ -75,11 +85,9 @@ def test_policies_and_the_choice_of_batches(batch):
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
     bundle, rows = random_bundle(model, rank=16), rows_of(*range(60, 60 + batch))
     for policy in ("backfill", "always", "stale"):
-        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, kv_policy=policy)
-        poison(engine)
-        for row, nll in zip(rows, engine.score(rows), strict=True):
-            expected = masked_nll(model, bundle, row, stale=policy == "stale")
-            assert_close_but_for_ties(nll, expected, f"{policy} batch {batch}")
+        expected = [masked_nll(model, bundle, row, stale=policy == "stale") for row in rows]
+        where = f"{policy} batch {batch}"
+        assert_as_close_as_plain_torch(model, bundle, rows, expected, where, kv_policy=policy)
 
 
 def test_greedy_tokens_are_those_of_the_mask():

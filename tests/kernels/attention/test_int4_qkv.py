@@ -100,12 +100,12 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, group, density):
     check(qkv, qkv_reference, case(device, batch, n_heads, head_dim, d, group, density), policy)
 
 
-@pytest.mark.parametrize(("batch", "warps", "pairs"), [(1, 2, 2), (2, 1, 4)])
-def test_a_head_idle_for_long_is_shared_out(device, batch, warps, pairs):
+@pytest.mark.parametrize(("batch", "warps", "steps"), [(1, 2, 1), (2, 1, 4)])
+def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
     tensors = case(device, batch, 2, 16, 384, 128, 1.0, capacity=20)
     position, watermark = tensors[4:]
     watermark[:, 0], watermark[:, 1] = 0, position
-    settings = TileSettings(16, pairs, 32 * warps, 4, warps, 8)
+    settings = TileSettings(16, 8, 32 * warps, steps, warps, 8)
     check(qkv, qkv_reference, tensors, settings=settings)
 
 
