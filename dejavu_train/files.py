@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
+from dejavu_train.signals import deferred
 
 
 @contextlib.contextmanager
@@ -25,10 +26,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".tmp-", suffix="-" + path.name, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = None
     try:
+        with deferred():  # a signal between the file's creation and its name would leave it behind
+            handle, name = tempfile.mkstemp(prefix=".tmp-", suffix="-" + path.name, dir=path.parent)
+            temporary = Path(name)
+            os.close(handle)
         try:
             yield temporary
         except Exception as error:
@@ -44,7 +47,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~mask)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def system_error(error: BaseException) -> int | None:
