@@ -5,7 +5,9 @@ a training loop between two steps, defers it and asks ``pending``; a second sign
 """
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -34,10 +36,26 @@ def _arrived(number: int, _frame: FrameType | None) -> None:
     _pending = number
 
 
+_other_hook = sys.unraisablehook
+
+
+def _unraisable(lost: "sys.UnraisableHookArgs") -> None:
+    """An exception in a callback of the interpreter, as a weak reference's, is dropped: such a signal comes again."""
+    if isinstance(lost.exc_value, Interrupted):
+        again = threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number))
+        again.daemon = True
+        again.start()
+    else:
+        _other_hook(lost)
+
+
 def hear() -> dict[int, object]:
     """Take the signals, also back from a library that took them; returns who had them."""
+    global _other_hook
     before: dict[int, object] = {}
     if threading.current_thread() is threading.main_thread():
+        if sys.unraisablehook is not _unraisable:
+            _other_hook, sys.unraisablehook = sys.unraisablehook, _unraisable
         for number in HEARD:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 before[number] = signal.signal(number, _arrived)
@@ -51,6 +69,8 @@ def heard() -> Iterator[None]:
     try:
         yield
     finally:
+        if sys.unraisablehook is _unraisable:
+            sys.unraisablehook = _other_hook
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

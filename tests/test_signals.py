@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from small_runs import activations, flags, start_main
 
 from dejavu_train import signals
 from dejavu_train.errors import BEGINS_ANEW, GOES_ON, exit_on_user_error
+from dejavu_train.signals import Interrupted, heard
 from dejavu_train.training.job import _run_child, job_folder
 
 
@@ -161,6 +163,22 @@ def test_the_imports_of_a_command_end(module, number, code):
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     assert out == "" and err.startswith(f"interrupted by {number.name}; ") and err.count("\n") == 1
+
+
+def test_a_signal_within_a_callback_of_the_interpreter_is_not_lost():
+    class Thing:
+        pass
+
+    def called(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+    thing = Thing()
+    reference = weakref.ref(thing, called)
+    with pytest.raises(Interrupted), heard():
+        del thing
+        time.sleep(10)
+    assert reference() is None
 
 
 CHILD = """
