@@ -15,6 +15,7 @@ from types import FrameType
 HEARD = (signal.SIGINT, signal.SIGTERM)
 _deferring = 0
 _pending: int | None = None
+_raised: int | None = None
 
 
 class Interrupted(BaseException):
@@ -30,8 +31,9 @@ class Interrupted(BaseException):
 
 
 def _arrived(number: int, _frame: FrameType | None) -> None:
-    global _pending
+    global _pending, _raised
     if not _deferring or _pending is not None:
+        _raised = number
         raise Interrupted(number)
     _pending = number
 
@@ -64,10 +66,22 @@ def hear() -> dict[int, object]:
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Within the context signals raise :class:`Interrupted`."""
+    """Within the context signals raise :class:`Interrupted`.
+
+    A signal can arrive inside a library that answers any exception with one of its own (a compiled module that is being
+    imported says ImportError): an exception that leaves the context after a signal was raised is the signal's.
+    """
+    global _raised
     before = hear()
+    _raised = None
     try:
         yield
+    except Interrupted:
+        raise
+    except BaseException as error:
+        if _raised is not None:
+            raise Interrupted(_raised) from error
+        raise
     finally:
         if sys.unraisablehook is _unraisable:
             sys.unraisablehook = _other_hook

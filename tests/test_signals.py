@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from small_runs import activations, flags, start_main
 
 from dejavu_train import signals
-from dejavu_train.errors import BEGINS_ANEW, GOES_ON, exit_on_user_error
+from dejavu_train.errors import BEGINS_ANEW, GOES_ON, UserError, exit_on_user_error
 from dejavu_train.signals import Interrupted, heard
 from dejavu_train.training.job import _run_child, job_folder
 
@@ -179,6 +179,25 @@ def test_a_signal_within_a_callback_of_the_interpreter_is_not_lost():
         del thing
         time.sleep(10)
     assert reference() is None
+
+
+@pytest.mark.parametrize("theirs", [ImportError("initialization failed"), SystemExit(1), UserError("cannot be read")])
+def test_a_signal_that_a_library_answered_with_another_exception_is_still_the_signal(theirs, capsys):
+    def main(argv):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Interrupted:
+            pass
+        raise theirs
+
+    assert exit_on_user_error(main) == 143
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(RuntimeError, match="a bug"):  # of a later command, which no signal ended
+        exit_on_user_error(lambda argv: bug())
+
+
+def bug():
+    raise RuntimeError("a bug")
 
 
 CHILD = """
