@@ -37,8 +37,8 @@ class Model(Group):
 
     Rows of q, k and v: (first[QKV] + (3 head + part) e + i), part 0, 1, 2 for q, k, v. norms (2 L + 1, 2, d): weight
     and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head exists
-    twice: screen (V, D) int8 with screen_scale (V, 1), and screen_error (V, 2), what an int8 logit is off by at most:
-    the first number for each unit of the norm of x, the second for each unit of its levels.
+    twice: screen (V, D) int8 with screen_scale (V, ceil(D / WIDEST_GROUP)), and screen_error (V, 2), what an int8 logit
+    is off by at most: the first number for each unit of the norm of x, the second for each unit of its levels.
     """
 
     rows: np.ndarray

@@ -49,7 +49,7 @@ class CpuEngine:
         batch: rows, at most 4. Fewer prompts may be given.
         context: tokens a row can hold, prompt included; None = the model's limit.
         stored: float32 or int8, how weights are kept; a given `CpuWeights` keeps its own.
-        group: columns that share a scale of int8 weights, a multiple of 64; None = 64.
+        group: columns that share a scale of int8 weights, a multiple of 64 up to 4096; None = 64.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:

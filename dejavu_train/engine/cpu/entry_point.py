@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import njit
 
-from dejavu_train.engine.cpu.pipeline import Entry
+from dejavu_train.engine.cpu.pipeline import Entry, operators_kept
 from dejavu_train.engine.cpu.step import N_STEPS, run
 from dejavu_train.engine.cpu.threads import barrier
 
@@ -68,7 +68,8 @@ def prepare(arguments: tuple[Any, ...]) -> None:
     collecting = gc.isenabled()
     gc.disable()  # numba makes millions of small objects, beside those of torch: a sixth of the time
     try:
-        enter.compile(tuple(typeof(argument) for argument in arguments))
+        with operators_kept():
+            enter.compile(tuple(typeof(argument) for argument in arguments))
     finally:
         if collecting:
             gc.enable()

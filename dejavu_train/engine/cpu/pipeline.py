@@ -3,10 +3,16 @@
 By itself numba optimises a function and makes machine code of it before it compiles the callers, and again inside every
 caller. Here only the entry point gets machine code: what it calls, and what that calls, stays as it was lowered until
 the entry point is optimised. It takes two thirds of the time.
+
+By itself numba looks through some thirty definitions of ``+`` again at each place that adds. Here what was found for
+operands of these types is kept while the engine is compiled: 13.4 seconds instead of 16.4, means of four in turn.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
@@ -92,3 +98,28 @@ class Entry(Part):
     """The compiler of a function that Python calls."""
 
     lowering = _EntryLowering
+
+
+@contextlib.contextmanager
+def operators_kept() -> Iterator[None]:
+    """Within the context the type of an operator's or a function's result is worked out once for types of operands."""
+    found: dict[Any, Any] = {}
+    look_up = types.BaseFunction.get_call_type
+
+    def get_call_type(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        if kws:
+            return look_up(function, context, args, kws)
+        key = (function.key, tuple(args))
+        if key not in found:
+            signature = look_up(function, context, args, kws)
+            if signature is None:
+                return None
+            found[key] = signature, function._impl_keys[signature.args]
+        signature, function._impl_keys[signature.args] = found[key]
+        return signature
+
+    types.BaseFunction.get_call_type = get_call_type
+    try:
+        yield
+    finally:
+        types.BaseFunction.get_call_type = look_up

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 ROWS = 4
 CHUNK = 64  # columns; a cache line of int8 codes
+WIDEST_GROUP = 4096  # columns: a lane's sum of 4096 / LANES products of 127 and 32767 is the last below 2^31
 LANES = 8
 _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -137,37 +138,48 @@ def _dot_floats(rows: _Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
 
 
 def _dot_levels(rows: _Rows, scales: Any, n_groups: Any, group: Any, levels: Any) -> list[Any]:
-    """Four sums of code * scale * level: exact in whole numbers over a chunk, in fp32 over chunks."""
+    """Four sums of code * scale * level: exact in whole numbers over a group, in fp32 over groups."""
     builder = rows.builder
-    integers = ir.VectorType(_I16, 2 * LANES)
+    integers, none = ir.VectorType(_I16, 2 * LANES), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
 
-    def chunk(column: Any, sums: list[Any]) -> list[Any]:
+    def chunk(column: Any, totals: list[Any]) -> list[Any]:
         rows.prefetch(column)
-        totals: list[Any] = [None] * ROWS
         for start in range(0, CHUNK, 2 * LANES):
             here = builder.add(column, _I64(start))
             values = _load(builder, builder.gep(levels, [here]), integers)
             for row in range(ROWS):
                 codes = builder.sext(rows.codes(row, here, _I8, 2 * LANES), integers)
-                products = _pair_products(rows.context, builder, codes, values)
-                totals[row] = products if totals[row] is None else builder.add(totals[row], products)
-        return [
-            builder.fadd(part, builder.sitofp(total, _FLOATS), flags=_FUSE)
-            for part, total in zip(sums, totals, strict=True)
-        ]
+                totals[row] = builder.add(totals[row], _pair_products(rows.context, builder, codes, values))
+        return totals
+
+    def add_scaled(number: Any, totals: list[Any], sums: list[Any]) -> list[Any]:
+        for row in range(ROWS):
+            at = builder.add(builder.mul(rows.indices[row], n_groups), number)
+            scale = _splat(builder, builder.load(builder.gep(scales, [at])))
+            sums[row] = _fused(builder, builder.sitofp(totals[row], _FLOATS), scale, sums[row])
+        return sums
+
+    def one_chunk(number: Any, sums: list[Any]) -> list[Any]:
+        return add_scaled(number, chunk(builder.mul(number, _I64(CHUNK)), [none] * ROWS), sums)
 
     def one_group(number: Any, sums: list[Any]) -> list[Any]:
         start = builder.mul(number, group)
         stop = builder.add(start, group)
         stop = builder.select(builder.icmp_signed("<", stop, rows.columns), stop, rows.columns)
-        parts = _loop(builder, start, stop, CHUNK, [_ZERO] * ROWS, chunk)
-        for row in range(ROWS):
-            at = builder.add(builder.mul(rows.indices[row], n_groups), number)
-            scale = _splat(builder, builder.load(builder.gep(scales, [at])))
-            sums[row] = _fused(builder, parts[row], scale, sums[row])
-        return sums
+        return add_scaled(number, _loop(builder, start, stop, CHUNK, [none] * ROWS, chunk), sums)
 
-    return [_sum(builder, part) for part in _loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_group)]
+    with builder.if_else(builder.icmp_signed("==", group, _I64(CHUNK))) as (then, otherwise):
+        with then:
+            narrow, narrow_end = _loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_chunk), builder.basic_block
+        with otherwise:
+            wide, wide_end = _loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_group), builder.basic_block
+    sums = []
+    for a, b in zip(narrow, wide, strict=True):
+        either = builder.phi(_FLOATS)
+        either.add_incoming(a, narrow_end)
+        either.add_incoming(b, wide_end)
+        sums.append(either)
+    return [_sum(builder, part) for part in sums]
 
 
 @intrinsic

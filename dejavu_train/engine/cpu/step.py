@@ -17,6 +17,7 @@ from dejavu_train.engine.cpu.attention import (
     row_bytes,
 )
 from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
+from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu.sampling import advance, head_needed, largest_of, not_finite
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
@@ -138,8 +139,8 @@ def likeliest_tokens(model, state, work, start, stop, thread):
     for i in range(n):
         numbers[i] = start + i
     levels, units = work.levels[thread], work.operand_unit[thread]
-    dot_list(model.screen, model.screen_scale, model.screen.shape[1], numbers, n, levels, units, live, results)
-    work.bytes_read[thread, LM_HEAD] += n * (model.screen.shape[1] + 12)
+    dot_list(model.screen, model.screen_scale, WIDEST_GROUP, numbers, n, levels, units, live, results)
+    work.bytes_read[thread, LM_HEAD] += n * (model.screen.shape[1] + 4 * model.screen_scale.shape[1] + 8)
     for b in range(state.row_state.shape[0]):
         if not live >> b & 1:
             continue

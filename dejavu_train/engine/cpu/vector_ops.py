@@ -77,11 +77,19 @@ def stored_products(float32, float16, int8, int4, kind, offset, scale, x, start,
                 total += half_value(halves[j]) * x[j]
             out[r] = total * scale[r]
     elif kind == INT8:
-        for r in range(start, stop):
+        for r in range(start, stop, 4):  # four at once read x once; of what is no multiple, the last row again
+            second, third, fourth = min(r + 1, stop - 1), min(r + 2, stop - 1), min(r + 3, stop - 1)
             codes, total = int8[offset + r * n : offset + (r + 1) * n], np.float32(0)
+            codes_2, total_2 = int8[offset + second * n : offset + (second + 1) * n], np.float32(0)
+            codes_3, total_3 = int8[offset + third * n : offset + (third + 1) * n], np.float32(0)
+            codes_4, total_4 = int8[offset + fourth * n : offset + (fourth + 1) * n], np.float32(0)
             for j in range(n):
                 total += np.float32(codes[j]) * x[j]
-            out[r] = total * scale[r]
+                total_2 += np.float32(codes_2[j]) * x[j]
+                total_3 += np.float32(codes_3[j]) * x[j]
+                total_4 += np.float32(codes_4[j]) * x[j]
+            out[r], out[second] = total * scale[r], total_2 * scale[second]
+            out[third], out[fourth] = total_3 * scale[third], total_4 * scale[fourth]
     else:
         low, high = (n + 1) // 2, n // 2
         first, second = x[:low], x[low:]
@@ -123,20 +131,31 @@ def stored_sums(float32, float16, int8, int4, kind, offset, x, units, start, sto
         for i in range(n):
             sums[i] -= np.float32(8) * raised
         return
+    if kind == INT8:
+        for k in range(0, rank, 4):  # four at once read the sums once; what is no multiple is read again, times 0
+            second, third, fourth = min(k + 1, rank - 1), min(k + 2, rank - 1), min(k + 3, rank - 1)
+            codes = int8[offset + k * units + start : offset + k * units + stop]
+            codes_2 = int8[offset + second * units + start : offset + second * units + stop]
+            codes_3 = int8[offset + third * units + start : offset + third * units + stop]
+            codes_4 = int8[offset + fourth * units + start : offset + fourth * units + stop]
+            factor, factor_2 = x[k], x[second] if second > k else np.float32(0)
+            factor_3 = x[third] if third > second else np.float32(0)
+            factor_4 = x[fourth] if fourth > third else np.float32(0)
+            for i in range(n):
+                sums[i] += (np.float32(codes[i]) * factor + np.float32(codes_2[i]) * factor_2) + (
+                    np.float32(codes_3[i]) * factor_3 + np.float32(codes_4[i]) * factor_4
+                )
+        return
     for k in range(rank):
         here, factor = offset + k * units + start, x[k]
         if kind == FLOAT32:
             floats = float32[here : here + n]
             for i in range(n):
                 sums[i] += floats[i] * factor
-        elif kind == FLOAT16:
+        else:
             halves = float16[here : here + n]
             for i in range(n):
                 sums[i] += half_value(halves[i]) * factor
-        else:
-            codes = int8[here : here + n]
-            for i in range(n):
-                sums[i] += np.float32(codes[i]) * factor
 
 
 @compiled()

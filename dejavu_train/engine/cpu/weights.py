@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
-from dejavu_train.engine.cpu.row_kernels import CHUNK
+from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 
@@ -46,7 +46,7 @@ class CpuWeights:
         Args:
             model: pre-norm OPT, of any floating dtype.
             stored: ``float32``, or ``int8``: weights rounded to 8 bits, LayerNorms, biases and positions in fp32.
-            group: columns that share a scale, a multiple of CHUNK; None = CHUNK. int8 only.
+            group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP; None = CHUNK. int8 only.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist.
@@ -118,8 +118,9 @@ class CpuWeights:
         model, d = self.model, self.shape.d_model
         for start in range(0, len(model.screen) if model.rows.dtype == np.float32 else 0, ROWS_AT_ONCE):
             part = self.rows(model.lm_head + start, min(ROWS_AT_ONCE, model.vocab - start))
-            codes, scales = quantise_groups(part, d)
-            rows, rounded = slice(start, start + len(part)), codes * scales
+            codes, scales = quantise_groups(part, WIDEST_GROUP)
+            rows = slice(start, start + len(part))
+            rounded = codes * scales.repeat_interleave(WIDEST_GROUP, dim=1)[:, :d]
             model.screen[rows, :d], model.screen_scale[rows] = codes.numpy(), scales.numpy()
             off = (part - rounded).norm(dim=1) + SUMMED * part.norm(dim=1)
             model.screen_error[rows] = torch.stack([off, rounded.abs().sum(dim=1) / 2], dim=1).numpy()
@@ -155,8 +156,10 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
     if stored not in STORED:
         raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
-    if group is not None and (stored != "int8" or group < 1 or group % CHUNK):
-        raise UserError(f"a group of {group} columns needs int8 weights and a multiple of {CHUNK}, got {stored}")
+    if group is not None and (stored != "int8" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
+        raise UserError(
+            f"groups of columns need int8 weights and a multiple of {CHUNK} up to {WIDEST_GROUP}: {group} of {stored}"
+        )
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     columns = padded(d)
     group = min(group or CHUNK, columns) if stored == "int8" else columns
@@ -173,7 +176,7 @@ def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: flo
         embedding=embedding,
         lm_head=embedding if tied else embedding + vocab,
         screen=np.zeros((vocab if stored == "float32" else 1, columns), np.int8),
-        screen_scale=np.ones((vocab if stored == "float32" else 1, 1), np.float32),
+        screen_scale=np.ones((vocab if stored == "float32" else 1, math.ceil(columns / WIDEST_GROUP)), np.float32),
         screen_error=np.zeros((vocab if stored == "float32" else 1, 2), np.float32),
         vocab=vocab,
         n_heads=shape.n_heads,
