@@ -1,4 +1,4 @@
-"""Times one decoding step on a CPU: transformers eager and compiled, our dense and our sparse engine, in turns.
+"""Times a decoding step on a CPU: transformers eager and compiled, llama.cpp, our dense and our sparse engine, in turns.
 
 Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them; medians over
 all rounds. One of them reads half a gigabyte in sequence: its median is the read bandwidth that the others are compared
@@ -8,7 +8,7 @@ MB a token are counted by the engine: weights, predictors, LM head, K and V. Ran
 thresholds at the quantiles of their logits; biases of fc1 make the stated share of neurons active.
 
     python -m benchmarks.cpu_decode --model checkpoints/opt-mini --bundle checkpoints/demo/bundle
-    python -m benchmarks.cpu_decode --shape 1.3b --rivals eager
+    python -m benchmarks.cpu_decode --shape 1.3b --rivals eager llama      (see cpu_llama.py for its packages)
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cpu_llama import bytes_per_token, llama_step
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
@@ -50,6 +51,7 @@ COLUMNS = (
 class Rival:
     """Somebody who decodes one token a call, or reads ``n_bytes`` of memory; times in seconds.
 
+    step: returns the seconds of a token where it knows them better than a clock around it.
     engine: ours, whose bytes are counted.
     """
 
@@ -154,8 +156,8 @@ def run_in_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
         for rival in rivals:
             for i in range(steps + 1):
                 started = time.perf_counter()
-                rival.step()
-                seconds = time.perf_counter() - started
+                told = rival.step()
+                seconds = told if isinstance(told, float) else time.perf_counter() - started
                 if i:
                     rival.times.append(seconds)
                 if rival.engine is not None and (rival.engine.state.row_state == SPARSE).any():
@@ -188,7 +190,11 @@ def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str,
     row["mlp_density"] = statistics.mean(rival.mlp) if rival.mlp else 1.0
     row["head_density"] = statistics.mean(rival.heads) if rival.heads else 1.0
     if rival.n_bytes:
-        row["mb_per_token"], row["gb_s"] = "", rival.n_bytes / statistics.median(rival.times) / 1e9
+        row["gb_s"] = rival.n_bytes / statistics.median(rival.times) / 1e9
+    if rival.name == "llama.cpp":
+        row["mb_per_token"], row["share_of_bandwidth"] = rival.n_bytes / 1e6, row["gb_s"] / bandwidth
+        row["note"] = "a Llama of random weights, its cache of K and V not counted"
+    if rival.name == "read":
         row["note"] = f"fastest pass: {rival.n_bytes / min(rival.times) / 1e9:.1f} GB/s"
     if rival.engine is not None:
         parts = {name: count / tokens / 1e6 for name, count in rival.engine.bytes_read().items()}
@@ -236,7 +242,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
     parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8"])
     parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights")
-    parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile"])
+    parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile", "llama"])
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
     parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
@@ -259,16 +265,20 @@ def main() -> int:
     rows = torch.randint(3, shape.vocab_size, (args.batch, args.prompt)).tolist()
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
     theirs = None
-    if args.rivals:
+    if {"eager", "compile"} & {*args.rivals}:
         theirs = random_transformers(shape) if args.shape else load_opt(args.model)
     for name in args.rivals:
         try:
-            rival = transformers_rival(theirs, rows, tokens, name == "compile")
+            if name == "llama":
+                step = llama_step(shape, rows[0], usable_cores())
+                rival = Rival("llama.cpp", step, "Q8_0", n_bytes=bytes_per_token(shape))
+            else:
+                rival = transformers_rival(theirs, rows, tokens, name == "compile")
             for _ in range(WARM_UP):
                 rival.step()
             rivals.append(rival)
         except Exception as error:  # a rival that does not run here must not cost the others
-            print(f"transformers {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            print(f"{name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     for name, engine in engines:
         rivals.append(our_rival(name, engine, rows, tokens + 1))
         for _ in range(WARM_UP):
@@ -284,9 +294,8 @@ def main() -> int:
     for rival in rivals:
         row = conditions | row_of(rival, args.batch, bandwidth, tokens)
         append_row(args.out, five_digits(row), COLUMNS)
-        read = (
-            f"{row['mb_per_token']:8.1f} MB  {row['share_of_bandwidth']:.0%} of the bandwidth" if rival.engine else ""
-        )
+        counted = "share_of_bandwidth" in row
+        read = f"{row['mb_per_token']:8.1f} MB  {row['share_of_bandwidth']:.0%} of the bandwidth" if counted else ""
         kept = f"mlp {row['mlp_density']:.3f} heads {row['head_density']:.3f}"
         print(f"{row['engine']:22} {kept}  {row['p50_ms']:8.3f} ms (p20 {row['p20_ms']:.3f})  {read}")
     return 0
