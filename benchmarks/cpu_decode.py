@@ -1,4 +1,4 @@
-"""Times a decoding step on a CPU: transformers eager and compiled, llama.cpp, our dense and our sparse engine, in turns.
+"""Times one decoding step on a CPU: transformers eager and compiled, llama.cpp, our dense and sparse engine, in turns.
 
 Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them; medians over
 all rounds. One of them reads half a gigabyte in sequence: its median is the read bandwidth that the others are compared
