@@ -31,6 +31,7 @@ cells() {  # NAME MODEL CELLS...
 }
 
 sparse="weights=int4 predictors=int4 head_density=0.85,1.0,0.5"  # int4 predictors run before fc1
+head="lm_head=int4"  # the LM head in 4 bits as well: 50272 rows
 ahead="weights=int4 predictors=int8 site=1 head_density=0.85,1.0,0.5"  # and int8 ones within attention
 for name in $only; do
   case $name in
@@ -42,8 +43,10 @@ for name in $only; do
       step fidelity 100 "$python" -m benchmarks.fidelity --model "$out/opt-mini-int4" --bundle "$bundle" --adopt --batch 8 \
         --rows 16 --length 256 --parts half greedy prompts replay --out "$out/fidelity_int4.json"
       rm -rf "$out/opt-mini-int4" ;;
-    6.7b) cells 6.7b 6.7b "engine=dense weights=int4 breakdown=True" "$ahead" "$sparse breakdown=True" ;;
-    66b) cells 66b 66b "engine=dense weights=int4" "$ahead" "$sparse head_density=0.85 breakdown=True" ;;
+    6.7b) cells 6.7b 6.7b "engine=dense weights=int4 breakdown=True" "$ahead" "$sparse breakdown=True" \
+      "engine=dense weights=int4 $head breakdown=True" "$ahead $head head_density=0.85" ;;
+    66b) cells 66b 66b "engine=dense weights=int4" "$ahead" "$sparse head_density=0.85 breakdown=True" \
+      "engine=dense weights=int4 $head" "$ahead $head head_density=0.85" ;;
     175b) cells 175b 175b "engine=dense weights=int4" "$ahead" "$sparse" ;;
     rival) for model in 6.7b 66b; do cells "rival-$model" "$model" "engine=dense weights=torch-int4"; done ;;
     30b) cells 30b 30b "engine=dense weights=int4" "$ahead" ;;

@@ -131,7 +131,7 @@ class LayerQuantizer:
             output = None
             if moments is not None:
                 spread = moments.centred() if self._corrects(linear) else moments.products
-                output = _squared(lost, spread) / max(_squared(linear.weight, spread), 1e-30)
+                output = squared(lost, spread) / max(squared(linear.weight, spread), 1e-30)
                 if self._corrects(linear) and part not in self.given:
                     linear.bias -= lost @ moments.mean
             linear.weight.data = made
@@ -211,7 +211,7 @@ class Moments:
         return made
 
 
-def _squared(weight: Tensor, products: Tensor) -> float:
+def squared(weight: Tensor, products: Tensor) -> float:
     """The sum of squares of all outputs X W' of weight (n, m), for products X' X (m, m) of their inputs."""
     return float(((weight @ products) * weight).sum())
 
