@@ -7,6 +7,7 @@ import torch
 from conftest import save_tiny_opt
 
 from benchmarks.quantize import Int4Row, Scored, block_bytes, in_memory, main
+from benchmarks.quantize_plot import draw, unbeaten
 from benchmarks.rows import append_row
 from dejavu_train.data.text import TextSource
 from dejavu_train.models.opt import OPTShape, load_opt
@@ -59,7 +60,35 @@ def test_tables_are_means_over_seeds_of_the_newest_rows(tmp_path, capsys):
     ]
     for row in rows:
         append_row(tmp_path / "rows.csv", same | {"seed": 0} | row, names)
+    for head, kl in (("int8", 0.16), ("int4", 0.19)):
+        row = same | {"seed": 0, "weights": f"gptq, LM head {head}", "kl": kl, "increase": kl}
+        append_row(tmp_path / "rows.csv", row, names)
     main(["show", "--csv", str(tmp_path / "rows.csv")])
     said = capsys.readouterr().out
     assert "| t | 1,000 | 10.00 | 0.4000 | 0.1500 | 0.375 |" in said
+    assert "| t | 0.1500 | 0.1600 | 0.1900 |" in said
     assert "| 10 %, 100 % | t | gptq, before | 10.0 %, +1.01" in said and "+0.0040 ± 0.0010 | **missed**, not" in said
+
+
+def test_the_picture_has_a_panel_for_each_text_with_sparse_rows(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.errorbar", lambda _axis, x, y, *_, **style: drawn.append((style["label"], x, y))
+    )
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda *_, **__: None)
+    same = {"what": "report", "model": "m", "text": "t", "seed": "0", "error": "0.01", "predictors": "none"}
+    same |= {"asked_mlp": "1", "asked_heads": "1", "block_bytes": "1", "increase": "0", "weights": "fp16"}
+    sparse = {"predictors": "before", "asked_mlp": "0.1", "weights": "gptq", "asked_heads": "0.85"}
+    rows = [same, same | {"text": "dense only"}, same | sparse | {"block_bytes": "0.1", "increase": "0.05"}]
+    draw([*rows, rows[-1] | {"block_bytes": "0.2"}], "m", tmp_path / "m.png")
+    assert (tmp_path / "m.png").stat().st_size > 1000
+    dense, selected = drawn
+    assert dense == ("fp16, dense", (100.0,), (0.0,))
+    assert selected[:2] == ("4 bits, sparse, 85 % of the heads", (20.0,)), "the newest row of two"
+    assert selected[2] == pytest.approx((5.127,), abs=1e-3)
+
+
+def test_what_no_other_point_beats():
+    assert unbeaten([(100, 0, 0), (40, 2, 0), (26, 1, 0), (12, 3, 0), (13, 4, 0)]) == [
+        (12, 3, 0), (26, 1, 0), (100, 0, 0),
+    ]  # fmt: skip
