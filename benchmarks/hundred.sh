@@ -83,10 +83,12 @@ before() {  # SEED
 }
 
 moments() {  # second moments of what sparse decoding computes, against those of everything
-  ready "$work/before-0/bundle" && ready "$work/gptq-0" && step masked "$python" -m benchmarks.quantize masked $report \
-    --bundles "before=$work/before-0/bundle" --weights "masked=$work/masked" --densities 0.1/0.85 &&
-    score masked 0 --weights "gptq=$work/gptq-0" "masked=$work/masked" --sparse gptq,masked \
-      --bundles "before=$work/before-0/bundle" --densities 0.1/0.85 0.1/1
+  local seed=${seeds%% *}
+  ready "$work/before-$seed/bundle" && ready "$work/gptq-$seed" && step masked "$python" -m benchmarks.quantize masked \
+    $report --seed "$seed" --bundles "before=$work/before-$seed/bundle" --weights "masked=$work/masked" \
+    --densities 0.1/0.85 &&
+    score masked "$seed" --weights "gptq=$work/gptq-$seed" "masked=$work/masked" --sparse gptq,masked \
+      --bundles "before=$work/before-$seed/bundle" --densities 0.1/0.85 0.1/1
 }
 
 after() {  # SEED

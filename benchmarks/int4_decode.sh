@@ -2,8 +2,8 @@
 # The decode engine with 4-bit weights on one GPU: bash benchmarks/int4_decode.sh OUT [BUNDLE]
 # Tests of the engine, its fidelity on opt-mini (quantised here by rounding to nearest; BUNDLE is the fp16 model's, its
 # predictors taken as they are), then rows of decode.csv in order of worth. BUDGET seconds in all (default 600): nothing
-# starts behind them. Each row is written as it comes; everything in OUT is tarred to OUT.tar at the end. ONLY names
-# steps to run: "tests fidelity 6.7b 66b 175b 30b rival batches".
+# starts behind them. Each row is written as it comes; OUT.tar holds everything in OUT, renewed after each step. ONLY
+# names steps to run: "tests fidelity 6.7b 66b 175b 30b rival batches".
 set -u
 out=$1 bundle=${2:-}
 python=${PYTHON:-python3} budget=${BUDGET:-600} only=${ONLY:-tests fidelity 6.7b 66b 175b rival 30b batches}
@@ -20,6 +20,7 @@ step() {  # NAME SECONDS COMMAND...: goes on after a failure, which the tar show
   timeout "$((limit < left ? limit : left))" "$@" > "$out/$name.log" 2>&1
   echo "$name,$?,$(($(date +%s) - at))" | tee -a "$out/int4_decode_steps.csv"
   tail -n "${TAIL:-12}" "$out/$name.log"
+  tar -C "$(dirname "$out")" -cf "$out.part" "$(basename "$out")" && mv "$out.part" "$out.tar"  # a killed call keeps it
 }
 
 cells() {  # NAME MODEL CELLS...
@@ -55,4 +56,3 @@ for name in $only; do
     *) echo "no step is called $name" ;;
   esac
 done
-tar -C "$(dirname "$out")" -cf "$out.tar" "$(basename "$out")"
