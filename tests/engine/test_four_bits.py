@@ -68,6 +68,12 @@ def test_a_head_of_four_bits(lengths):
     assert plain.weights.lm_head.shape == (shape.vocab_size, shape.d_model)
     shared = DecodeWeights.from_model(own, torch.float32, "cpu", share=True)
     assert shared.lm_head.words.data_ptr() == own.lm_head.words.data_ptr()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = DecodeEngine(own, batch=len(rows), context=8, dtype=torch.float16, device=device, graph=False)
+    for each in (plain, kernels):  # the LM head's kernel alone
+        each.core.x[-1].copy_(torch.randn(len(rows), shape.d_model, generator=torch.Generator().manual_seed(0)))
+        each.core.tail("greedy", score=False)
+    torch.testing.assert_close(kernels.core.logits.cpu(), plain.core.logits, atol=2e-2, rtol=2e-3)
     random = DecodeWeights.random(shape, torch.float32, "cpu", packed=True, packed_head=True)
     assert [t.shape for t in random.tensors()] == [t.shape for t in shared.tensors()]
 
