@@ -44,10 +44,10 @@ from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import OPTShape
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.layer import LayerQuantizer
+from dejavu_train.quantize.layer import LayerQuantizer, Mask
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
-from dejavu_train.quantize.stream import embed, load_block
+from dejavu_train.quantize.stream import LayerMask, embed, load_block
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
@@ -298,26 +298,36 @@ def choose(options: argparse.Namespace) -> None:
             rows.add("choose", text_name, corpus, name, "none", (1.0, 1.0), None, found, plain)
 
 
+def skipping(bundle: Bundle, device: torch.device) -> LayerMask:
+    """What decoding with a bundle has in the place of what it skips: nothing of a neuron, a head's mean."""
+    selector, means = Predicted(bundle, device), bundle.head_means(device)
+
+    def of_layer(layer: int) -> Mask:
+        def sparse(target: str, site: Tensor, values: Tensor) -> Tensor:
+            spec = bundle.specs[layer, target]
+            keep = selector(layer, target, {(spec.site, spec.site_layer): site})
+            instead = means.get(layer) if target == "heads" else None
+            zero = torch.zeros((), device=values.device)
+            return (
+                values if keep is None else torch.where(keep[..., None], values, zero if instead is None else instead)
+            )
+
+        return sparse
+
+    return of_layer
+
+
 def masked(options: argparse.Namespace) -> None:
     """Write a folder by GPTQ whose second moments leave out what the bundle skips at the first of the densities."""
     bundle = Bundle.from_pretrained(options.bundles["before"]).at(*densities(options)[0])
     device = resolve_device(options.device)
-    selector = Predicted(bundle, device)
-
-    def mask(layer: int) -> Any:
-        def keep(target: str, site: Tensor) -> Tensor | None:
-            spec = bundle.specs[layer, target]
-            return selector(layer, target, {(spec.site, spec.site_layer): site})
-
-        return keep
-
     text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
     config = QuantizeConfig(
         model=options.model, text=text, output=options.weights["masked"], tokens=options.calibration_tokens,
         seed=options.seed, device=options.device,
     )  # fmt: skip
     config.check(OPTShape.from_config(load_opt(options.model).config))
-    quantise(config, mask)
+    quantise(config, skipping(bundle, device))
 
 
 def densities(options: argparse.Namespace) -> list[tuple[float, float]]:

@@ -112,7 +112,7 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
 
     Args:
         config: checked.
-        mask: by layer, what sparse decoding would skip; left out of the second moments. For study.
+        mask: by layer, what sparse decoding has in the place of what it skips, in the second moments too. For study.
     Returns:
         by layer its matrices and their errors.
     Raises:

@@ -4,15 +4,20 @@ import dataclasses
 
 import pytest
 import torch
+from bundles import make_bundle
 from conftest import save_tiny_opt
 
-from benchmarks.quantize import Int4Row, Scored, block_bytes, in_memory, main
+from benchmarks.quantize import Int4Row, Scored, block_bytes, in_memory, main, skipping
 from benchmarks.quantize_plot import draw, unbeaten
 from benchmarks.rows import append_row
+from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import TextSource
 from dejavu_train.models.opt import OPTShape, load_opt
+from dejavu_train.quantize import run
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
+from dejavu_train.quantize.stream import embed
+from dejavu_train.sparse.masked import masking
 
 
 def test_in_memory_as_on_disk_and_offsets_err_less(tmp_path, text_file):
@@ -92,3 +97,25 @@ def test_what_no_other_point_beats():
     assert unbeaten([(100, 0, 0), (40, 2, 0), (26, 1, 0), (12, 3, 0), (13, 4, 0)]) == [
         (12, 3, 0), (26, 1, 0), (100, 0, 0),
     ]  # fmt: skip
+
+
+def test_masked_moments_are_those_of_the_sparse_model(tmp_path, text_file):
+    """The hidden states that go from layer to layer are those of the finished model, decoded sparsely."""
+    model = save_tiny_opt(tmp_path / "model", hidden_size=64, word_embed_proj_dim=64)
+    bundle = make_bundle(model, means=True).at(0.3, 0.75)
+    text = TextSource(source=str(text_file))
+    config = QuantizeConfig(model=str(model), text=text, tokens=1000, window=64, device="cpu")
+    found = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "embed", lambda *given: found.extend(embed(*given)) or found)
+        quantise(dataclasses.replace(config, output=str(tmp_path / "out")), skipping(bundle, torch.device("cpu")))
+    windows, _ = run.calibration_windows(config, OPTShape(64, 96, 2, 4, 300, 512), "")
+    first = sorted(windows, key=len, reverse=True)[0]
+    made, seen = load_opt(str(tmp_path / "out")), []
+    made.model.decoder.final_layer_norm.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    with torch.no_grad(), masking(made, Predicted(bundle), means=bundle.head_means()):
+        made(torch.tensor([first.tolist()]))
+    torch.testing.assert_close(found[0].hidden[:1], seen[0], rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        made(torch.tensor([first.tolist()]))
+    assert (seen[1] - seen[0]).norm() > 0.05 * seen[0].norm(), "the case must skip something"
