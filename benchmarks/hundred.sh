@@ -30,7 +30,8 @@ mkdir -p "$out" "$rows"
 left() { echo $((limit - SECONDS + began - ${1:-0})); }
 
 pack() {
-  tar -cJf "$out/.hundred.tar.xz" -C "$work" rows && mv "$out/.hundred.tar.xz" "$out/hundred.tar.xz"
+  tar -cJf "$out/.hundred.tar.xz" -C "$work" rows
+  [ $? -le 1 ] && mv "$out/.hundred.tar.xz" "$out/hundred.tar.xz"  # 1: a log grew meanwhile
 }
 
 step() {  # NAME COMMAND...: within what is left of the limit; its log and a line of steps.csv

@@ -38,7 +38,8 @@ PY
   [ -e "$out/steps.csv" ] || echo step,exit,seconds,main_gb,gpu_gb > "$out/steps.csv"
   echo "$name,$code,$((SECONDS - at)),$(awk '$1 == "peak" {print $2}' "$out/$name.log"),$gpu" | tee -a "$out/steps.csv"
   if [ "$code" != 0 ]; then tail -n 5 "$out/$name.log" >&2; fi
-  tar -C "$(dirname "$out")" -cf "$out.$name" "$(basename "$out")" && mv "$out.$name" "$out.tar"
+  tar -C "$(dirname "$out")" -cf "$out.$name" "$(basename "$out")"
+  [ $? -le 1 ] && mv "$out.$name" "$out.tar"  # 1: a log grew meanwhile
   return "$code"
 }
 
