@@ -77,8 +77,8 @@ def draw(rows: Iterable[Row], model: str, target: Path) -> None:
                     continue
                 x, y, error = zip(*points, strict=True)
                 fill = colour if whole else "white"
-                name = label if whole else f"{label}, 85 % of the heads"
-                axis.errorbar(x, y, error, fmt=marker, color=colour, mfc=fill, markersize=6, elinewidth=0.8, label=name)
+                name = label if whole else f"{label}, selected heads"
+                axis.errorbar(x, y, error, fmt=marker, color=colour, mfc=fill, markersize=5, elinewidth=0.8, label=name)
         axis.axhline(0, color="grey", linewidth=0.5)
         axis.set_xscale("log")
         axis.set_xticks([10, 12, 15, 20, 26, 40, 60, 100], labels=["10", "12", "15", "20", "26", "40", "60", "100"])
