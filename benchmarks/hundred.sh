@@ -5,7 +5,7 @@
 # each of SEEDS (0) the model writes text, predictors are trained on it ("before"), GPTQ quantises with it, predictors are
 # trained on the quantised model ("after"); every report's rows are written as they come. GPUS (1) GPUs take a seed each,
 # one seed after the other: three seeds side by side on one GPU trained for 350 s and were not done within the limit.
-# VARIANTS=1 also compares settings of GPTQ, on documents of no report.
+# VARIANTS=1 also compares settings of GPTQ, on documents of no report, and scores the LM head in 8 and 4 bits.
 # OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
 # $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2.
 set -u
@@ -121,13 +121,25 @@ step pretrain "$python" -m dejavu_train.training.pretrain --output "$model" --te
   --heldout "$data/books.jsonl" "$data/docs.jsonl" $shape --seconds "$(pick "${PRETRAIN_SECONDS:-110}" 5)" || exit 1
 step rtn "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
 variants() {  # settings of GPTQ, on documents of no report
-  written 0 && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
+  written "${seeds%% *}" && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
     "gptq;gptq, biases as they were;gptq, act_order;gptq, out_hessian per_head;gptq, asymmetric"
+}
+heads() {  # the LM head in codes as well
+  local seed=${seeds%% *} kind
+  ready "$work/gptq-$seed" || return 1
+  for kind in int8 int4; do
+    step "head-$kind" "$python" -m dejavu_train.quantize --model "$model" --output "$work/head-$kind" $quantise \
+      --seed "$seed" --text.sample.seed="$seed" --lm_head "$kind" || return 1
+  done
+  score heads "$seed" --bundles --weights "gptq=$work/gptq-$seed" "gptq, LM head int8=$work/head-int8" \
+    "gptq, LM head int4=$work/head-int4"
 }
 jobs_=""
 if [ -n "${VARIANTS:-}" ]; then
   variants &
   jobs_=$!
+  heads &
+  jobs_="$jobs_ $!"
 fi
 moments &
 jobs_="$jobs_ $!"
