@@ -139,7 +139,7 @@ def made_weights(cell: Cell, shape: OPTShape, live_share: float) -> DecodeWeight
     """Random weights of a cell's format, on the device."""
     if cell.weights == RIVAL:
         return rival_weights(shape)
-    return random_weights(shape, live_share, cell.weights == "int4")
+    return random_weights(shape, live_share, cell.weights == "int4", cell.lm_head == "int4")
 
 
 def main() -> int:
@@ -160,17 +160,18 @@ def main() -> int:
     best = size / times[1] / 1e6  # TB/s, the denominator of every byte floor
     metadata = conditions() | {"best_tb_s": best}
     for name in args.models:
-        weights, kind = None, ""
+        weights, kind = None, ("", "")
         for cell in asked or required_cells(name):
             if time.monotonic() - began > args.time_limit:
                 print("time limit: left out from here:", name, cell, flush=True)
                 return 0
-            if cell.engine.startswith("hf") or cell.weights != kind or (weights is not None and not weights.layers):
+            wanted = cell.weights, cell.lm_head
+            if cell.engine.startswith("hf") or wanted != kind or (weights is not None and not weights.layers):
                 weights = None  # not needed, of another format, or lost with an engine that did not fit
             gc.collect()
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):
-                weights, kind = made_weights(cell, SHAPES[name], args.live_share), cell.weights
+                weights, kind = made_weights(cell, SHAPES[name], args.live_share), wanted
             row = metadata | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
             row |= {"mlp_density": "", "head_density": "", "rank": ""}  # asked; what a row holds is measured
             append(args.out, row | run_cell(cell, name, weights, args.steps, best))

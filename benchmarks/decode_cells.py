@@ -20,6 +20,7 @@ class Cell:
         rank: of the MLP predictors; 0 = 4 % of the dense MLP's bytes in fp16.
         predictors: dtype of the MLP predictors, float16, int8 or int4.
         weights: of the layers, float16 or int4; torch-int4 = dense, products by PyTorch's int4 kernel.
+        lm_head: float16 or int4.
         site: half-blocks between the site that the MLP's predictor reads and fc1.
         look_ahead: where a predictor of an earlier site runs; see `DecodeEngine`, as the others below.
         breakdown: time each operation as well, into the note.
@@ -33,6 +34,7 @@ class Cell:
     rank: int = 0
     predictors: str = "float16"
     weights: str = "float16"
+    lm_head: str = "float16"
     site: int = 0
     look_ahead: str = "fused"
     kv_policy: str = "backfill"

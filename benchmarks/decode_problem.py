@@ -37,9 +37,11 @@ UNION = {
 STD = 0.02
 
 
-def random_weights(shape: OPTShape, live_share: float, packed: bool = False) -> DecodeWeights:
+def random_weights(
+    shape: OPTShape, live_share: float, packed: bool = False, packed_head: bool = False
+) -> DecodeWeights:
     """Random weights, of 4 bits where `packed`, whose neurons are live with the given probability, selected or not."""
-    weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD, packed=packed)
+    weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD, packed=packed, packed_head=packed_head)
     # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
     for layer in weights.layers:

@@ -5,7 +5,7 @@
 # each of SEEDS (0) the model writes text, predictors are trained on it ("before"), GPTQ quantises with it, predictors are
 # trained on the quantised model ("after"); every report's rows are written as they come. GPUS (1) GPUs take a seed each,
 # one seed after the other: three seeds side by side on one GPU trained for 350 s and were not done within the limit.
-# VARIANTS=1 also compares settings of GPTQ, on documents of no report.
+# VARIANTS=1 also compares settings of GPTQ, on documents of no report, and scores the LM head in 8 and 4 bits.
 # OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
 # $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2.
 set -u
@@ -30,7 +30,8 @@ mkdir -p "$out" "$rows"
 left() { echo $((limit - SECONDS + began - ${1:-0})); }
 
 pack() {
-  tar -cJf "$out/.hundred.tar.xz" -C "$work" rows && mv "$out/.hundred.tar.xz" "$out/hundred.tar.xz"
+  tar -cJf "$out/.hundred.tar.xz" -C "$work" rows
+  [ $? -le 1 ] && mv "$out/.hundred.tar.xz" "$out/hundred.tar.xz"  # 1: a log grew meanwhile
 }
 
 step() {  # NAME COMMAND...: within what is left of the limit; its log and a line of steps.csv
@@ -83,10 +84,12 @@ before() {  # SEED
 }
 
 moments() {  # second moments of what sparse decoding computes, against those of everything
-  ready "$work/before-0/bundle" && ready "$work/gptq-0" && step masked "$python" -m benchmarks.quantize masked $report \
-    --bundles "before=$work/before-0/bundle" --weights "masked=$work/masked" --densities 0.1/0.85 &&
-    score masked 0 --weights "gptq=$work/gptq-0" "masked=$work/masked" --sparse gptq,masked \
-      --bundles "before=$work/before-0/bundle" --densities 0.1/0.85 0.1/1
+  local seed=${seeds%% *}
+  ready "$work/before-$seed/bundle" && ready "$work/gptq-$seed" && step masked "$python" -m benchmarks.quantize masked \
+    $report --seed "$seed" --bundles "before=$work/before-$seed/bundle" --weights "masked=$work/masked" \
+    --densities 0.1/0.85 &&
+    score masked "$seed" --weights "gptq=$work/gptq-$seed" "masked=$work/masked" --sparse gptq,masked \
+      --bundles "before=$work/before-$seed/bundle" --densities 0.1/0.85 0.1/1
 }
 
 after() {  # SEED
@@ -118,13 +121,25 @@ step pretrain "$python" -m dejavu_train.training.pretrain --output "$model" --te
   --heldout "$data/books.jsonl" "$data/docs.jsonl" $shape --seconds "$(pick "${PRETRAIN_SECONDS:-110}" 5)" || exit 1
 step rtn "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
 variants() {  # settings of GPTQ, on documents of no report
-  written 0 && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
+  written "${seeds%% *}" && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
     "gptq;gptq, biases as they were;gptq, act_order;gptq, out_hessian per_head;gptq, asymmetric"
+}
+heads() {  # the LM head in codes as well
+  local seed=${seeds%% *} kind
+  ready "$work/gptq-$seed" || return 1
+  for kind in int8 int4; do
+    step "head-$kind" "$python" -m dejavu_train.quantize --model "$model" --output "$work/head-$kind" $quantise \
+      --seed "$seed" --text.sample.seed="$seed" --lm_head "$kind" || return 1
+  done
+  score heads "$seed" --bundles --weights "gptq=$work/gptq-$seed" "gptq, LM head int8=$work/head-int8" \
+    "gptq, LM head int4=$work/head-int4"
 }
 jobs_=""
 if [ -n "${VARIANTS:-}" ]; then
   variants &
   jobs_=$!
+  heads &
+  jobs_="$jobs_ $!"
 fi
 moments &
 jobs_="$jobs_ $!"

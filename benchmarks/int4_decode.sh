@@ -2,8 +2,8 @@
 # The decode engine with 4-bit weights on one GPU: bash benchmarks/int4_decode.sh OUT [BUNDLE]
 # Tests of the engine, its fidelity on opt-mini (quantised here by rounding to nearest; BUNDLE is the fp16 model's, its
 # predictors taken as they are), then rows of decode.csv in order of worth. BUDGET seconds in all (default 600): nothing
-# starts behind them. Each row is written as it comes; everything in OUT is tarred to OUT.tar at the end. ONLY names
-# steps to run: "tests fidelity 6.7b 66b 175b 30b rival batches".
+# starts behind them. Each row is written as it comes; OUT.tar holds everything in OUT, renewed after each step. ONLY
+# names steps to run: "tests fidelity 6.7b 66b 175b 30b rival batches".
 set -u
 out=$1 bundle=${2:-}
 python=${PYTHON:-python3} budget=${BUDGET:-600} only=${ONLY:-tests fidelity 6.7b 66b 175b rival 30b batches}
@@ -20,6 +20,7 @@ step() {  # NAME SECONDS COMMAND...: goes on after a failure, which the tar show
   timeout "$((limit < left ? limit : left))" "$@" > "$out/$name.log" 2>&1
   echo "$name,$?,$(($(date +%s) - at))" | tee -a "$out/int4_decode_steps.csv"
   tail -n "${TAIL:-12}" "$out/$name.log"
+  tar -C "$(dirname "$out")" -cf "$out.part" "$(basename "$out")" && mv "$out.part" "$out.tar"  # a killed call keeps it
 }
 
 cells() {  # NAME MODEL CELLS...
@@ -31,6 +32,7 @@ cells() {  # NAME MODEL CELLS...
 }
 
 sparse="weights=int4 predictors=int4 head_density=0.85,1.0,0.5"  # int4 predictors run before fc1
+head="lm_head=int4"  # the LM head in 4 bits as well: 50272 rows
 ahead="weights=int4 predictors=int8 site=1 head_density=0.85,1.0,0.5"  # and int8 ones within attention
 for name in $only; do
   case $name in
@@ -42,8 +44,10 @@ for name in $only; do
       step fidelity 100 "$python" -m benchmarks.fidelity --model "$out/opt-mini-int4" --bundle "$bundle" --adopt --batch 8 \
         --rows 16 --length 256 --parts half greedy prompts replay --out "$out/fidelity_int4.json"
       rm -rf "$out/opt-mini-int4" ;;
-    6.7b) cells 6.7b 6.7b "engine=dense weights=int4 breakdown=True" "$ahead" "$sparse breakdown=True" ;;
-    66b) cells 66b 66b "engine=dense weights=int4" "$ahead" "$sparse head_density=0.85 breakdown=True" ;;
+    6.7b) cells 6.7b 6.7b "engine=dense weights=int4 breakdown=True" "$ahead" "$sparse breakdown=True" \
+      "engine=dense weights=int4 $head breakdown=True" "$ahead $head head_density=0.85" ;;
+    66b) cells 66b 66b "engine=dense weights=int4" "$ahead" "$sparse head_density=0.85 breakdown=True" \
+      "engine=dense weights=int4 $head" "$ahead $head head_density=0.85" ;;
     175b) cells 175b 175b "engine=dense weights=int4" "$ahead" "$sparse" ;;
     rival) for model in 6.7b 66b; do cells "rival-$model" "$model" "engine=dense weights=torch-int4"; done ;;
     30b) cells 30b 30b "engine=dense weights=int4" "$ahead" ;;
@@ -52,4 +56,3 @@ for name in $only; do
     *) echo "no step is called $name" ;;
   esac
 done
-tar -C "$(dirname "$out")" -cf "$out.tar" "$(basename "$out")"

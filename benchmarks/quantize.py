@@ -5,6 +5,7 @@
     python -m benchmarks.quantize masked --bundles before=B --weights masked=FOLDER    writes weights for a report
     bash benchmarks/hundred.sh OUTPUT    the 100M model, from pretraining to its report, on one GPU
     python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
+    python -m benchmarks.quantize_plot      the rows as a picture
 
 `choose` and `report` append rows to docs/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.quantize_plot import kinds_of
 from benchmarks.rivals import log_probabilities
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
@@ -42,10 +44,10 @@ from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import OPTShape
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.layer import LayerQuantizer
+from dejavu_train.quantize.layer import LayerQuantizer, Mask
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
-from dejavu_train.quantize.stream import embed, load_block
+from dejavu_train.quantize.stream import LayerMask, embed, load_block
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
@@ -296,26 +298,36 @@ def choose(options: argparse.Namespace) -> None:
             rows.add("choose", text_name, corpus, name, "none", (1.0, 1.0), None, found, plain)
 
 
+def skipping(bundle: Bundle, device: torch.device) -> LayerMask:
+    """What decoding with a bundle has in the place of what it skips: nothing of a neuron, a head's mean."""
+    selector, means = Predicted(bundle, device), bundle.head_means(device)
+
+    def of_layer(layer: int) -> Mask:
+        def sparse(target: str, site: Tensor, values: Tensor) -> Tensor:
+            spec = bundle.specs[layer, target]
+            keep = selector(layer, target, {(spec.site, spec.site_layer): site})
+            instead = means.get(layer) if target == "heads" else None
+            zero = torch.zeros((), device=values.device)
+            return (
+                values if keep is None else torch.where(keep[..., None], values, zero if instead is None else instead)
+            )
+
+        return sparse
+
+    return of_layer
+
+
 def masked(options: argparse.Namespace) -> None:
     """Write a folder by GPTQ whose second moments leave out what the bundle skips at the first of the densities."""
     bundle = Bundle.from_pretrained(options.bundles["before"]).at(*densities(options)[0])
     device = resolve_device(options.device)
-    selector = Predicted(bundle, device)
-
-    def mask(layer: int) -> Any:
-        def keep(target: str, site: Tensor) -> Tensor | None:
-            spec = bundle.specs[layer, target]
-            return selector(layer, target, {(spec.site, spec.site_layer): site})
-
-        return keep
-
     text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
     config = QuantizeConfig(
         model=options.model, text=text, output=options.weights["masked"], tokens=options.calibration_tokens,
         seed=options.seed, device=options.device,
     )  # fmt: skip
     config.check(OPTShape.from_config(load_opt(options.model).config))
-    quantise(config, mask)
+    quantise(config, skipping(bundle, device))
 
 
 def densities(options: argparse.Namespace) -> list[tuple[float, float]]:
@@ -374,18 +386,9 @@ def show(options: argparse.Namespace) -> None:
         cells = [chosen.get((model, made_at, name, text)) for text in ("own", "val_docs")]
         lines.append(f"| {model} | {name} | {' | '.join('' if row is None else _digits(row) for row in cells)} |")
     for model in dict.fromkeys(row["model"] for row in rows if row["what"] == "report"):
-        newest = {}
-        for row in rows:
-            if row["what"] == "report" and row["model"] == model:
-                newest[*(row[name] for name in KIND), row["seed"]] = row
-        kinds: dict[tuple[str, ...], Found] = {}
-        for (*kind, _), row in newest.items():
-            kinds.setdefault(tuple(kind), []).append(row)
-        lines += ["", model, *_dense_table(kinds), *_sparse_table(kinds)]
+        kinds = kinds_of(rows, model)
+        lines += ["", model, *_dense_table(kinds), *_head_table(kinds), *_sparse_table(kinds)]
     print("\n".join(lines))
-
-
-KIND = ("text", "weights", "predictors", "asked_mlp", "asked_heads")
 
 
 def _dense_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
@@ -399,6 +402,24 @@ def _dense_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
             f" {_percent(rtn)} | {_percent(gptq)} |"
         )
     return lines
+
+
+HEADS = ("gptq", "gptq, LM head int8", "gptq, LM head int4")
+
+
+def _head_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
+    """The LM head in codes as well, everything computed; empty where none was scored."""
+    lines = [
+        "",
+        "| text | KL: LM head fp16 | int8 | int4 | increase, %: fp16 | int8 | int4 |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for text in dict.fromkeys(key[0] for key in kinds):
+        found = [kinds.get((text, name, "none", "1", "1")) for name in HEADS]
+        if all(found):
+            kl = " | ".join(f"{_mean(rows, 'kl'):.4f}" for rows in found if rows)
+            lines.append(f"| {text} | {kl} | {' | '.join(_percent(rows) for rows in found if rows)} |")
+    return lines if len(lines) > 3 else []
 
 
 def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:

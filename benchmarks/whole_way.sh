@@ -3,7 +3,8 @@
 # A random model of SHAPE (6.7b) is written in shards and quantised (QUANTIZER: rtn); the quantised model writes 20,000
 # tokens, on which predictors are trained for a few steps and calibrated, JOBS processes sharing the layers; infer.py times
 # decoding, dense and sparse. OUTPUT_FOLDER gets steps.csv (seconds, peak memory of the largest process and of the GPU, in
-# GB) and logs as they come. At most LIMIT seconds. TRY=1 does it with a tiny shape on a CPU.
+# GB) and logs as they come, OUTPUT_FOLDER.tar all of it, renewed after each step. At most LIMIT seconds. TRY=1 does it
+# with a tiny shape on a CPU.
 set -u
 out=$1 try=${TRY:-}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
@@ -37,6 +38,8 @@ PY
   [ -e "$out/steps.csv" ] || echo step,exit,seconds,main_gb,gpu_gb > "$out/steps.csv"
   echo "$name,$code,$((SECONDS - at)),$(awk '$1 == "peak" {print $2}' "$out/$name.log"),$gpu" | tee -a "$out/steps.csv"
   if [ "$code" != 0 ]; then tail -n 5 "$out/$name.log" >&2; fi
+  tar -C "$(dirname "$out")" -cf "$out.$name" "$(basename "$out")"
+  [ $? -le 1 ] && mv "$out.$name" "$out.tar"  # 1: a log grew meanwhile
   return "$code"
 }
 

@@ -24,11 +24,12 @@ from dejavu_train.engine.weights import (
     TargetPredictor,
     check_calibrated,
     check_four_bits,
+    check_head,
     engine_dtype,
     load_predictors,
 )
 from dejavu_train.errors import Unsupported
-from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES, OPTShape
 from kernels.common.checks import HEAD_DIMS, INTERPRET
 
@@ -70,8 +71,9 @@ class EngineBackend:
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
         check_calibrated(bundle)
         dtype = engine_dtype(model, ops)
-        if any(isinstance(module, Int4Linear) for module in model.modules()):
+        if any(isinstance(module, CodedLinear) for module in model.modules()):
             check_four_bits(bool(bundle.cascades()), dtype, ops)
+        check_head(model)
         self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
         self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}

@@ -46,6 +46,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from kernels.attention import qkv
 from kernels.common.checks import HEAD_DIMS, INTERPRET
+from kernels.common.int4 import Int4Rows
 
 POLICIES = tuple(qkv.POLICIES)
 MAX_PACKED_ROWS = 8  # of `qkv` with 4-bit weights
@@ -152,7 +153,8 @@ class DecodeEngine:
             )
         layers = sum(mode.sparse and mode.target == "heads" for mode in self.modes.values())
         coming = cache_bytes(self.shape, batch, self.context, weights.embedding.dtype, layers)
-        coming |= {"scratch": scratch_bytes(self.shape, batch, weights.packed)}
+        head = isinstance(weights.lm_head, Int4Rows)
+        coming |= {"scratch": scratch_bytes(self.shape, batch, weights.packed, head)}
         self.memory = held_bytes(weights, self.predictors) | coming
         check_room(coming, device)
         self.weights = weights.arranged(self.predictors, batch, release or not given)
@@ -181,6 +183,7 @@ class DecodeEngine:
         kinds = f", MLP predictors in {', '.join(sorted(stored))}" if stored else ""
         head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
         head += ", weights in 4 bits" * self.weights.packed
+        head += ", LM head in 4 bits" * isinstance(self.weights.lm_head, Int4Rows)
         modes = describe_execution(self.modes, self.shape.n_layers)
         return f"{head}\n{modes}\n{describe_memory(self.memory)}"
 

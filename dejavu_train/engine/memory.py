@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
 from dejavu_train.errors import UserError
-from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import OPTShape
 
 SLACK = 2**28  # kernels, graphs, and what the allocator rounds up
@@ -24,26 +24,28 @@ def cache_bytes(shape: OPTShape, batch: int, context: int, dtype: torch.dtype, s
     return {"K/V": 2 * shape.n_layers * row, "kept inputs": sparse_layers * row}
 
 
-def scratch_bytes(shape: OPTShape, batch: int, packed: bool) -> int:
+def scratch_bytes(shape: OPTShape, batch: int, packed: bool, packed_head: bool = False) -> int:
     """The residual stream at every half, logits, and one matrix of 4 bits written out where a prompt or several rows
-    meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes."""
+    meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes; of the LM head, which no
+    prompt meets, the former."""
     steps = 4 * batch * ((2 * shape.n_layers + 1) * shape.d_model + shape.vocab_size)
-    return steps + (14 * shape.d_ffn * shape.d_model if packed else 0)
+    rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > 1 else 0)
+    return steps + rows * shape.d_model
 
 
 def weight_bytes(model: Any, dtype: torch.dtype) -> int:
     """Of a Hugging Face model's weights as an engine of this dtype holds them; 4-bit rows keep their own dtypes."""
-    packed = {id(tensor) for module in model.modules() if isinstance(module, Int4Linear) for tensor in module.buffers()}
+    coded = [module for module in model.modules() if isinstance(module, CodedLinear)]
+    packed = {id(tensor) for module in coded for tensor in module.buffers()}
     floats: Iterable[Tensor] = model.parameters()
     return sum(b.nbytes for b in model.buffers() if id(b) in packed) + dtype.itemsize * sum(p.numel() for p in floats)
 
 
 def held_bytes(weights: DecodeWeights, predictors: Mapping[Any, TargetPredictor]) -> dict[str, int]:
-    """Weights, LM head included, and predictors."""
+    """Weights, LM head and embeddings included, each once, and predictors."""
     each = [tensor for p in predictors.values() for tensor in _matrices(p)]
-    tables = {tensor.data_ptr(): tensor.nbytes for tensor in (weights.embedding, weights.positions, weights.lm_head)}
-    layers = sum(tensor.nbytes for tensor in weights.tensors()) - weights.lm_head.nbytes
-    return {"weights": layers + sum(tables.values()), "predictors": sum(tensor.nbytes for tensor in each)}
+    held = {t.data_ptr(): t.nbytes for t in (weights.embedding, weights.positions, *weights.tensors())}
+    return {"weights": sum(held.values()), "predictors": sum(tensor.nbytes for tensor in each)}
 
 
 def _matrices(predictor: TargetPredictor) -> tuple[Tensor, ...]:

@@ -25,8 +25,8 @@ from torch import Tensor
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.share import GroupedProjection
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.models.int4 import Int4Linear
-from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, row_sizes
+from dejavu_train.models.int4 import CodedLinear
+from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
 from dejavu_train.models.opt import DTYPES, OPTShape
 from dejavu_train.predictors.bit_planes import BitPlanes
 from dejavu_train.predictors.quantization import pack_nibbles
@@ -44,6 +44,11 @@ POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 def written_out(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """The matrix as numbers: itself, or code * scale in `dtype`."""
     return matrix.dequantised(dtype) if isinstance(matrix, Int4Rows) else matrix
+
+
+def parts_of(matrix: Matrix) -> tuple[Tensor, ...]:
+    """The tensors that a matrix consists of."""
+    return (matrix.words, matrix.scales) if isinstance(matrix, Int4Rows) else (matrix,)
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself."""
+    """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits."""
 
     shape: OPTShape
     embedding: Tensor
     positions: Tensor
     layers: list[LayerWeights]
     final_norm: LayerNormWeights
-    lm_head: Tensor
+    lm_head: Matrix
 
     @classmethod
     def from_model(
@@ -136,8 +141,9 @@ class DecodeWeights:
                 view; so nothing exists twice. Needs the model's own dtype and device.
             transposed: layers whose fc2 is laid out as rows of neurons from the start.
         Raises:
-            UserError: not a pre-norm ReLU OPT.
+            UserError: not a pre-norm ReLU OPT. Unsupported: an LM head in 8 bits.
         """
+        check_head(model)
         shape = OPTShape.from_config(model.config)
         decoder = model.model.decoder
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
@@ -153,7 +159,8 @@ class DecodeWeights:
                 linear.weight.data = tensor.T if turned else tensor
             return tensor
 
-        def rows(linear: Int4Linear, *leading: int) -> Int4Rows:
+        def rows(linear: CodedLinear, *leading: int) -> Int4Rows:
+            assert linear.layout.sizes.bits == 4
             words, scales = (
                 tensor.to(device, copy=not share).view(*leading, -1)
                 for tensor in (linear.rows.words, linear.rows.scales)
@@ -178,7 +185,7 @@ class DecodeWeights:
             attention = layer.self_attn
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
             matrices: dict[str, Matrix]
-            packed = isinstance(layer.fc1, Int4Linear)
+            packed = isinstance(layer.fc1, CodedLinear)
             if packed:
                 each = [rows(part, h, hd) for part in parts]
                 qkv = Int4Rows(*(torch.stack([getattr(r, name) for r in each], 1) for name in ("words", "scales")))
@@ -218,14 +225,18 @@ class DecodeWeights:
             )
             del parts
         embedding = own(decoder.embed_tokens.weight)
-        tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        lm_head: Matrix = embedding
+        if isinstance(model.lm_head, CodedLinear):
+            lm_head = rows(model.lm_head, shape.vocab_size)
+        elif model.lm_head.weight.data_ptr() != decoder.embed_tokens.weight.data_ptr():
+            lm_head = own(model.lm_head.weight)
         return cls(
             shape=shape,
             embedding=embedding,
             positions=own(decoder.embed_positions.weight),
             layers=layers,
             final_norm=norm(decoder.final_layer_norm),
-            lm_head=embedding if tied else own(model.lm_head.weight),
+            lm_head=lm_head,
         )
 
     def arranged(
@@ -256,10 +267,12 @@ class DecodeWeights:
         seed: int = 0,
         std: float = 0.02,
         packed: bool = False,
+        packed_head: bool = False,
     ) -> "DecodeWeights":
         """Random weights of a true shape, made on the device: for benchmarks. Layers share nothing.
 
-        packed: matrices of random words, with scales of either sign, that stand nowhere as numbers.
+        packed: matrices of random words, with scales of either sign, that stand nowhere as numbers; packed_head: the LM
+            head as well, which is the embedding otherwise.
         """
         generator = torch.Generator(device).manual_seed(seed)
         d, ffn, h, hd = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
@@ -268,10 +281,11 @@ class DecodeWeights:
             return torch.empty(*sizes, dtype=dtype, device=device).normal_(0, std, generator=generator)
 
         def matrix(part: str, *sizes: int) -> Matrix:
-            if not packed:
-                return normal(*sizes)
+            return words_of(row_sizes(shape)[part].group, *sizes) if packed else normal(*sizes)
+
+        def words_of(group: int, *sizes: int) -> Int4Rows:
             *leading, columns = sizes
-            groups = columns // row_sizes(shape)[part].group
+            groups = columns // group
             words = torch.empty(*leading, columns // COLUMNS_PER_WORD, dtype=torch.int32, device=device)
             words.random_(-(2**31), 2**31, generator=generator)
             signs = torch.empty(*leading, groups, dtype=torch.float16, device=device).random_(2, generator=generator)
@@ -301,7 +315,9 @@ class DecodeWeights:
         ]
         embedding = normal(shape.vocab_size, d)
         positions = normal(shape.max_positions + POSITION_ROWS, d)
-        return cls(shape, embedding, positions, layers, norm(), embedding)
+        head = head_sizes(shape, "int4") if packed_head else None
+        lm_head = embedding if head is None else words_of(head.group, shape.vocab_size, d)
+        return cls(shape, embedding, positions, layers, norm(), lm_head)
 
     @property
     def packed(self) -> bool:
@@ -312,10 +328,10 @@ class DecodeWeights:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
             for matrix in (layer.qkv, layer.out, layer.fc1, layer.fc2):
-                yield from (matrix.words, matrix.scales) if isinstance(matrix, Int4Rows) else (matrix,)
+                yield from parts_of(matrix)
             if layer.cascade is not None:
                 yield from (layer.cascade.upper, layer.cascade.rest)
-        yield self.lm_head
+        yield from parts_of(self.lm_head)
 
 
 @dataclass(frozen=True)
@@ -352,8 +368,17 @@ def check_calibrated(bundle: Any) -> None:
 
 def engine_dtype(model: Any, ops: str) -> torch.dtype:
     """Of an engine's weights and caches: the model's; of 4-bit matrices float16, which their kernels multiply with."""
-    packed = any(isinstance(module, Int4Linear) for module in model.modules())
+    packed = any(isinstance(module, CodedLinear) for module in model.modules())
     return torch.float16 if packed and ops == "triton" else model.dtype
+
+
+def check_head(model: Any) -> None:
+    """Raise Unsupported for an LM head that no kernel reads."""
+    if isinstance(model.lm_head, CodedLinear) and model.lm_head.layout.sizes.bits != 4:
+        raise Unsupported(
+            "the decode engine has no kernel for an LM head in int8; use backend gather, or quantise with"
+            " --lm_head int4"
+        )
 
 
 def check_four_bits(second_stage: bool, dtype: torch.dtype, ops: str) -> None:

@@ -1,4 +1,4 @@
-"""A matrix of rows in 4 bits, and which rows of a layer's six matrices are what is read for a unit.
+"""A matrix of rows in 4 bits, and which rows of a model's matrices are what is read for a unit.
 
     weight[r, j] = code[r, j] * scale[r, j // group],   code in -8..7, scale fp16 of either sign, exact in fp32
 
@@ -9,11 +9,13 @@ Rows are units or parts of one, so that what is skipped takes its codes and its 
     fc1               (ffn, d)          as stored             128 inputs
     out-projection    (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
     fc2               (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
+    LM head           (V, d)            as stored             128 inputs
 
 Eight codes are a word of 32 bits: columns 8 w + 2 i + s of a row lie in word w at bit 4 i + 16 s, as code + 8. Rows are
-the type that kernels read, from the one module of theirs that needs no triton.
+the type that kernels read, from the one module of theirs that needs no triton. An LM head may be `Int8Rows` instead,
+codes from -127 to 127, one a byte.
 
-Letters: n rows, d columns of a row, h heads, e head width.
+Letters: n rows, d columns of a row, h heads, e head width, V tokens.
 """
 
 from collections.abc import Callable
@@ -53,14 +55,37 @@ def row_layouts(shape: OPTShape, name: str = "this model") -> dict[str, RowLayou
     return {part: RowLayout(size, *turned.get(part, (_same, _same))) for part, size in row_sizes(shape, name).items()}
 
 
-class Int4Linear(nn.Module):
-    """An ``nn.Linear`` whose weight is held as 4-bit rows; products are in fp32, whatever the input's dtype.
+def head_layout(sizes: RowSizes) -> RowLayout:
+    """The layout of an LM head."""
+    return RowLayout(sizes, _same, _same)
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """A matrix (n, d) in 8 bits: codes int8 and scales (n, groups) fp16. Multiplied as numbers: no kernel reads it."""
+
+    words: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor) -> "Int8Rows":
+        """Of codes (n, d) int8 and scales (n, groups), which must be fp16 numbers."""
+        return cls(codes, scales.half())
+
+    def dequantised(self) -> Tensor:
+        """(n, d) fp32, exactly code * scale."""
+        groups = self.words.unflatten(1, (self.scales.shape[1], -1))
+        return (groups * self.scales.float()[..., None]).flatten(1)
+
+
+class CodedLinear(nn.Module):
+    """An ``nn.Linear`` whose weight is held as rows of codes; products are in fp32, whatever the input's dtype.
 
     ``weight`` is made of the rows at each use. On a CPU, where no kernel multiplies with 4 bits, it is kept from its
     first use on. ``words`` and ``scales`` keep their dtypes through ``to``, ``half`` and the like.
 
     Args:
-        layout: of the matrix, see :func:`row_layouts`.
+        layout: of the matrix, see :func:`row_layouts` and :func:`head_layout`.
         in_features, out_features: as of ``nn.Linear``.
         bias: whether there is one, (out_features,).
     """
@@ -72,14 +97,16 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.layout, self.in_features, self.out_features = layout, in_features, out_features
         stored = layout.sizes.stored
-        self.register_buffer("words", torch.zeros(stored["weight"], dtype=torch.int32))
+        words = torch.int32 if layout.sizes.bits == 4 else torch.int8
+        self.register_buffer("words", torch.zeros(stored["weight"], dtype=words))
         self.register_buffer("scales", torch.zeros(stored["scales"], dtype=torch.float16))
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
         self._kept: Tensor | None = None
 
     @property
-    def rows(self) -> Int4Rows:
-        return Int4Rows(self.words.flatten(0, -2), self.scales.flatten(0, -2))
+    def rows(self) -> Int4Rows | Int8Rows:
+        kind = Int4Rows if self.layout.sizes.bits == 4 else Int8Rows
+        return kind(self.words.flatten(0, -2), self.scales.flatten(0, -2))
 
     def hold(self, words: Tensor, scales: Tensor) -> None:
         """Keep the same rows where they lie elsewhere, (h, e, d / 8) of a tensor that holds more than these."""
@@ -100,7 +127,7 @@ class Int4Linear(nn.Module):
         bias = None if self.bias is None else self.bias.float()
         return F.linear(x.float(), self.weight, bias).to(x.dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Int4Linear":
+    def _apply(self, fn: Any, recurse: bool = True) -> "CodedLinear":
         scales, self._kept = self.scales, None
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:
@@ -114,7 +141,7 @@ class Int4Linear(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, 4 bits, group={self.layout.sizes.group}"
+        return f"{sizes}, {self.layout.sizes.bits} bits, group={self.layout.sizes.group}"
 
 
 def _same(matrix: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 ``import dejavu_train`` has it imported as soon as transformers loads its quantizers, see ``register.py``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,8 +11,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from dejavu_train.models.int4 import Int4Linear, row_layouts
-from dejavu_train.models.int4_sizes import MATRICES
+from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
+from dejavu_train.models.int4_sizes import MATRICES, head_sizes
 from dejavu_train.models.shape import INT4, OPTShape
 
 
@@ -27,7 +28,7 @@ class Int4Config(QuantizationConfigMixin):
 
 @register_quantizer(INT4)
 class Int4Quantizer(HfQuantizer):
-    """Puts :class:`Int4Linear` in the place of each layer's six matrices before their words are read."""
+    """Puts :class:`CodedLinear` in the place of matrices before their words are read: each layer's six, the LM head."""
 
     requires_calibration = True
 
@@ -38,12 +39,19 @@ class Int4Quantizer(HfQuantizer):
             if name.endswith("layers") and isinstance(decoder, nn.ModuleList):
                 for block in decoder:
                     replace_matrices(block, layouts)
+        head = head_sizes(shape, self._head())
+        if head is not None and hasattr(model, "lm_head"):
+            replace_matrices(model, {"lm_head": head_layout(head)})
         return model
+
+    def _head(self) -> str:
+        return str(getattr(self.quantization_config, "lm_head", "fp16"))
 
     def get_weight_conversions(self) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming  # may be half loaded while this module is
 
-        return [WeightRenaming(f"{part}.weight", f"{part}.words") for part in MATRICES]
+        coded = MATRICES if self._head() == "fp16" else (*MATRICES, "lm_head")
+        return [WeightRenaming(f"{part}.weight", f"{part}.words") for part in coded]
 
     def is_serializable(self) -> bool:
         return True
@@ -53,12 +61,12 @@ class Int4Quantizer(HfQuantizer):
         return False
 
 
-def replace_matrices(block: nn.Module, layouts: Any) -> None:
-    """Exchange the matrices of a decoder block, on the device where they lie."""
+def replace_matrices(module: nn.Module, layouts: Mapping[str, RowLayout]) -> None:
+    """Exchange matrices, by their names within a decoder block or model, on the device where they lie."""
     for part, layout in layouts.items():
         owner, _, name = part.rpartition(".")
-        parent = block.get_submodule(owner)
+        parent = module.get_submodule(owner)
         linear: Any = getattr(parent, name)
         with linear.weight.device:
-            made = Int4Linear(layout, linear.in_features, linear.out_features, linear.bias is not None)
+            made = CodedLinear(layout, linear.in_features, linear.out_features, linear.bias is not None)
         setattr(parent, name, made)

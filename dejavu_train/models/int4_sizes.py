@@ -1,29 +1,33 @@
-"""How large the 4-bit rows of a layer's matrices are, without torch; ``int4.py`` says what they hold."""
+"""How large the rows of codes of a model's matrices are, without torch; ``int4.py`` says what they hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import OPTShape
+from dejavu_train.models.shape import INT4, OPTShape, quant_method
 
 COLUMNS_PER_WORD = 8
 GROUPS = (128, 64, 32)
 MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
 """The matrices of a layer by their names in its state dict, in the order in which they read one another."""
+HEAD_BITS = {"fp16": None, "int8": 8, "int4": 4}
+"""Bits of an LM head's codes by what ``--lm_head`` calls it; fp16 is stored as it was found."""
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Rows, their columns, and how many columns share a scale."""
+    """Rows, their columns, how many columns share a scale, and the bits of a code: 4, or 8 of an LM head."""
 
     rows: int
     columns: int
     group: int
+    bits: int = 4
 
     @property
     def nbytes(self) -> int:
         """Of words and scales."""
-        return self.rows * (self.columns // 2 + 2 * (self.columns // self.group))
+        return self.rows * (self.columns * self.bits // 8 + 2 * (self.columns // self.group))
 
     @property
     def stored(self) -> Mapping[str, tuple[int, int]]:
@@ -33,7 +37,7 @@ class RowSizes:
         to load, where it would fill an absent one with random numbers.
         """
         return {
-            "weight": (self.rows, self.columns // COLUMNS_PER_WORD),
+            "weight": (self.rows, self.columns // COLUMNS_PER_WORD if self.bits == 4 else self.columns),
             "scales": (self.rows, self.columns // self.group),
         }
 
@@ -45,14 +49,37 @@ def row_sizes(shape: OPTShape, name: str = "this model") -> dict[str, RowSizes]:
         UserError: a width that has no 4-bit form, by name.
     """
     d, n, h, e = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
-    group = next((group for group in GROUPS if d % group == 0), None)
-    if group is None:
-        raise UserError(
-            f"the hidden_size of {name} is {d}, which neither 128, 64 nor 32 divides: its rows have no 4-bit form"
-        )
+    group = _group(d, name)
     if e % COLUMNS_PER_WORD:
         raise UserError(
             f"the heads of {name} are {e} wide: 4-bit rows of the out-projection need a multiple of {COLUMNS_PER_WORD}"
         )
     square, neurons = RowSizes(d, d, group), RowSizes(n, d, group)
     return dict(zip(MATRICES, (square, square, square, RowSizes(h * d, e, e), neurons, neurons), strict=True))
+
+
+def head_sizes(shape: OPTShape, kind: str, name: str = "this model") -> RowSizes | None:
+    """Of the LM head as ``kind`` of ``HEAD_BITS``; None: it is stored as numbers.
+
+    Raises:
+        UserError: a width that has no such form, or another kind, by name.
+    """
+    if kind not in HEAD_BITS:
+        raise UserError(f"the LM head of {name} is in {kind}; known are {', '.join(HEAD_BITS)}")
+    bits = HEAD_BITS[kind]
+    return None if bits is None else RowSizes(shape.vocab_size, shape.d_model, _group(shape.d_model, name), bits)
+
+
+def head_kind(values: Mapping[str, Any]) -> str:
+    """Which of ``HEAD_BITS`` the LM head of a config.json is."""
+    made: Mapping[str, Any] = values["quantization_config"] if quant_method(values) == INT4 else {}
+    return str(made.get("lm_head", "fp16"))  # folders of before there was a choice do not name it
+
+
+def _group(d: int, name: str) -> int:
+    group = next((group for group in GROUPS if d % group == 0), None)
+    if group is None:
+        raise UserError(
+            f"the hidden_size of {name} is {d}, which neither 128, 64 nor 32 divides: its rows have no 4-bit form"
+        )
+    return group

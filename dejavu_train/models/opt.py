@@ -82,7 +82,7 @@ def load_opt(
         device: ignored when ``device_map`` is given.
         device_map: as in transformers, for models larger than one GPU; needs accelerate.
 
-    A model whose weights lie in 4 bits (``python -m dejavu_train.quantize``) has an ``Int4Linear`` in the place of each
+    A model whose weights lie in 4 bits (``python -m dejavu_train.quantize``) has a ``CodedLinear`` in the place of each
     matrix and is in fp32 otherwise, whatever ``dtype`` says: rounded to fp16, its weights would select other units.
 
     Raises:

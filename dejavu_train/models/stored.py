@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import head_kind, head_sizes, row_sizes
 from dejavu_train.models.shape import INT4, OPTShape, config_values, quant_method, refuse_foreign
 
 INDEX = "model.safetensors.index.json"
@@ -161,7 +161,10 @@ def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tu
         norms += [prefix + "self_attn_layer_norm", prefix + "final_layer_norm"]
     if values.get("layer_norm_elementwise_affine", True):
         made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
-    if not values.get("tie_word_embeddings", True):
+    head = head_sizes(shape, head_kind(values))
+    if head is not None:
+        made |= {f"lm_head.{part}": found for part, found in head.stored.items()}
+    elif not values.get("tie_word_embeddings", True):
         made["lm_head.weight"] = (shape.vocab_size, d)
     return made
 

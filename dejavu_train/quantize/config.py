@@ -56,6 +56,9 @@ class QuantizeConfig:
     """Of gptq: whether an error in one head of the out-projection may be undone by other heads."""
     correct_bias: bool = True
     """Of gptq: whether biases take over what rounding does to the outputs' means."""
+    lm_head: Literal["fp16", "int8", "int4"] = "fp16"
+    """fp16 leaves the LM head as it is; int8 (to nearest) and int4 (by the quantizer) store it in codes of its own,
+    also where it is tied to the embeddings, which stay as they are. The decode engine of a GPU reads fp16 and int4."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0

@@ -10,7 +10,8 @@ out-projection where a head's width divides into groups of g, which is chosen so
 outputs, which GPTQ has no place for: it is rounded anew, to nearest.
 
 Our scales may be negative, theirs are not: code * scale is then -code * |scale|, and -(-8) does not fit around a zero
-of 8. It does around 7: stored = 7 - code. So groups have a zero of 8 or 7, and the folder says ``sym: false``.
+of 8. It does around 7: stored = 7 - code. So groups have a zero of 8 or 7, and the folder says ``sym: false``. An LM
+head in codes becomes numbers in the embeddings' dtype.
 
 Letters: n outputs, m inputs, g inputs of a group.
 """
@@ -23,12 +24,14 @@ import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.int4 import Int4Rows, RowLayout, row_layouts
+from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
+from dejavu_train.models.int4_sizes import head_kind, head_sizes
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.folder import check_output, folder_aside
+from dejavu_train.quantize.head import EMBEDDING, HEAD
 from dejavu_train.quantize.rounding import round_nearest
 from dejavu_train.quantize.source import StoredTensors
 
@@ -61,12 +64,18 @@ def export(config: ExportConfig) -> dict[str, float]:
     check_output(config.output)
     shape = OPTShape.from_values(values, config.model)
     layouts, source = row_layouts(shape, config.model), StoredTensors(config.model)
+    head = head_sizes(shape, head_kind(values), config.model)
+    coded = () if head is None else (HEAD, "lm_head.scales")
     group = next(g for g in GROUPS if layouts["fc1"].sizes.group % g == 0 and (shape.head_dim % g == 0 or g == 32))
     if shape.head_dim % group:  # the out-projection is rounded anew in any case: groups as wide as the other matrices'
         group = layouts["fc1"].sizes.group
     errors: dict[str, list[float]] = {part: [] for part in layouts}
     with folder_aside(config.output) as folder, Progress("exporting", shape.n_layers, "layer") as progress:
-        folder.add({source.stored_name(name): source[name] for name in source if ".layers." not in name})
+        kept = [name for name in source if ".layers." not in name and name not in coded]
+        folder.add({source.stored_name(name): source[name] for name in kept})
+        if head is not None:
+            rows = (Int4Rows if head.bits == 4 else Int8Rows)(*(source[name] for name in coded))
+            folder.add({HEAD: rows.dequantised().to(source[EMBEDDING].dtype)})
         for layer in range(shape.n_layers):
             prefix = f"decoder.layers.{layer}."
             names = {name.removeprefix(prefix): name for name in source if name.startswith(prefix)}

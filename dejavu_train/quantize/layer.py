@@ -32,8 +32,9 @@ class Batch:
     real: Tensor
 
 
-Mask = Callable[[str, Tensor], Tensor | None]
-"""``mask(target, site)``: units (B, T, units) bool that are kept, for what is read at (B, T, d); None: all."""
+Mask = Callable[[str, Tensor, Tensor], Tensor]
+"""``mask(target, site, values)``: what sparse decoding, which reads site (B, T, d), has in the place of values (B, T,
+units, w): what heads hand to the out-projection, or the MLP's activations, w = 1."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class LayerQuantizer:
     def run(self, batches: list[Batch], mask: Mask | None = None) -> dict[str, MatrixResult]:
         """The six matrices by name; without ``batches`` all are rounded to the nearest codes.
 
-        mask: what sparse decoding would skip is left out of the second moments and of what goes on.
+        mask: what sparse decoding skips is so in the second moments and in what goes on.
         """
         block, attention = self.block, self.block.self_attn
         if not batches:
@@ -90,9 +91,8 @@ class LayerQuantizer:
         for batch in batches:
             attn_in = block.self_attn_layer_norm(batch.hidden)
             mixed = _mixed_heads(attention, attn_in)
-            keep = None if mask is None else mask("heads", attn_in)
-            if keep is not None:
-                mixed = (mixed.unflatten(-1, (attention.num_heads, -1)) * keep[..., None]).flatten(-2)
+            if mask is not None:
+                mixed = mask("heads", attn_in, mixed.unflatten(-1, (attention.num_heads, -1))).flatten(-2)
             moments.add(mixed, batch.real)
             outputs.append(mixed)
         self._quantise([OUT], moments)
@@ -115,8 +115,7 @@ class LayerQuantizer:
     def _activation(self, batch: Batch, mask: Mask | None) -> Tensor:
         mlp_in = self.block.final_layer_norm(batch.hidden)
         activation = torch.relu(self.block.fc1(mlp_in))
-        keep = None if mask is None else mask("mlp", mlp_in)
-        return activation if keep is None else activation * keep
+        return activation if mask is None else mask("mlp", mlp_in, activation[..., None])[..., 0]
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
         """Round matrices that read the same inputs, and put what their codes say in their places."""
@@ -131,7 +130,7 @@ class LayerQuantizer:
             output = None
             if moments is not None:
                 spread = moments.centred() if self._corrects(linear) else moments.products
-                output = _squared(lost, spread) / max(_squared(linear.weight, spread), 1e-30)
+                output = squared(lost, spread) / max(squared(linear.weight, spread), 1e-30)
                 if self._corrects(linear) and part not in self.given:
                     linear.bias -= lost @ moments.mean
             linear.weight.data = made
@@ -211,7 +210,7 @@ class Moments:
         return made
 
 
-def _squared(weight: Tensor, products: Tensor) -> float:
+def squared(weight: Tensor, products: Tensor) -> float:
     """The sum of squares of all outputs X W' of weight (n, m), for products X' X (m, m) of their inputs."""
     return float(((weight @ products) * weight).sum())
 

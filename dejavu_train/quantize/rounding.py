@@ -2,6 +2,7 @@
 
 Codes run from -8 to 7. A scale of the sign that puts -8 on the larger extreme reaches 8 steps there and 7 on the other
 side; a smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are tried.
+An LM head may have 8 bits, where the largest weight's own scale is near enough.
 """
 
 import functools
@@ -50,3 +51,11 @@ def round_nearest(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = group_scales(rows, group)
     codes = round_to(rows.unflatten(1, (-1, group)), scales[..., None])
     return codes.flatten(1).to(torch.int8), scales.half()
+
+
+def round_nearest_8(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """rows (n, d) fp32 -> codes (n, d) int8 in -127..127 and scales (n, d / group) fp16; the largest weight is 127."""
+    groups = rows.unflatten(1, (-1, group))
+    scales = (groups.abs().amax(-1) / 127).half().clamp_min(TINY)
+    codes = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)
+    return codes.flatten(1).to(torch.int8), scales

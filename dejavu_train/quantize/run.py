@@ -22,7 +22,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.files import require_disk
 from dejavu_train.machine import check_device_name
 from dejavu_train.models.int4 import row_layouts
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import head_sizes, row_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_shape, read_values
 from dejavu_train.models.stored import check_folder
@@ -31,6 +31,7 @@ from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import check_output, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader
+from dejavu_train.quantize.head import HEAD, quantised_head
 from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import LayerMask, embed, quantised_layers
@@ -90,7 +91,8 @@ def plan(config: QuantizeConfig, shape: OPTShape) -> str:
     matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
     weights = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
     rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
-    disk = shape.n_layers * matrices + rest
+    head = head_sizes(shape, config.lm_head)
+    disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)
     require_disk(config.output, disk, f"the quantised {config.model}")
     lines = [
         f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
@@ -110,7 +112,7 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
 
     Args:
         config: checked.
-        mask: by layer, what sparse decoding would skip; left out of the second moments. For study.
+        mask: by layer, what sparse decoding has in the place of what it skips, in the second moments too. For study.
     Returns:
         by layer its matrices and their errors.
     Raises:
@@ -128,11 +130,12 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
     if config.quantizer == "gptq":
         windows, text = calibration_windows(config, shape, digest)
         batches = embed(source, windows, config.batch_size, device)
-    layouts = row_layouts(shape, config.model)
+    layouts, head = row_layouts(shape, config.model), head_sizes(shape, config.lm_head, config.model)
     results: list[dict[str, MatrixErrors]] = []
     opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
     with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
-        folder.add({source.stored_name(name): source[name] for name in source if ".layers." not in name})
+        kept = [name for name in source if ".layers." not in name and (head is None or name != HEAD)]
+        folder.add({source.stored_name(name): source[name] for name in kept})
         start = source.stored_name("decoder.embed_tokens.weight").removesuffix("decoder.embed_tokens.weight")
         layers = quantised_layers(source, reader, opt, layouts, config.solver(), batches, device, mask)
         for layer, (others, made) in enumerate(layers):
@@ -143,8 +146,14 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
             folder.add(tensors)
             results.append({part: result.errors for part, result in made.items()})
             progress.update()
-        report = {
+        head_errors: dict[str, MatrixErrors] = {}
+        if head is not None:
+            rows, head_errors["lm_head"] = quantised_head(source, values, head, config.solver(), batches, device)
+            folder.add({"lm_head.weight": rows.words, "lm_head.scales": rows.scales})
+            values = {**values, "tie_word_embeddings": False}
+        report: dict[str, Any] = {
             "quantizer": config.quantizer,
+            "lm_head": config.lm_head,
             "made_of": {"model": config.model, "weight_hash": digest, "quant_method": quant_method(values)},
             "text": text,
             "settings": {
@@ -159,8 +168,10 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
         }
         config_values = {**values, "quantization_config": {"quant_method": INT4, "bits": 4, **report}}
         errors = [{part: dataclasses.asdict(found) for part, found in made.items()} for made in results]
-        folder.finish(config.model, config.revision, config_values, {**report, "layers": errors})
-    print(summary(results, config.output))
+        report["layers"] = errors
+        report |= {f"{part}_errors": dataclasses.asdict(found) for part, found in head_errors.items()}
+        folder.finish(config.model, config.revision, config_values, report)
+    print(summary([*results, head_errors], config.output))
     return results
 
 
@@ -211,10 +222,10 @@ def peak_memory(device: torch.device) -> Mapping[str, float]:
 
 
 def summary(results: Sequence[Mapping[str, MatrixErrors]], output: str) -> str:
-    """A line for each kind of matrix: how many were taken over exactly, and the errors of the others."""
+    """A line for each kind of matrix: how many were taken over exactly, and the errors of the others, as means."""
     lines = [f"{output}: errors as ratios of squares, means over the layers"]
-    for part in results[0]:
-        found = [made[part] for made in results]
+    for part in dict.fromkeys(part for made in results for part in made):
+        found = [made[part] for made in results if part in made]
         rounded = [result for result in found if not result.exact]
         line = f"{part}: {len(found) - len(rounded)} exact, {len(rounded)} rounded"
         if rounded:

@@ -10,7 +10,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.weights import DecodeWeights, load_predictors
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.int4 import CodedLinear
 from kernels.common.int4 import Int4Rows
 
 
@@ -52,6 +52,32 @@ def test_scores_equal_the_masked_forward_pass(model, options, lengths, sparse_fr
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [(40,), (20, 7, 31)])
+def test_a_head_of_four_bits(lengths):
+    own, rows = four_bits(random_opt(), head=True), rows_of(*lengths)
+    bundle = random_bundle(own)
+    expected = [masked_nll(own, bundle, row) for row in rows]
+    whole = engine(four_bits(random_opt()), batch=len(rows), context=48)
+    made = engine(own, bundle, batch=len(rows), context=48)
+    for nll, want in zip(made.score(rows), expected, strict=True):
+        torch.testing.assert_close(nll, want, atol=2e-5, rtol=1e-5)
+    assert "LM head in 4 bits" in made.describe() and "LM head" not in whole.describe()
+    shape, plain = made.shape, engine(own, batch=len(rows), context=48)
+    codes = shape.vocab_size * (shape.d_model // 2 + 2 * shape.d_model // 64)
+    assert plain.memory["weights"] - whole.memory["weights"] == codes, "the embeddings are still there"
+    assert plain.weights.lm_head.shape == (shape.vocab_size, shape.d_model)
+    shared = DecodeWeights.from_model(own, torch.float32, "cpu", share=True)
+    assert shared.lm_head.words.data_ptr() == own.lm_head.words.data_ptr()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = DecodeEngine(own, batch=len(rows), context=8, dtype=torch.float16, device=device, graph=False)
+    for each in (plain, kernels):  # the LM head's kernel alone
+        each.core.x[-1].copy_(torch.randn(len(rows), shape.d_model, generator=torch.Generator().manual_seed(0)))
+        each.core.tail("greedy", score=False)
+    torch.testing.assert_close(kernels.core.logits.cpu(), plain.core.logits, atol=2e-2, rtol=2e-3)
+    random = DecodeWeights.random(shape, torch.float32, "cpu", packed=True, packed_head=True)
+    assert [t.shape for t in random.tensors()] == [t.shape for t in shared.tensors()]
+
+
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
 def test_policies_of_skipped_heads(model, policy):
     bundle = random_bundle(model, threshold=0.8, targets=("heads",))
@@ -83,7 +109,7 @@ def test_a_shared_model_stays_what_it_was(model):
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     for module in own.modules():
-        if isinstance(module, Int4Linear):
+        if isinstance(module, CodedLinear):
             module._kept = None  # what was multiplied with before
     assert torch.equal(own(row).logits, expected)
     attention, layer = own.model.decoder.layers[0].self_attn, weights.layers[0]

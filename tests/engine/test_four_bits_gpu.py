@@ -99,6 +99,18 @@ def test_greedy_tokens_are_those_of_the_mask():
         row.append(token)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("d_model", "n_heads"), [(64, 4), (640, 8), (384, 3)])
+def test_a_head_of_four_bits(d_model, n_heads, batch):
+    """The vocabulary of 301 is no multiple of a program's sixteen rows."""
+    plain = random_opt(d_model=d_model, n_heads=n_heads, d_ffn=2 * d_model, vocab=301, positions=256)
+    model, rows = four_bits(plain, head=True), rows_of(70, 40, 50)[:batch]
+    for bundle in (None, random_bundle(model, rank=16)):
+        expected = [masked_nll(model, bundle, row) for row in rows]
+        where = f"LM head in 4 bits, width {d_model}, batch {batch}"
+        assert_as_close_as_plain_torch(model, bundle, rows, expected, where)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_replay_equals_eager_bit_for_bit(batch):
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))

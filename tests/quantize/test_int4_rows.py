@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.int4 import Int4Linear, row_layouts
+from dejavu_train.models.int4 import CodedLinear, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.shape import OPTShape
 from kernels.common.int4 import pack_int4
@@ -40,7 +40,7 @@ def test_groups_are_as_wide_as_the_width_allows():
 
 def test_a_module_keeps_codes_and_scales_through_every_move():
     layout = row_layouts(SHAPE)["self_attn.out_proj"]
-    module = Int4Linear(layout, 96, 96, bias=True)
+    module = CodedLinear(layout, 96, 96, bias=True)
     module.words.copy_(pack_int4(torch.randint(-8, 8, (layout.sizes.rows, 24), dtype=torch.int8)))
     module.scales.copy_(torch.randn(layout.sizes.rows, 1) * 1e-3)  # some are no numbers of bfloat16
     weight, x = module.weight.clone(), torch.randn(3, 96)

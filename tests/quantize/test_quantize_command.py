@@ -21,7 +21,7 @@ from dejavu_train.cli import parse_config
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.models.hooks import record
-from dejavu_train.models.int4 import Int4Linear
+from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, read_shape, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
@@ -63,7 +63,7 @@ def logits(model):
 def test_the_folder_is_a_model_for_everyone(quantised, wide_opt):
     check_folder(str(quantised), read_shape(str(quantised)))
     model = load_opt(str(quantised), "float16")
-    assert isinstance(model.model.decoder.layers[1].self_attn.out_proj, Int4Linear) and model.dtype == torch.float32
+    assert isinstance(model.model.decoder.layers[1].self_attn.out_proj, CodedLinear) and model.dtype == torch.float32
     ours = logits(model)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(quantised, dtype="float32")), ours)
     dense = logits(load_opt(str(wide_opt)))
@@ -89,7 +89,7 @@ except RuntimeError:
 """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "Int4Linear" and "dejavu_int4" in done.stderr, done.stderr
+    assert done.stdout.strip() == "CodedLinear" and "dejavu_int4" in done.stderr, done.stderr
 
 
 def test_mask_and_gather_agree(quantised):
@@ -109,7 +109,7 @@ def test_a_sparse_model_is_saved_in_4_bits(quantised, tmp_path):
     model.save_pretrained(tmp_path / "both")
     again = SparseOPTForCausalLM.from_pretrained(tmp_path / "both", backend="mask")
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
-    assert isinstance(again.model.decoder.layers[0].fc1, Int4Linear)
+    assert isinstance(again.model.decoder.layers[0].fc1, CodedLinear)
 
 
 def test_a_bundle_of_another_quantisation_is_refused(quantised, wide_opt, settings, tmp_path):
