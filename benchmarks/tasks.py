@@ -4,7 +4,7 @@ Takes the options of `python -m dejavu_train.evaluation.lm_eval`; after the word
 Appends the rows with their conditions, as they come, to tasks.csv or paper.csv in benchmarks/results (or in the folder
 that DEJAVU_RESULTS names). `engine` asks the same questions
 of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv.
-`picture`, which takes no options, draws paper.png from the newest rows of `fig7` in paper.csv.
+`picture`, which takes no options, draws paper.svg and paper.png from the newest rows of `fig7` in paper.csv.
 """
 
 import csv
@@ -100,7 +100,7 @@ def newest_trend(path: Path) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     flags = list(sys.argv[1:] if argv is None else argv)
     if flags == ["picture"]:
-        plot_trend(newest_trend(RESULTS / "paper.csv"), RESULTS / "paper.png")
+        plot_trend(newest_trend(RESULTS / "paper.csv"), RESULTS / "paper")
         return
     word = flags.pop(0) if flags[:1] in (["paper"], ["engine"]) else "tasks"
     quiet()

@@ -94,7 +94,7 @@ class Observation:
 @dataclasses.dataclass(frozen=True)
 class Results:
     """Everything in a results folder. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks,
-    ``generation`` generation.json with its picture as ``svg``."""
+    ``trend`` the picture of the paper's Fig. 7 as SVG, ``generation`` generation.json with its picture as ``svg``."""
 
     folder: Path
     found: dict[str, Any]
@@ -102,6 +102,7 @@ class Results:
     observed: dict[str, Any] | None
     observations: list[Observation]
     tasks: dict[str, Table]
+    trend: str | None
     generation: dict[str, Any] | None
 
 
@@ -125,8 +126,10 @@ def read_results(folder: str | Path) -> Results:
             raise UserError(f"{stored} is not as it was written ({error}); observe anew") from None
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
+        drawn = folder / "paper" / "fig7.svg"
+        trend = drawn.read_text(encoding="utf-8") if drawn.is_file() else None
         generation = _generation(folder / "generation")
-        return Results(folder, found, _curve(found), observed, observations, tasks, generation)
+        return Results(folder, found, _curve(found), observed, observations, tasks, trend, generation)
     except (KeyError, TypeError, OSError) as error:
         raise UserError(f"a results file in {folder} lacks {error}; make it anew") from None
 
@@ -184,7 +187,7 @@ def page(results: Results) -> str:
         "Run": _run(found),
         "Quality": _quality(results),
         "Layers": _layers(found),
-        "Tasks": "".join(_table(table, sortable=True) for table in results.tasks.values()),
+        "Tasks": _tasks(results),
         "Generation": _generated(results),
         "Timing": _timing(found),
         "Observations": _observations(results),
@@ -231,6 +234,12 @@ def _layers(found: dict[str, Any]) -> str:
     made = [report.layer_table(found, text["name"]) for text in found["texts"]]
     tables = [_table(one, sortable=True) for one in made if one.cells]
     return "".join([tables[0], *(_folded(made[i].name, one) for i, one in enumerate(tables[1:], 1))]) if tables else ""
+
+
+def _tasks(results: Results) -> str:
+    tables = "".join(_table(table, sortable=True) for table in results.tasks.values())
+    caption = "Mean accuracy and perplexities over the share of all blocks' weights not read; bars: paired errors."
+    return tables and (_figure("fig7", "Tasks over sparsity", results.trend, caption) if results.trend else "") + tables
 
 
 def _generated(results: Results) -> str:
@@ -401,7 +410,8 @@ def log_to_wandb(results: Results, project: str) -> None:
         raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
     drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
-    pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png", *drawn]
+    pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png"]
+    pictures += [results.folder / "paper" / "fig7.png", *drawn]
     run.log(tables | {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()})
     run.finish()
 

@@ -256,7 +256,7 @@ def test_the_papers_tables(tiny_opt, bundle_folder, data, tmp_path, capsys):
     assert ("structures", "dense", "skip 1/2") in kinds and ("structures", "predicted", "parallel 2") in kinds
     for row in rows:
         assert (row["total_sparsity"] == 0) == (row["selection"] == "dense")
-    assert (tmp_path / "fig7.png").stat().st_size > 10_000
+    assert (tmp_path / "fig7.png").stat().st_size > 10_000 and (tmp_path / "fig7.svg").is_file()
     assert "| fig7 | oracle, sequential" in capsys.readouterr().out
 
 
@@ -268,8 +268,9 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
     flags += ["--window=64", "--tokens=0", "--timing=false", "--device=cpu"]
     common = [f"folder={data}", f"include_path={REPOSITORY / 'configs/tasks'}", "limit=2", "shots=0", "texts=[]"]
     flags += [f"--{part}.{option}" for part in ("tasks", "paper") for option in [*common, "tasks=piqa,cb"]]
-    assert exit_on_user_error(main, [*flags, "--paper.tables=table4"]) == 0
+    assert exit_on_user_error(main, [*flags, "--paper.tables=fig7", "--paper.sparsities=0.5"]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert 'id="picture-fig7"' in page
     assert "<h2>Tasks</h2>" in page and "The paper&#x27;s tables that are about tasks" in page
     rows = json.loads((tmp_path / "tasks/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dejavu_train.evaluation.observe.pictures import save
 from dejavu_train.evaluation.picture import CURVES
-from dejavu_train.files import replacing
 
 COLUMNS = 3
 
 
-def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
+def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
     """A panel for the mean accuracy at every number of shots, and one for every perplexity; bars are paired errors.
 
     Args:
         rows: flat rows of :func:`paper`; others than those of ``fig7`` are passed over.
-        path: of the PNG file.
+        stem: of the files, ``stem``.svg and ``stem``.png.
     Returns: False without such rows or without matplotlib; nothing is drawn then.
     """
     shown = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
@@ -60,7 +60,5 @@ def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
         panel.tick_params(labelsize=8)
     axes[0].legend(fontsize=8, frameon=False)
     figure.supxlabel("share of all blocks' weights that is not read, %", fontsize=10)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)
+    save(figure, stem)
     return True
