@@ -28,6 +28,7 @@ from dejavu_train.files import read_json, write_text
 logger = logging.getLogger(__name__)
 
 SHOWN_ROWS = 400  # of a table; the CSV beside it has them all
+LONG = 40  # rows of a table of tasks, from which on it is folded
 TASKS = {"tasks/results.json": "Tasks", "paper/paper.json": "The paper's tables that are about tasks"}
 
 STYLE = """
@@ -127,18 +128,30 @@ def read_results(folder: str | Path) -> Results:
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
         drawn = folder / "paper" / "fig7.svg"
-        trend = drawn.read_text(encoding="utf-8") if drawn.is_file() else None
+        trend = _svg(drawn) if drawn.is_file() else None
         generation = _generation(folder / "generation")
         return Results(folder, found, _curve(found), observed, observations, tasks, trend, generation)
-    except (KeyError, TypeError, OSError) as error:
+    except UserError:
+        raise
+    except (KeyError, OSError) as error:
         raise UserError(f"a results file in {folder} lacks {error}; make it anew") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"a results file in {folder} is not as it was written ({error}); make it anew") from None
+
+
+def _svg(path: Path) -> str:
+    """Raises ValueError for a file that holds no picture."""
+    text = path.read_text(encoding="utf-8")
+    if "<svg" not in text:
+        raise ValueError(f"{path.name} is no SVG")
+    return text
 
 
 def _observation(folder: Path, one: dict[str, Any]) -> Observation:
     with open(folder / f"{one['name']}.csv", encoding="utf-8", newline="") as file:
         headings, *rows = csv.reader(file)
     cells = [[_rounded(cell) for cell in row] for row in rows]
-    svg = (folder / f"{one['name']}.svg").read_text(encoding="utf-8") if one["picture"] else None
+    svg = _svg(folder / f"{one['name']}.svg") if one["picture"] else None
     words = {key: one[key] for key in ("name", "title", "paper", "caption")}
     return Observation(**words, table=Table(one["name"], headings, cells), svg=svg)
 
@@ -163,7 +176,7 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     if not (folder / "generation.json").is_file():
         return None
     found = read_json(folder / "generation.json", "generation.json")
-    svg = (folder / "generation.svg").read_text(encoding="utf-8") if found["picture"] else None
+    svg = _svg(folder / "generation.svg") if found["picture"] else None
     return {**found, "svg": svg, "table": _rows_table("Generation", found["rows"])}
 
 
@@ -237,9 +250,19 @@ def _layers(found: dict[str, Any]) -> str:
 
 
 def _tasks(results: Results) -> str:
-    tables = "".join(_table(table, sortable=True) for table in results.tasks.values())
-    caption = "Mean accuracy and perplexities over the share of all blocks' weights not read; bars: paired errors."
-    return tables and (_figure("fig7", "Tasks over sparsity", results.trend, caption) if results.trend else "") + tables
+    """Every table; a long one is folded beneath its means and perplexities."""
+    parts = []
+    if results.tasks and results.trend is not None:
+        caption = "Mean accuracy and perplexities over the share of all blocks' weights not read; bars: paired errors."
+        parts.append(_figure("fig7", "Tasks over sparsity", results.trend, caption))
+    for table in results.tasks.values():
+        short = [row for row in table.cells if "mean" in row or "perplexity" in row]
+        if len(table.cells) > LONG and short:
+            parts.append(_table(dataclasses.replace(table, cells=short), sortable=True))
+            parts.append(_folded(f"all rows ({len(table.cells)})", _table(table, sortable=True)))
+        else:
+            parts.append(_table(table, sortable=True))
+    return "".join(parts)
 
 
 def _generated(results: Results) -> str:

@@ -86,6 +86,8 @@ class PaperConfig:
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise UserError(f"--{name}: {unknown[0]} is none of {', '.join(known)}")
+        if not self.tables:
+            raise UserError(f"--tables is empty; name some of {', '.join(TABLES)}")
         for structure in self.structures:
             check_structure(structure)
         if any(not 0 < sparsity <= 0.95 for sparsity in self.sparsities):

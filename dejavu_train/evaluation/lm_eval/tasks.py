@@ -120,7 +120,8 @@ def build_questions(
     Args:
         seed: of the few-shot examples.
     Raises:
-        UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched.
+        UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched, or one with
+            too few records for the examples.
     """
     manager, chosen = find_tasks(names, where)
     try:
@@ -129,7 +130,13 @@ def build_questions(
         raise UserError(
             f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
         ) from None
-    for task in loaded.values():
+    names_of = {own: name for name, own in chosen.items()}
+    for own, task in loaded.items():
+        known = len(list(task.fewshot_docs())) if shots else 0
+        if shots and known <= shots:  # the question itself is none of its examples
+            raise UserError(
+                f"--shots {shots}: {names_of.get(own, own)} takes its examples from {known} records; ask for fewer"
+            )
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=seed)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
