@@ -138,3 +138,16 @@ def test_tasks_keep_what_was_asked(shared, given, tmp_path, monkeypatch, command
     if command == "paper":
         assert {row["asked_mlp_density"] for row in rows} == {0.15}
     assert ("<h2>Tasks</h2>" in shown(tmp_path)) and rows[0]["metric"] in shown(tmp_path)
+
+
+def test_infer_keeps_its_own_rows(shared, given, tmp_path, monkeypatch):
+    from dejavu_train.evaluation import further
+    from dejavu_train.evaluation.cli import main
+
+    break_at(monkeypatch, further, "observe", 1, "error")
+    asked = {"text": given / "text.txt", "window": 32, "tokens": 200, "selections": "[dense]", "curve_densities": "[]"}
+    asked |= {"timing_backends": "[dense]", "new_tokens": 4, "prompt": 8, "observe.tokens": 100, "sparse_from": "[0]"}
+    ends(main, shared | asked, "error")
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [row["backend"] for row in found["timing"]] == ["dense"] and found["quality"]
+    assert "<h2>Timing</h2>" in write_report(tmp_path).read_text(encoding="utf-8")
