@@ -284,5 +284,5 @@ def quiet() -> None:
         module.tqdm = _bar
 
 
-def _bar(*given: Any, disable: bool | None = False, **options: Any) -> Any:
-    return tqdm(*given, disable=disable or None, **options)
+def _bar(items: Any = None, disable: bool | None = False, **options: Any) -> Any:
+    return tqdm(items, disable=disable or None, **options)
