@@ -1,5 +1,5 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
-# make report  after make demo: observations and generation as well, in report.html; TASKS=FOLDER: tasks of local files
+# make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, tests
 # make tables  the tables of README.md, docs/ and benchmarks/NOTES.md from committed rows
 # make docs    pages of the API from docstrings, in build/docs

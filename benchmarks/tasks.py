@@ -1,11 +1,13 @@
-"""Rows of downstream tasks: python -m benchmarks.tasks [paper | engine] --config configs/eval/opt-mini.yaml
+"""Rows of downstream tasks: python -m benchmarks.tasks [paper | engine | picture] --config configs/eval/opt-mini.yaml
 
 Takes the options of `python -m dejavu_train.evaluation.lm_eval`; after the word `paper` those of its module `paper`.
 Appends the rows with their conditions, as they come, to tasks.csv or paper.csv in benchmarks/results (or in the folder
 that DEJAVU_RESULTS names). `engine` asks the same questions
 of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv.
+`picture`, which takes no options, draws paper.svg and paper.png from the newest rows of `fig7` in paper.csv.
 """
 
+import csv
 import dataclasses
 import datetime
 import os
@@ -25,6 +27,7 @@ from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
 from dejavu_train.evaluation.lm_eval.paper import PaperConfig, paper
 from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
+from dejavu_train.evaluation.lm_eval.trend import plot_trend
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
 APART = 1e-3  # nats a token, beyond which two log-likelihoods are counted as different
@@ -80,8 +83,25 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
     }
 
 
+def newest_trend(path: Path) -> list[dict[str, Any]]:
+    """Of paper.csv, for the model of its last row, the last row of every point of ``fig7``; numbers as numbers."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    points: dict[tuple[str, ...], dict[str, Any]] = {}
+    identity = ("selection", "asked_mlp_density", "asked_head_density", "task", "shots", "metric")
+    numbers = ("total_sparsity", "value", "dense", "error")
+    for row in rows:
+        if row["table"] == "fig7" and row["model"] == rows[-1]["model"]:
+            point = row | {name: float(row[name] or 0) for name in numbers} | {"shots": int(row["shots"])}
+            points[tuple(row[name] for name in identity)] = point
+    return list(points.values())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     flags = list(sys.argv[1:] if argv is None else argv)
+    if flags == ["picture"]:
+        plot_trend(newest_trend(RESULTS / "paper.csv"), RESULTS / "paper")
+        return
     word = flags.pop(0) if flags[:1] in (["paper"], ["engine"]) else "tasks"
     quiet()
     config: Any = read_config(PaperConfig if word == "paper" else TasksConfig, flags, __doc__ or "")

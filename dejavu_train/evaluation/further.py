@@ -42,8 +42,8 @@ def plan(config: InferConfig) -> Further:
     """Read the options of everything that is asked for, before anything slow starts.
 
     Raises:
-        UserError: an option that the command does not have or would refuse, a text that is not there, or lm-eval is
-            not installed.
+        UserError: an option that the command does not have or would refuse, a text or a folder of tasks that is not
+            there, an unknown task, or lm-eval is not installed.
     """
     tasks: Any = None
     paper: Any = None
@@ -51,12 +51,16 @@ def plan(config: InferConfig) -> Further:
         try:
             from dejavu_train.evaluation.lm_eval.paper import PaperConfig
             from dejavu_train.evaluation.lm_eval.run import TasksConfig
+            from dejavu_train.evaluation.lm_eval.tasks import find_tasks
         except ModuleNotFoundError as error:
             if error.name != "lm_eval":
                 raise
             raise UserError("--tasks and --paper need lm-eval: pip install 'dejavu-train[eval]'") from None
         tasks = _of_run(TasksConfig, config, "tasks", f"{config.output}/tasks")
         paper = _of_run(PaperConfig, config, "paper", f"{config.output}/paper")
+        for asked in (tasks, paper):
+            if asked is not None and asked.folder is not None:
+                find_tasks((*asked.tasks, *asked.texts), asked.where)
     observed = _of_run(ObserveConfig, config, "observe", config.output)
     generation = _of_run(GenerationConfig, config, "generation", config.output)
     for made in (observed, generation):

@@ -28,6 +28,7 @@ from dejavu_train.files import read_json, write_text
 logger = logging.getLogger(__name__)
 
 SHOWN_ROWS = 400  # of a table; the CSV beside it has them all
+LONG = 40  # rows of a table of tasks, from which on it is folded
 TASKS = {"tasks/results.json": "Tasks", "paper/paper.json": "The paper's tables that are about tasks"}
 
 STYLE = """
@@ -94,7 +95,7 @@ class Observation:
 @dataclasses.dataclass(frozen=True)
 class Results:
     """Everything in a results folder. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks,
-    ``generation`` generation.json with its picture as ``svg``."""
+    ``trend`` the picture of the paper's Fig. 7 as SVG, ``generation`` generation.json with its picture as ``svg``."""
 
     folder: Path
     found: dict[str, Any]
@@ -102,6 +103,7 @@ class Results:
     observed: dict[str, Any] | None
     observations: list[Observation]
     tasks: dict[str, Table]
+    trend: str | None
     generation: dict[str, Any] | None
 
 
@@ -125,17 +127,31 @@ def read_results(folder: str | Path) -> Results:
             raise UserError(f"{stored} is not as it was written ({error}); observe anew") from None
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
+        drawn = folder / "paper" / "fig7.svg"
+        trend = _svg(drawn) if drawn.is_file() else None
         generation = _generation(folder / "generation")
-        return Results(folder, found, _curve(found), observed, observations, tasks, generation)
-    except (KeyError, TypeError, OSError) as error:
+        return Results(folder, found, _curve(found), observed, observations, tasks, trend, generation)
+    except UserError:
+        raise
+    except (KeyError, OSError) as error:
         raise UserError(f"a results file in {folder} lacks {error}; make it anew") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"a results file in {folder} is not as it was written ({error}); make it anew") from None
+
+
+def _svg(path: Path) -> str:
+    """Raises ValueError for a file that holds no picture."""
+    text = path.read_text(encoding="utf-8")
+    if "<svg" not in text:
+        raise ValueError(f"{path.name} is no SVG")
+    return text
 
 
 def _observation(folder: Path, one: dict[str, Any]) -> Observation:
     with open(folder / f"{one['name']}.csv", encoding="utf-8", newline="") as file:
         headings, *rows = csv.reader(file)
     cells = [[_rounded(cell) for cell in row] for row in rows]
-    svg = (folder / f"{one['name']}.svg").read_text(encoding="utf-8") if one["picture"] else None
+    svg = _svg(folder / f"{one['name']}.svg") if one["picture"] else None
     words = {key: one[key] for key in ("name", "title", "paper", "caption")}
     return Observation(**words, table=Table(one["name"], headings, cells), svg=svg)
 
@@ -160,7 +176,7 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     if not (folder / "generation.json").is_file():
         return None
     found = read_json(folder / "generation.json", "generation.json")
-    svg = (folder / "generation.svg").read_text(encoding="utf-8") if found["picture"] else None
+    svg = _svg(folder / "generation.svg") if found["picture"] else None
     return {**found, "svg": svg, "table": _rows_table("Generation", found["rows"])}
 
 
@@ -184,7 +200,7 @@ def page(results: Results) -> str:
         "Run": _run(found),
         "Quality": _quality(results),
         "Layers": _layers(found),
-        "Tasks": "".join(_table(table, sortable=True) for table in results.tasks.values()),
+        "Tasks": _tasks(results),
         "Generation": _generated(results),
         "Timing": _timing(found),
         "Observations": _observations(results),
@@ -231,6 +247,22 @@ def _layers(found: dict[str, Any]) -> str:
     made = [report.layer_table(found, text["name"]) for text in found["texts"]]
     tables = [_table(one, sortable=True) for one in made if one.cells]
     return "".join([tables[0], *(_folded(made[i].name, one) for i, one in enumerate(tables[1:], 1))]) if tables else ""
+
+
+def _tasks(results: Results) -> str:
+    """Every table; a long one is folded beneath its means and perplexities."""
+    parts = []
+    if results.tasks and results.trend is not None:
+        caption = "Mean accuracy and perplexities over the share of all blocks' weights not read; bars: paired errors."
+        parts.append(_figure("fig7", "Tasks over sparsity", results.trend, caption))
+    for table in results.tasks.values():
+        short = [row for row in table.cells if "mean" in row or "perplexity" in row]
+        if len(table.cells) > LONG and short:
+            parts.append(_table(dataclasses.replace(table, cells=short), sortable=True))
+            parts.append(_folded(f"all rows ({len(table.cells)})", _table(table, sortable=True)))
+        else:
+            parts.append(_table(table, sortable=True))
+    return "".join(parts)
 
 
 def _generated(results: Results) -> str:
@@ -401,7 +433,8 @@ def log_to_wandb(results: Results, project: str) -> None:
         raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
     drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
-    pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png", *drawn]
+    pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png"]
+    pictures += [results.folder / "paper" / "fig7.png", *drawn]
     run.log(tables | {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()})
     run.finish()
 

@@ -88,13 +88,15 @@ def run(config: InferConfig) -> None:
     scored = _score(config, dense, bundle, texts, about) if config.tokens != 0 else []
     not_measured: list[dict[str, str]] = []
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
+    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings)) | about
+    found["not_measured"] = not_measured
+    if timings:  # kept, whatever comes after, as what was scored is
+        report.write_results(found, config.output)
     measure(further, dense, tokenizer, bundle)
     watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
         text, watched = _generate(config, dense, bundle, tokenizer, prompt)
         print(text)
-    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings)) | about
-    found["not_measured"] = not_measured
     if watched is not None:
         found["guard"] = watched
         print(report.guard_line(watched))

@@ -3,15 +3,17 @@
 import csv
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from bundles import make_bundle
 from conftest import make_text
 
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.generation.config import GenerationConfig
+from dejavu_train.evaluation.generation.redraw import redraw
 from dejavu_train.evaluation.generation.run import compare_generation, load_prompts, main, variants
 from dejavu_train.models.opt import load_opt, load_tokenizer
 
@@ -131,6 +133,15 @@ def test_the_command_writes_rows_pictures_and_a_section(settings, tmp_path, caps
     with open(tmp_path / "generation/positions.csv", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 9 * len(found["rows"])
     assert "| greedy | 10 | prompt | 1 in 3, still |" in capsys.readouterr().out
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    with pytest.raises(UserError, match="rows.csv is missing"):
+        redraw(alone)
+    for name in ("rows.csv", "positions.csv"):
+        shutil.copy(tmp_path / "generation" / name, alone / name)
+    assert redraw(alone)
+    marks = [(path / "generation.svg").read_text().count("<use ") for path in (alone, tmp_path / "generation")]
+    assert marks[0] == marks[1] > 50
     write_json(tmp_path / "results.json", results())
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "<h2>Generation</h2>" in page and "picture-generation" in page and "3 prompts of 12 tokens" in page

@@ -132,6 +132,13 @@ def test_the_page_is_whole_and_asks_for_nothing(folder):
     assert write_report(folder).read_text(encoding="utf-8") == first  # from the same files, the same page
 
 
+def test_long_tables_of_tasks_are_folded_beneath_their_means(folder):
+    rows = [{"task": f"t{i}", "metric": "acc"} for i in range(60)] + [{"task": "mean", "metric": "acc"}]
+    write_json(folder / "paper/paper.json", {"rows": rows})
+    shown, folded = write_report(folder).read_text(encoding="utf-8").split("all rows (61)")
+    assert "<td>mean</td>" in shown and "<td>t7</td>" not in shown and "<td>t7</td>" in folded
+
+
 def test_results_alone_say_what_is_missing(tmp_path):
     found = results() | {"quality": [], "layers": [], "timing": []}
     for name in ("config", "hashes", "not_measured"):  # of an earlier version
@@ -152,6 +159,8 @@ def test_results_alone_say_what_is_missing(tmp_path):
         (lambda folder: write_json(folder / "results.json", {"schema": 2}), "lacks 'quality'"),
         (lambda folder: (folder / "observations/cosine.csv").unlink(), "is not as it was written"),
         (lambda folder: write_json(folder / "tasks/results.json", {}), "lacks 'rows'"),
+        (lambda folder: write_json(folder / "tasks/results.json", {"rows": 3}), "is not as it was written"),
+        (lambda folder: (folder / "observations/cosine.svg").write_text("x"), "cosine.svg is no SVG"),
     ],
 )
 def test_damaged_folders_are_one_line(folder, capfd, spoil, told):

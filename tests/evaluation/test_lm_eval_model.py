@@ -256,7 +256,7 @@ def test_the_papers_tables(tiny_opt, bundle_folder, data, tmp_path, capsys):
     assert ("structures", "dense", "skip 1/2") in kinds and ("structures", "predicted", "parallel 2") in kinds
     for row in rows:
         assert (row["total_sparsity"] == 0) == (row["selection"] == "dense")
-    assert (tmp_path / "fig7.png").stat().st_size > 10_000
+    assert (tmp_path / "fig7.png").stat().st_size > 10_000 and (tmp_path / "fig7.svg").is_file()
     assert "| fig7 | oracle, sequential" in capsys.readouterr().out
 
 
@@ -268,8 +268,9 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
     flags += ["--window=64", "--tokens=0", "--timing=false", "--device=cpu"]
     common = [f"folder={data}", f"include_path={REPOSITORY / 'configs/tasks'}", "limit=2", "shots=0", "texts=[]"]
     flags += [f"--{part}.{option}" for part in ("tasks", "paper") for option in [*common, "tasks=piqa,cb"]]
-    assert exit_on_user_error(main, [*flags, "--paper.tables=table4"]) == 0
+    assert exit_on_user_error(main, [*flags, "--paper.tables=fig7", "--paper.sparsities=0.5"]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert 'id="picture-fig7"' in page
     assert "<h2>Tasks</h2>" in page and "The paper&#x27;s tables that are about tasks" in page
     rows = json.loads((tmp_path / "tasks/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {
@@ -277,8 +278,12 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
         "cb",
         "mean",
     } and "| mean | 0 | acc | 4 |" in capsys.readouterr().out
-    assert exit_on_user_error(main, [*flags, "--paper.tables=table9"]) == 2
-    assert "--paper: --tables: table9 is none of" in capsys.readouterr().err
+    flags = [flag for flag in flags if "--tokens" not in flag and "--output" not in flag]
+    flags += ["--tokens=200", f"--output={tmp_path / 'other'}"]
+    mistakes = {"--paper: --tables: table9 is none of": "--paper.tables=table9", "no task su": "--tasks.tasks=su"}
+    for told, flag in mistakes.items():
+        assert exit_on_user_error(main, [*flags, flag]) == 2
+        assert told in capsys.readouterr().err and not (tmp_path / "other").exists()  # before anything is scored
 
 
 def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, data, tmp_path, capsys):
@@ -301,13 +306,19 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
         "density must lie": ["--mlp_density=2"],
         "backend must be one of": ["--backend=fast"],
         "batch_size": ["--batch_size=many"],
+        "prompt or a position, got -3": ["--sparse_from=-3"],
+        "takes its examples from 8 records": ["--tasks=[piqa]", "--shots=[8]"],
     }
+    if not torch.cuda.is_available():
+        mistakes["sees no GPU"] = ["--device=cuda"]
     for said, flags in mistakes.items():
-        assert exit_on_user_error(run_module.main, [*common, *flags]) == 2, said
+        merged = {flag.split("=")[0]: flag for flag in (*common, *flags)}  # a list that is repeated would grow
+        assert exit_on_user_error(run_module.main, list(merged.values())) == 2, said
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and said in lines[0], (said, lines)
     assert not (tmp_path / "out").exists()
-    for said, flags in {"is none of": ["--tables=[table9]"], "no structure": ["--structures=[sideways]"]}.items():
+    mistakes = {"is none of": ["--tables=[table9]"], "no structure": ["--structures=[sideways]"]}
+    for said, flags in (mistakes | {"--tables is empty": ["--tables=[]"]}).items():
         assert exit_on_user_error(paper_module.main, [*common, *flags]) == 2
         assert said in capsys.readouterr().err
     with pytest.raises(UserError, match="bundle"):

@@ -345,6 +345,9 @@ def test_everything_from_the_command_line(arguments, tmp_path):
     (alone / "cosine.csv").write_text("layer,distance\n1,x\n")
     with pytest.raises(UserError, match="line 2: not a row of CosineRow"):
         redraw(alone)
+    (alone / "cosine.csv").write_text("layer,distance\n")
+    with pytest.raises(UserError, match="cosine.csv holds no rows"):
+        redraw(alone)
     with pytest.raises(UserError, match="has none of"):
         redraw(tmp_path)
 

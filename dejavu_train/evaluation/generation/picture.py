@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.observe.pictures import BLACK, BLUE, PINK, STYLES, save
+from dejavu_train.evaluation.observe.pictures import STYLES, save
 
 BLOCK = 16  # positions that a point of a curve over positions averages
 
@@ -31,9 +31,9 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
     for column, decoding in enumerate(decodings):
         own = [row for row in positions if row.decoding == decoding and not row.guard_every]
         parting, drift = grid[0][column], grid[1][column]
-        for (name, points), (colour, marker, line) in zip(_curves(own).items(), STYLES, strict=False):
+        for style, points in _curves(own):
+            marker = style.pop("marker")
             x = [point.position + 1 for point in points]
-            style = {"color": colour, "linestyle": line, "linewidth": 1.5, "label": name}
             parting.plot(x, [100 * point.same_so_far for point in points], **style)
             blocks = [points[i : i + BLOCK] for i in range(0, len(points), BLOCK)]
             excess = [sum(p.nats - p.dense_nats for p in block) / len(block) for block in blocks]
@@ -41,6 +41,10 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
             drift.plot(middle, excess, marker=marker, markersize=4, **style)
         _label(parting, "tokens behind the prompt", "texts not parted yet, %", f"{decoding}: when texts part")
         parting.set_ylim(-3, 103)
+        parting.set_xscale("log")  # half the texts part within few tokens
+        ticks = [2**i for i in range(12) if 2**i <= len({row.position for row in own})]
+        parting.set_xticks(ticks, [str(tick) for tick in ticks])
+        parting.set_xticks([], minor=True)
         drift.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
         title = f"{decoding}: under the dense model, over its own text"
         _label(drift, "tokens behind the prompt", "nats a token", title)
@@ -55,13 +59,21 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
     return True
 
 
-def _curves(positions: Sequence[Any]) -> dict[str, list[Any]]:
-    """Rows of positions by what the line is called."""
-    made: dict[str, list[Any]] = {}
-    for row in positions:
-        start = "behind the prompt" if row.sparse_from == "prompt" else "everywhere"
-        made.setdefault(f"{100 * row.mlp_density:g} % of neurons, sparse {start}", []).append(row)
-    return made
+def _styles(rows: Sequence[Any]) -> dict[tuple[float, str], tuple[str, str, str]]:
+    """Colour, marker and line by density and start, the same in every panel."""
+    kinds = dict.fromkeys((row.mlp_density, row.sparse_from) for row in rows)
+    return {kind: STYLES[place % len(STYLES)] for place, kind in enumerate(kinds)}
+
+
+def _curves(positions: Sequence[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Rows of positions by model, with how their line looks and what it is called."""
+    curves = []
+    for (density, start), (colour, marker, line) in _styles(positions).items():
+        where = "behind the prompt" if start == "prompt" else "everywhere"
+        style = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.5}
+        style["label"] = f"{100 * density:g} % of neurons, sparse {where}"
+        curves.append((style, [row for row in positions if (row.mlp_density, row.sparse_from) == (density, start)]))
+    return curves
 
 
 def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
@@ -69,16 +81,16 @@ def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
     intervals = sorted({row.guard_every for row in rows if row.guard_every}, reverse=True)
     places = {every: place for place, every in enumerate([0, *intervals])}
     pairs = sorted({(row.mlp_density, row.thresholds) for row in rows if row.guard_every})
-    colours = dict(zip(sorted({density for density, _ in pairs}), (PINK, BLACK), strict=False))
+    styles = _styles(rows)
     for i, (density, thresholds) in enumerate(pairs):
         mine = [row for row in rows if row.mlp_density == density and row.sparse_from == "prompt"]
         mine = [row for row in mine if not row.guard_every or row.thresholds == thresholds]
         mine.sort(key=lambda row: places[row.guard_every])
         x = [places[row.guard_every] + 0.06 * (i - (len(pairs) - 1) / 2) for row in mine]
         moved = thresholds == "moved"
-        style = {"color": colours.get(density, BLUE), "marker": "P" if moved else "x", "linewidth": 1.4, "capsize": 2.5}
+        style = {"color": styles[density, "prompt"][0], "marker": "P" if moved else "x", "linewidth": 1.4}
         style |= {"linestyle": "-" if moved else ":", "label": f"{100 * density:g} %, guard, thresholds {thresholds}"}
-        panel.errorbar(x, [100 * r.change for r in mine], [100 * (r.error or 0) for r in mine], **style)
+        panel.errorbar(x, [100 * r.change for r in mine], [100 * (r.error or 0) for r in mine], capsize=2.5, **style)
     panel.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
     panel.set_xticks(list(places.values()), ["none" if not every else f"1 in {every}" for every in places])
     _label(panel, "dense tokens", "perplexity over dense's, %", f"{decoding}: what a guard buys")

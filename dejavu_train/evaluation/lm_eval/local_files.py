@@ -115,7 +115,7 @@ def read_records(folder: str | None, file: str, convert: Callable[[Record], Reco
     """
     path = _path(folder, file)
     records = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):  # a text may hold other ends of lines
         if not line.strip():
             continue
         try:

@@ -7,6 +7,7 @@ because only a continuation's logits are requested.
 Letters: K positions whose logits are requested, V vocabulary.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from tqdm import tqdm
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import ENGINES, PREDICTORS_FOLDER, SparseOPTForCausalLM
 
 DENSE = "dense"
@@ -150,7 +151,8 @@ class DejavuLM(HFLM):
         # Only whole-sequence backends take a mask that is more than padding.
         waiting = build_rows([request[1:] for request in requests], self.max_length, shared=self._whole_sequences)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm or None, desc="log-likelihoods") as bar:
+        shown = contextlib.nullcontext() if disable_tqdm else Progress("log-likelihoods", len(requests), "request")
+        with shown as bar:
             while waiting:
                 fitting = max(1, self.positions_at_once // len(waiting[0]))
                 n = override_bs or (fitting if self.by_positions else self.batch_size)
@@ -160,7 +162,8 @@ class DejavuLM(HFLM):
                     key = requests[i][0]
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answer)
-                    bar.update(1)
+                    if bar is not None:
+                        bar.update()
         return answers
 
     @property

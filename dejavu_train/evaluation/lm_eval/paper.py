@@ -25,7 +25,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, read_config, versions
-from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, compare, mean_rows, quiet
+from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, change_of, compare, mean_rows, quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
 from dejavu_train.evaluation.restructure import STRUCTURES, check_structure, restructured
 from dejavu_train.evaluation.studied import SELECTED_BY, StudiedOPT, densities_for, one_stage, total_sparsity
@@ -45,7 +45,7 @@ class PaperConfig:
     Attributes:
         model: folder or hub id.
         bundle: folder or hub id.
-        output: paper.json and fig7.png go here.
+        output: paper.json, fig7.svg and fig7.png go here.
         tables: some of table4, fig7, structures; each variant asks everything once.
         tasks: accuracies, at every number of shots.
         texts: perplexities: wikitext, c4, prose.
@@ -86,6 +86,8 @@ class PaperConfig:
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise UserError(f"--{name}: {unknown[0]} is none of {', '.join(known)}")
+        if not self.tables:
+            raise UserError(f"--tables is empty; name some of {', '.join(TABLES)}")
         for structure in self.structures:
             check_structure(structure)
         if any(not 0 < sparsity <= 0.95 for sparsity in self.sparsities):
@@ -106,6 +108,10 @@ class Variant:
     structure: str = "sequential"
     mlp_density: float = 1.0
     head_density: float = 1.0
+
+    def __str__(self) -> str:
+        asked = f"{self.mlp_density:.0%} of neurons, {self.head_density:.0%} of heads"
+        return f"{self.table}, {self.selection}, {self.structure}, {asked}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,16 +192,15 @@ def table(rows: Sequence[PaperRow]) -> str:
             what += f", {one.mlp_density:.0%} of neurons, {one.head_density:.0%} of heads"
             name = f"mean accuracy, {row.shots} shot" if accuracy else f"{row.task} perplexity, {row.shots} shot"
             scale = 100 if accuracy else 1
-            change = f"{100 * row.change:+.2f} ± {100 * (row.error or 0):.2f} {'points' if accuracy else '%'}"
             lines.append(
-                f"| {variant.table} | {what} | {one.total_sparsity:.0%} | {name} | {scale * row.value:.2f} |"
-                f" {scale * row.dense:.2f} | {change} |"
+                f"| {variant.table} | {what} | {one.total_sparsity:.0%} | {name} | {scale * row.value:,.2f} |"
+                f" {scale * row.dense:,.2f} | {change_of(row)} |"
             )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, ask, write paper.json and fig7.png."""
+    """Parse, ask, write paper.json and fig7."""
     config: PaperConfig = read_config(PaperConfig, argv, "The paper's tables that are about tasks.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
@@ -204,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_paper(config: PaperConfig) -> None:
-    """Ask and print the table; paper.json grows by a variant at a time, fig7.png is last. Raises as :func:`paper`."""
+    """Ask and print the table; paper.json grows by a variant at a time, fig7 is last. Raises as :func:`paper`."""
     quiet()
     rows: list[PaperRow] = []
     about = {"config": dataclasses.asdict(config), "versions": versions()}
@@ -212,8 +217,8 @@ def write_paper(config: PaperConfig) -> None:
         rows += found
         write_json(Path(config.output) / "paper.json", about | {"rows": [row.flat() for row in rows]})
     print(table(rows))
-    if not plot_trend([row.flat() for row in rows], Path(config.output) / "fig7.png"):
-        logger.info("no fig7.png: there are no rows of fig7, or matplotlib is not installed")
+    if not plot_trend([row.flat() for row in rows], Path(config.output) / "fig7"):
+        logger.info("no fig7.svg: there are no rows of fig7, or matplotlib is not installed")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from dejavu_train.evaluation.lm_eval.tasks import (
     table,
 )
 from dejavu_train.files import write_json, write_text
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class TasksConfig:
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
         check_asked(self)
-        if isinstance(self.sparse_from, str) and self.sparse_from != "prompt":
+        position = self.sparse_from
+        if position != "prompt" and (isinstance(position, str) or position < 0):
             raise UserError(f"--sparse_from must be prompt or a position, got {self.sparse_from}")
 
     @property
@@ -119,8 +120,9 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
     """Ask the dense and the sparse model; rows task by task, shots by shots, then their mean.
 
     Raises:
-        UserError: what :func:`build_questions` raises, and a bundle of another model.
+        UserError: what :func:`build_questions` raises, a device that is not there, and a bundle of another model.
     """
+    resolve_device(config.device)  # lm-eval's way with a device that is not there is to take another one
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model)
     common: dict[str, Any] = {"batch_size": config.batch_size, "dtype": config.dtype, "device": config.device}

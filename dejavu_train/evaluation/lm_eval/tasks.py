@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lm_eval.api import model as api_model
+from lm_eval.api import task as api_task
 from lm_eval.api.model import CachingLM
+from lm_eval.models import huggingface
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
@@ -116,7 +120,8 @@ def build_questions(
     Args:
         seed: of the few-shot examples.
     Raises:
-        UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched.
+        UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched, or one with
+            too few records for the examples.
     """
     manager, chosen = find_tasks(names, where)
     try:
@@ -125,7 +130,13 @@ def build_questions(
         raise UserError(
             f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
         ) from None
-    for task in loaded.values():
+    names_of = {own: name for name, own in chosen.items()}
+    for own, task in loaded.items():
+        known = len(list(task.fewshot_docs())) if shots else 0
+        if shots and known <= shots:  # the question itself is none of its examples
+            raise UserError(
+                f"--shots {shots}: {names_of.get(own, own)} takes its examples from {known} records; ask for fewer"
+            )
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=seed)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
@@ -247,19 +258,31 @@ def table(rows: Sequence[TaskRow]) -> str:
     """Rows as Markdown."""
     lines = ["| task | shots | metric | examples | value | dense | change | flips |", "| --- |" + " --- |" * 7]
     for row in rows:
-        accuracy = row.metric in ACCURACIES
-        scale = 100 if accuracy else 1
-        error = "" if row.error is None else f" ± {100 * row.error:.2f}"
+        scale = 100 if row.metric in ACCURACIES else 1
         flips = "" if row.flips is None else f"{100 * row.flips:.1f} %"
-        change = f"{100 * row.change:+.2f}{error} {'points' if accuracy else '%'}"
         lines.append(
             f"| {row.task} | {row.shots} | {row.metric} | {row.examples} | {scale * row.value:.2f} |"
-            f" {scale * row.dense:.2f} | {change} | {flips} |"
+            f" {scale * row.dense:.2f} | {change_of(row)} | {flips} |"
         )
     return "\n".join(lines)
 
 
+def change_of(row: TaskRow) -> str:
+    """The change with its error: points of an accuracy, per cent of a perplexity, from tenfold on how many times."""
+    if row.metric not in ACCURACIES and row.change >= 9:
+        return f"x {1 + row.change:,.0f}"
+    error = "" if row.error is None else f" ± {100 * row.error:.2f}"
+    return f"{100 * row.change:+.2f}{error} {'points' if row.metric in ACCURACIES else '%'}"
+
+
 def quiet() -> None:
-    """lm-eval's and datasets' progress lines are not ours."""
+    """Of lm-eval and datasets only errors, and bars only on a terminal: elsewhere each would be lines of a log."""
     for name in ("lm_eval", "datasets", "evaluate"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    modules: tuple[Any, ...] = (api_task, api_model, huggingface)
+    for module in modules:
+        module.tqdm = _bar
+
+
+def _bar(items: Any = None, disable: bool | None = False, **options: Any) -> Any:
+    return tqdm(items, disable=disable or None, **options)

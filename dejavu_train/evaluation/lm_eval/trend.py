@@ -1,19 +1,22 @@
 """Draws rows of ``fig7``: mean accuracy and perplexity over the total sparsity, predicted and oracle."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dejavu_train.evaluation.observe.pictures import save
 from dejavu_train.evaluation.picture import CURVES
-from dejavu_train.files import replacing
+
+COLUMNS = 3
 
 
-def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
+def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
     """A panel for the mean accuracy at every number of shots, and one for every perplexity; bars are paired errors.
 
     Args:
         rows: flat rows of :func:`paper`; others than those of ``fig7`` are passed over.
-        path: of the PNG file.
+        stem: of the files, ``stem``.svg and ``stem``.png.
     Returns: False without such rows or without matplotlib; nothing is drawn then.
     """
     shown = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
@@ -28,8 +31,14 @@ def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
         return False
     panels = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in shown))
     panels.sort()
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.4), squeeze=False, layout="constrained")
-    for panel, (is_perplexity, task, shots) in zip(axes[0], panels, strict=True):
+    columns = min(COLUMNS, len(panels))
+    bands = math.ceil(len(panels) / columns)
+    size = (3.3 * columns, 0.4 + 3 * bands)
+    figure, grid = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
+    axes = grid.flatten().tolist()
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    for panel, (is_perplexity, task, shots) in zip(axes, panels, strict=False):
         own = [row for row in shown if (row["task"], row["shots"]) == (task, shots)]
         dense = own[0]["dense"] if is_perplexity else 100 * own[0]["dense"]
         panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1, label="dense")
@@ -46,11 +55,10 @@ def plot_trend(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
         panel.set_ylabel("perplexity" if is_perplexity else "accuracy, %", fontsize=9)
         if is_perplexity:
             panel.set_yscale("log")
+        panel.set_xlim(0, 100)
         panel.grid(alpha=0.3)
         panel.tick_params(labelsize=8)
-    axes[0][0].legend(fontsize=8, frameon=False)
+    axes[0].legend(fontsize=8, frameon=False)
     figure.supxlabel("share of all blocks' weights that is not read, %", fontsize=10)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)
+    save(figure, stem)
     return True

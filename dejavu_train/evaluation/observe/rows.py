@@ -28,15 +28,18 @@ def read_csv(path: Path, kind: type[Any]) -> list[Any]:
     """The rows of :func:`write_csv` as ``kind``.
 
     Raises:
-        UserError: other columns, or values of another type.
+        UserError: no rows, other columns, or values of another type.
     """
     kinds = typing.get_type_hints(kind)
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         try:
-            return [kind(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in reader]
+            rows = [kind(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in reader]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path}, line {reader.line_num}: not a row of {kind.__name__} ({error})") from None
+    if not rows:
+        raise UserError(f"{path} holds no rows; measure anew")
+    return rows
 
 
 def _cell(value: Any) -> Any:
