@@ -58,7 +58,7 @@ def prepare(arguments: tuple[Any, ...]) -> None:
     """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long."""
 
     def show_notice() -> None:
-        print("compiling the CPU engine: 15 to 20 seconds, once; later starts read it from the cache", file=sys.stderr)
+        print("compiling the CPU engine: some 15 seconds, once; later starts read it from the cache", file=sys.stderr)
 
     from numba import typeof
 
