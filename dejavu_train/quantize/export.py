@@ -69,6 +69,8 @@ def export(config: ExportConfig) -> dict[str, float]:
     group = next(g for g in GROUPS if layouts["fc1"].sizes.group % g == 0 and (shape.head_dim % g == 0 or g == 32))
     if shape.head_dim % group:  # the out-projection is rounded anew in any case: groups as wide as the other matrices'
         group = layouts["fc1"].sizes.group
+    if shape.d_ffn % group:
+        raise UserError(f"{config.model} has {shape.d_ffn} neurons a layer; GPTQ groups of {group} do not divide them")
     errors: dict[str, list[float]] = {part: [] for part in layouts}
     with folder_aside(config.output) as folder, Progress("exporting", shape.n_layers, "layer") as progress:
         kept = [name for name in source if ".layers." not in name and name not in coded]

@@ -3,6 +3,7 @@ them, and every other matrix as the numbers that they stand for."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +136,16 @@ def test_a_gptq_folder_becomes_ours(tmp_path, capsys):
         ours, theirs = made.get_submodule(name).weight, dense.get_submodule(name).weight.detach()
         error = float((ours - theirs).norm() / theirs.norm())
         assert error == 0 if linear != "fc2" else 0 < error < 0.15
+
+
+def test_neurons_that_no_group_divides_are_not_exported(tmp_path):
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_attention_heads": 4}
+    save_tiny_opt(tmp_path / "dense", **sizes)
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    quantise(QuantizeConfig(model=str(tmp_path / "dense"), output=ours, quantizer="rtn", device="cpu"))
+    with pytest.raises(UserError, match="groups of 64 do not divide"):
+        export.export(export.ExportConfig(ours, theirs))
+    assert not Path(theirs).exists()
 
 
 @pytest.mark.parametrize("v2", [False, True])
