@@ -129,7 +129,7 @@ def test_commands_of_task_rows_in_the_documentation_parse():
     commands = _commands(r"-m benchmarks\.tasks")
     assert commands
     for _, _, *flags in commands:
-        word = flags.pop(0) if flags[0] in ("paper", "engine") else "tasks"
+        word = flags.pop(0) if flags[0] in ("paper", "engine", "picture") else "tasks"
         if flags:
             read_tasks(PaperConfig if word == "paper" else TasksConfig, flags, "")
 
