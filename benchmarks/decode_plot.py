@@ -1,16 +1,24 @@
-"""Draws milliseconds per token against the prompt, and a step's against the batch, from benchmarks/results/decode.csv.
+"""Draws ms per token against the prompt, a step's against the batch, fp16 beside 4 bits, from results/decode.csv.
 
 python -m benchmarks.decode_plot
 """
 
 import csv
 from pathlib import Path
+from typing import Any
 
 from benchmarks.decode_problem import UNION
+from benchmarks.tables_decode import INT4_GOALS, int4_steps
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, str]
 AHEAD = "site=1"
+BARS = {  # label of a bar -> what is asked, the kinds of steps of which the fastest is drawn, colour
+    "dense, fp16": ("dense", ("fp16",), "black"),
+    "dense, 4 bits": ("dense", ("own site",), "tab:gray"),
+    "sparse, heads 85 %, fp16": ("heads 85 %", ("fp16",), "tab:blue"),
+    "sparse, heads 85 %, 4 bits": ("heads 85 %", ("own site", "look-ahead"), "tab:cyan"),
+}
 
 
 def best(rows: list[Row], model: str, engine: str, ahead: bool = False) -> list[tuple[int, float, float]]:
@@ -42,6 +50,22 @@ def batches(rows: list[Row], model: str, engine: str) -> list[tuple[int, float]]
     return sorted(found)
 
 
+def draw_four_bits(axis: Any) -> None:
+    """A bar for each kind of step, by model."""
+    steps = int4_steps(RESULTS.parents[1])
+    for place, (label, (what, kinds, colour)) in enumerate(BARS.items()):
+        for group, model in enumerate(INT4_GOALS):
+            rows = [steps[model, what, kind] for kind in kinds if (model, what, kind) in steps]
+            if not rows:
+                continue
+            ms = min(float(row["p50_ms"]) for row in rows)
+            bar = axis.bar(group + 0.2 * (place - 1.5), ms, 0.2, color=colour, label="" if group else label)
+            axis.bar_label(bar, fmt="%.3g", fontsize=7)
+    axis.set(title="fp16 and 4 bits, prompt 128", ylabel="ms per token")
+    axis.set_xticks(range(len(INT4_GOALS)), [model.upper() for model in INT4_GOALS])
+    axis.legend(fontsize=6)
+
+
 def main() -> int:
     try:
         import matplotlib
@@ -51,10 +75,11 @@ def main() -> int:
     from matplotlib import pyplot as plt
 
     with (RESULTS / "decode.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if "weights=" not in row["options"]]
     models = ("6.7b", "30b", "66b")
-    figure, axes = plt.subplots(1, len(models) + 1, figsize=(4.2 * len(models) + 4.2, 3.6))
-    for axis, model in zip(axes, models, strict=False):
+    figure, axes = plt.subplot_mosaic([list(models), ["batches", "int4", "int4"]], figsize=(12.6, 7.2))
+    for model in models:
+        axis = axes[model]
         for engine, colour in (("dense", "black"), ("sparse", "tab:blue")):
             points = best(rows, model, engine)
             prompts = [point[0] for point in points]
@@ -75,14 +100,16 @@ def main() -> int:
         for model, style in (("66b", "o-"), ("6.7b", "s--")):
             points = batches(rows, model, engine)
             label = f"{engine}, {model.upper()}"
-            axes[-1].plot(*zip(*points, strict=True) if points else ((), ()), style, color=colour, label=label)
-    axes[-1].set(title="Batches, MLP at its union", xlabel="rows", ylabel="ms a step", xscale="log")
-    axes[-1].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
-    axes[-1].minorticks_off()
-    axes[-1].set_ylim(bottom=0)
-    axes[-1].legend(fontsize=6)
+            axes["batches"].plot(*zip(*points, strict=True) if points else ((), ()), style, color=colour, label=label)
+    axes["batches"].set(title="Batches, MLP at its union", xlabel="rows", ylabel="ms a step", xscale="log")
+    axes["batches"].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+    axes["batches"].minorticks_off()
+    axes["batches"].set_ylim(bottom=0)
+    axes["batches"].legend(fontsize=6)
+    draw_four_bits(axes["int4"])
     where = f"{rows[-1]['gpu']}, {rows[-1]['date']}, commit {rows[-1]['commit']}"
-    figure.suptitle(f"Decoding, fp16, {where}. Batch 1: MLP 10 %, heads 50 %, 60 % of the selected neurons live")
+    condition = "Batch 1: MLP 10 %, heads 50 %, 60 % of the selected neurons live"
+    figure.suptitle(f"Decoding, fp16 but for the last panel, {where} (fp16). {condition}", fontsize=10)
     figure.tight_layout()
     figure.savefig(RESULTS / "decode.png", dpi=130)
     print(RESULTS / "decode.png")

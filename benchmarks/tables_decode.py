@@ -1,15 +1,27 @@
-"""Tables of benchmarks/NOTES.md from decode.csv: step times by prompt, batches beside how good the dense engine is."""
+"""Tables of benchmarks/NOTES.md from decode.csv: steps by prompt, of batches, and with 4-bit weights beside goals."""
 
 from pathlib import Path
 
-from benchmarks.tables_format import Row, markdown, provenance, read_csv
+from benchmarks.tables_format import Row, devices, markdown, provenance, read_csv
 
 DECODE = "benchmarks/results/decode.csv"
+INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 % of the neurons, 60 % of them live
+    "6.7b": {"dense": 1.4, "heads 100 %": 0.95, "heads 85 %": 0.95, "heads 50 %": 0.80},
+    "30b": {"dense": 4.8, "heads 100 %": 2.5, "heads 85 %": 2.35, "heads 50 %": 1.9},
+    "66b": {"dense": 9.6, "heads 100 %": 4.8, "heads 85 %": 4.45, "heads 50 %": 3.5},
+    "175b": {"dense": 25, "heads 100 %": 11.5, "heads 85 %": 10.4, "heads 50 %": 8.2},
+}
+SELECTED = {"heads 100 %": "head_density=1.0", "heads 85 %": "head_density=0.85", "heads 50 %": ""}  # a word of options
 
 
 def _rows(root: Path) -> list[Row]:
     """Timed rows, oldest first, so that a dict of them keeps the newest of a kind."""
     return sorted((row for row in read_csv(root / DECODE) if row["p50_ms"]), key=lambda row: row["date"])
+
+
+def _keys(row: Row) -> set[str]:
+    """What the options of a row set."""
+    return {word.partition("=")[0] for word in row["options"].split()}
 
 
 def _size(row: Row) -> float:
@@ -44,7 +56,7 @@ def prompts_table(root: Path) -> str:
 
 def batches_table(root: Path) -> str:
     """Several rows: what they select together, and the share of its floor that the dense engine reaches."""
-    rows = [row for row in _rows(root) if row["batch"] != "1" and "crossover" not in row["options"]]
+    rows = [row for row in _rows(root) if row["batch"] != "1" and not {"crossover", "weights"} & _keys(row)]
     found = {(_size(row), int(row["batch"]), row["engine"]): row for row in rows}
     table = []
     for size, batch in sorted({key[:2] for key in found}):
@@ -54,3 +66,59 @@ def batches_table(root: Path) -> str:
         table.append([f"{size:g}B, {batch}", *cells, *_times(dense, dense)[:2], *_times(sparse, dense)])
     headings = ["shapes, rows", "union", "one row", "live", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
     return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(rows)}.\n"
+
+
+def _int4_kinds(what: str) -> dict[str, str]:
+    """Kind of step -> options of its rows, for what is asked of the 4-bit engine: dense, or a share of the heads."""
+    if what == "dense":
+        return {"own site": "weights=int4", "LM head": "weights=int4 lm_head=int4", "fp16": ""}
+    heads = SELECTED[what]
+    ahead = f"{heads} predictors=int8 weights=int4"
+    kinds = {"own site": f"{heads} predictors=int4 weights=int4", "look-ahead": f"{ahead} site=1"}
+    kinds |= {"LM head": f"{ahead} lm_head=int4 site=1", "fp16": heads}
+    return {name: options.strip() for name, options in kinds.items()}
+
+
+def int4_steps(root: Path) -> dict[tuple[str, str, str], Row]:
+    """(model, what is asked, kind of step) -> its newest row of one sequence behind 128 tokens."""
+    newest = {
+        (row["model"], row["engine"], row["options"]): row
+        for row in _rows(root)
+        if row["batch"] == "1" and row["prompt"] == "128"
+    }
+    found = {}
+    for model, goals in INT4_GOALS.items():
+        for what in goals:
+            for kind, options in _int4_kinds(what).items():
+                if row := newest.get((model, "dense" if what == "dense" else "sparse", options)):
+                    found[model, what, kind] = row
+    return found
+
+
+def int4_table(root: Path) -> str:
+    """Steps with 4-bit weights: ms, times the goal, share of the floor; the same selection in fp16."""
+    steps = int4_steps(root)
+    table = []
+    for model, goals in INT4_GOALS.items():
+        for what, goal in goals.items():
+            cells = [f"{model.upper()}, {what}", f"{goal:g}"]
+            for kind in ("own site", "look-ahead"):
+                row = steps.get((model, what, kind))
+                cells += [f"{float(row['p50_ms']):.3g}", f"{float(row['p50_ms']) / goal:.2f}x"] if row else ["", ""]
+                cells.append(f"{100 * float(row['share45']):.0f} %" if row else "")
+            beside = [steps.get((model, what, kind)) for kind in ("LM head", "fp16")]
+            table.append(cells + [f"{float(row['p50_ms']):.3g}" if row else "" for row in beside])
+    headings = ["shapes", "goal, ms"]
+    for name in ("dense, or own site, ms", "look-ahead, ms"):
+        headings += [name, "times the goal", "of its floor"]
+    headings += ["LM head in 4 bits as well (sparse: look-ahead), ms", "fp16, same selection, ms"]
+    made: dict[tuple[str, str], list[str]] = {}
+    for (model, what, kind), row in steps.items():
+        name = "fp16" if kind == "fp16" else f"{model.upper()} {what} {kind}"
+        made.setdefault((row["date"], row["commit"]), []).append(name)
+    most = max(made, key=lambda key: len(set(made[key])))
+    said = [
+        f"commit {commit} of {date}: {'all others' if (date, commit) == most else ', '.join(dict.fromkeys(names))}"
+        for (date, commit), names in sorted(made.items())
+    ]
+    return f"{markdown(headings, table)}\nRows: decode.csv; {devices(list(steps.values()))}; {'; '.join(said)}.\n"
