@@ -7,7 +7,8 @@
 # one seed after the other: three seeds side by side on one GPU trained for 350 s and were not done within the limit.
 # VARIANTS=1 also compares settings of GPTQ, on documents of no report, and scores the LM head in 8 and 4 bits.
 # OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
-# $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2.
+# $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2. Each run pretrains another model: rows
+# that are put beside those of an earlier one get another name in the column `model` (`quantize show` refuses a mixture).
 set -u
 out=$1
 try=${TRY:-}
@@ -144,8 +145,9 @@ fi
 moments &
 jobs_="$jobs_ $!"
 worker() {  # GPU: its seeds, one after the other
-  local seed
-  [ -n "$try" ] || export CUDA_VISIBLE_DEVICES=$1
+  local seed chosen
+  IFS=, read -ra chosen <<< "${CUDA_VISIBLE_DEVICES:-}"
+  [ -n "$try" ] || [ "$gpus" = 1 ] || export CUDA_VISIBLE_DEVICES=${chosen[$1]:-$1}  # one GPU: the caller's choice stays
   for seed in $seeds; do
     if [ "$((seed % gpus))" = "$1" ] && [ "$(left 60)" -gt 0 ]; then whole_seed "$seed"; fi
   done

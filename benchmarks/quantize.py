@@ -37,7 +37,7 @@ from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
 from dejavu_train.data.text import SampleConfig, TextSource, cut_windows, load_documents
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.models.int4 import Int4Rows, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
@@ -387,7 +387,7 @@ def show(options: argparse.Namespace) -> None:
         lines.append(f"| {model} | {name} | {' | '.join('' if row is None else _digits(row) for row in cells)} |")
     for model in dict.fromkeys(row["model"] for row in rows if row["what"] == "report"):
         kinds = kinds_of(rows, model)
-        lines += ["", model, *_dense_table(kinds), *_head_table(kinds), *_sparse_table(kinds)]
+        lines += ["", model, *_dense_table(kinds), *_head_table(kinds), *_block_table(kinds), *_sparse_table(kinds)]
     print("\n".join(lines))
 
 
@@ -395,7 +395,10 @@ def _dense_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
     lines = ["", "| text | tokens | perplexity, fp16 | KL: rtn | gptq | ratio | increase, %: rtn | gptq |"]
     lines.append("| --- |" + " --- |" * 7)
     for text in dict.fromkeys(key[0] for key in kinds):
-        dense, rtn, gptq = (kinds[text, name, "none", "1", "1"] for name in ("fp16", "rtn", "gptq"))
+        dense, rtn, gptq = (kinds[text, name, *DENSE] for name in ("fp16", "rtn", "gptq"))
+        perplexities = [float(row["perplexity"]) for row in dense]
+        if max(perplexities) > 1.01 * min(perplexities):
+            raise UserError(f"rows of {dense[0]['model']} are of models with other fp16 weights: rename one in the CSV")
         lines.append(
             f"| {text} | {int(dense[0]['tokens']):,} | {_mean(dense, 'perplexity'):.2f} | {_mean(rtn, 'kl'):.4f} |"
             f" {_mean(gptq, 'kl'):.4f} | {_mean(gptq, 'kl') / _mean(rtn, 'kl'):.3f} |"
@@ -404,6 +407,7 @@ def _dense_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
     return lines
 
 
+DENSE = ("none", "1", "1")  # predictors and shares where everything is computed
 HEADS = ("gptq", "gptq, LM head int8", "gptq, LM head int4")
 
 
@@ -415,11 +419,38 @@ def _head_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
         "| --- |" + " --- |" * 6,
     ]
     for text in dict.fromkeys(key[0] for key in kinds):
-        found = [kinds.get((text, name, "none", "1", "1")) for name in HEADS]
+        found = [kinds.get((text, name, *DENSE)) for name in HEADS]
         if all(found):
             kl = " | ".join(f"{_mean(rows, 'kl'):.4f}" for rows in found if rows)
             lines.append(f"| {text} | {kl} | {' | '.join(_percent(rows) for rows in found if rows)} |")
     return lines if len(lines) > 3 else []
+
+
+def _block_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
+    """Whole-block bytes and the increase of perplexity above 4-bit dense, text by text; a star misses the sum rule."""
+    texts = list(dict.fromkeys(key[0] for key in kinds))
+    asked = sorted({key[1:] for key in kinds if "none" not in key and key[1] != "fp16"}, key=_by_share)
+    lines = []
+    for weights, predictors, mlp, heads in asked:
+        cells, shares, above = [], [], []
+        for text in texts:
+            both, alone = kinds.get((text, weights, predictors, mlp, heads)), kinds.get((text, weights, *DENSE))
+            plain = kinds.get((text, "fp16", "before", mlp, heads))
+            if both is None or alone is None or plain is None:
+                cells.append("")
+                continue
+            shares.append(100 * _mean(both, "block_bytes"))
+            above.append(100 * np.expm1(_mean(both, "increase") - _mean(alone, "increase")))
+            cells.append(f"{shares[-1]:.2f} %: {above[-1]:+.2f}" + ("" if _sum_rule(both)[2] else r"\*"))
+        mean = f"{np.mean(shares):.2f} %: {np.mean(above):+.2f}" if len(shares) == len(texts) else ""
+        name = f"{100 * float(mlp):g} %, {100 * float(heads):g} % | {weights}, {predictors}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {mean} |")
+    head = [
+        "",
+        f"| MLP, heads | weights, predictors | {' | '.join(texts)} | mean |",
+        "| --- |" + " --- |" * (len(texts) + 2),
+    ]
+    return [*head, *lines] if lines else []
 
 
 def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
@@ -427,12 +458,12 @@ def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
     lines = []
     for key, both in sorted(kinds.items(), key=lambda item: (float(item[0][4]) < 1, item[0][3])):
         text, weights, predictors, mlp, heads = key
-        plain, alone = kinds.get((text, "fp16", "before", mlp, heads)), kinds.get((text, weights, "none", "1", "1"))
+        plain, alone = kinds.get((text, "fp16", "before", mlp, heads)), kinds.get((text, weights, *DENSE))
         if predictors == "none" or weights == "fp16" or plain is None or alone is None:
             continue
-        excess, error = _mean(both, "excess"), max(float(row["excess_error"] or 0) for row in both)
+        excess, error, met = _sum_rule(both)
         small = max(_mean(plain, "increase"), _mean(alone, "increase")) < np.log(1.05)
-        verdict = "met" if excess <= max(0.002, 2 * error) else "**missed**"
+        verdict = "met" if met else "**missed**"
         lines.append(
             f"| {100 * float(mlp):g} %, {100 * float(heads):g} % | {text} | {weights}, {predictors} |"
             f" {_share(plain)}, {_percent(plain)} | {_share(both)}, {_percent(both)} | {excess:+.4f} ± {error:.4f} |"
@@ -441,6 +472,18 @@ def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
     names = "MLP, heads | text | weights, predictors | fp16: bytes, increase % | 4 bits: bytes, increase %"
     head = ["", f"| {names} | excess, nats | sum rule |", "| --- |" + " --- |" * 6]
     return [*head, *lines] if lines else []
+
+
+def _by_share(key: tuple[str, ...]) -> tuple[bool, float, float, bool, str]:
+    """All heads first, then by neurons and heads; of one selection the fp16 model's predictors first."""
+    weights, predictors, mlp, heads = key
+    return float(heads) < 1, float(mlp), -float(heads), predictors != "before", weights
+
+
+def _sum_rule(both: Found) -> tuple[float, float, bool]:
+    """What both together cost above the sum of either alone, in nats, its largest error, and whether that may be."""
+    excess, error = _mean(both, "excess"), max(float(row["excess_error"] or 0) for row in both)
+    return excess, error, excess <= max(0.002, 2 * error)
 
 
 def _mean(found: Found, name: str) -> float:

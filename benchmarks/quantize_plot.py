@@ -21,6 +21,7 @@ STYLES = {  # by weights and whether the heads are all kept; hollow marks: selec
     ("gptq", "before"): ("4 bits, sparse", "o", "tab:red"),
     ("gptq", "after"): ("4 bits, sparse, predictors trained after quantising", "^", "tab:blue"),
 }
+COLUMNS = 4  # panels side by side
 Row = Mapping[str, str]
 Point = tuple[float, float, float]  # bytes over those of fp16, increase of perplexity and its error, in per cent
 
@@ -65,8 +66,13 @@ def draw(rows: Iterable[Row], model: str, target: Path) -> None:
     texts = list(dict.fromkeys(kind[0] for kind in kinds if kind[3] != "1"))
     if not texts:
         raise SystemExit(f"error: no sparse rows of {model}")
-    figure, axes = plt.subplots(1, len(texts), figsize=(4.2 * len(texts), 4.4), squeeze=False)
-    for axis, text in zip(axes[0], texts, strict=True):
+    lines = math.ceil(len(texts) / COLUMNS)
+    columns = math.ceil(len(texts) / lines)
+    size = (4.2 * columns, 3.9 * lines + 0.5)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(texts) :]:
+        axis.set_visible(False)
+    for axis, text in zip(axes.flat, texts, strict=False):
         own = {kind[1:]: point_of(found) for kind, found in kinds.items() if kind[0] == text and kind[1:3] in STYLES}
         best = unbeaten(own.values())
         axis.plot([p[0] for p in best], [p[1] for p in best], "-", color="grey", linewidth=1, label="best of all")
@@ -85,11 +91,11 @@ def draw(rows: Iterable[Row], model: str, target: Path) -> None:
         axis.minorticks_off()
         axis.set_title(text)
         axis.set_xlabel("bytes of the blocks, % of fp16")
-    axes[0][0].set_ylabel("increase of perplexity, %")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("increase of perplexity, %")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"{model}: whole blocks, scales and predictors included")
-    figure.tight_layout(rect=(0, 0.11, 1, 1))
     figure.savefig(target, dpi=110)
 
 

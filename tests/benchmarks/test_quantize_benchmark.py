@@ -12,6 +12,7 @@ from benchmarks.quantize_plot import draw, unbeaten
 from benchmarks.rows import append_row
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import TextSource
+from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape, load_opt
 from dejavu_train.quantize import run
 from dejavu_train.quantize.config import QuantizeConfig
@@ -73,6 +74,10 @@ def test_tables_are_means_over_seeds_of_the_newest_rows(tmp_path, capsys):
     assert "| t | 1,000 | 10.00 | 0.4000 | 0.1500 | 0.375 |" in said
     assert "| t | 0.1500 | 0.1600 | 0.1900 |" in said
     assert "| 10 %, 100 % | t | gptq, before | 10.0 %, +1.01" in said and "+0.0040 ± 0.0010 | **missed**, not" in said
+    assert "| 10 %, 100 % | gptq, before | 10.00 %: -10.42\\* | 10.00 %: -10.42 |" in said, "0.04 less 0.15 nats"
+    append_row(tmp_path / "rows.csv", same | {"seed": 1, "weights": "fp16", "kl": 0, "perplexity": 11}, names)
+    with pytest.raises(UserError, match="rows of m are of models with other fp16 weights"):
+        main(["show", "--csv", str(tmp_path / "rows.csv")])
 
 
 def test_the_picture_has_a_panel_for_each_text_with_sparse_rows(tmp_path, monkeypatch):
