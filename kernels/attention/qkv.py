@@ -64,10 +64,11 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 
 
 def int4_qkv_settings(d: int) -> TileSettings:
-    """Launch settings of 4-bit rows by width, from `benchmarks/int4_rows.py --sweep` with 85 and 50 % of the heads."""
-    warps, stages = 4, 2 if d <= 5120 else 4
-    if 5120 < d <= 8192:
-        warps, stages = 2, 2
+    """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
+    (`benchmarks/int4_settings.py`): those whose programs are all resident at once win, which a chain does not show."""
+    warps, stages = (4, 2) if d <= 5120 else (2, 4)
+    if 8192 < d <= 10240:
+        warps = 1
     if INTERPRET:
         warps, stages = 1, 2
     return TileSettings(rows=16, pairs=8, block=32 * warps, stages=stages, warps=warps, wide=8)

@@ -61,12 +61,12 @@ class Int4RowSettings:
 
 
 def int4_row_settings(d: int) -> Int4RowSettings:
-    """Launch settings for 4-bit rows by width, from `benchmarks/int4_rows.py --sweep`: much on its way wins."""
+    """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return Int4RowSettings(1, 1, 2)
-    if d <= 4096:
-        return Int4RowSettings(3, 4, 8)
-    return Int4RowSettings(2, 8, 8) if d <= 8192 else Int4RowSettings(2, 4, 8)
+    if d <= 5120:
+        return Int4RowSettings(2, 8, 8)
+    return Int4RowSettings(1, 8, 8) if d <= 8192 else Int4RowSettings(2, 4, 8)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:

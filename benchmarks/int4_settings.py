@@ -1,0 +1,89 @@
+"""Launch settings of the 4-bit kernels in whole decoding steps, because chains of one kernel choose other ones.
+
+    python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
+
+SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN, rows=PROGRAMS/WARPS/AHEAD,
+mlp=PROGRAMS/BLOCK/ROWS/WARPS, several with "+". STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE
+(own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each in --csv as it comes; one GPU.
+"""
+
+import argparse
+import gc
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import decode
+from benchmarks.decode_cells import read_cells
+from benchmarks.rows import append_row, commit, five_digits
+from kernels.attention import out_projection_int4, qkv
+from kernels.dense import dense_gemv
+from kernels.mlp import sparse_mlp
+
+COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torch", "commit", "date")
+STEPS = {
+    "dense": "engine=dense weights=int4",
+    "ahead": "weights=int4 predictors=int8 site=1 head_density=",
+    "own": "weights=int4 predictors=int4 head_density=",
+}
+DEFAULTS = {
+    "qkv": (qkv, "int4_qkv_settings", qkv.int4_qkv_settings),
+    "out": (out_projection_int4, "head_row_settings", out_projection_int4.head_row_settings),
+    "rows": (dense_gemv, "int4_row_settings", dense_gemv.int4_row_settings),
+    "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.int4_mlp_settings),
+}
+
+
+def made(kernel: str, numbers: tuple[int, ...]) -> object:
+    """Settings of a kernel from their numbers."""
+    if kernel == "qkv":
+        warps, stages = numbers
+        return qkv.TileSettings(16, 8, 32 * warps, stages, warps, 8)
+    kinds = {"out": out_projection_int4.HeadRowSettings, "rows": dense_gemv.Int4RowSettings}
+    return kinds.get(kernel, sparse_mlp.MlpSettings)(*numbers)
+
+
+def choose(text: str) -> None:
+    """Puts the named settings in place of the defaults, and defaults elsewhere."""
+    for module, name, default in DEFAULTS.values():
+        setattr(module, name, default)
+    for word in text.split("+") if text != "defaults" else ():
+        kernel, _, numbers = word.partition("=")
+        settings = made(kernel, tuple(int(number) for number in numbers.split("/")))
+        module, name, _ = DEFAULTS[kernel]
+        setattr(module, name, lambda *_args, settings=settings, **_kwargs: settings)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="66b", choices=list(decode.SHAPES))
+    parser.add_argument("--try", dest="tries", nargs="+", required=True, metavar="SETTINGS:STEPS")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/int4_settings.csv"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    times, size = decode.best_read()
+    weights = None
+    for word in args.tries:
+        settings, _, steps = word.rpartition(":")
+        choose(settings)
+        for step in steps.split(","):
+            kind, _, share = step.partition("=")
+            (cell,) = read_cells(STEPS[kind] + share)
+            gc.collect()
+            torch.cuda.empty_cache()
+            if weights is None or not weights.layers:  # lost with an engine that failed
+                weights = decode.made_weights(cell, decode.SHAPES[args.model], 0.6)
+            row = decode.run_cell(cell, args.model, weights, args.steps, size / times[1] / 1e6)
+            row |= {"model": args.model, "settings": settings, "step": step, "gpu": torch.cuda.get_device_name(),
+                    "torch": torch.__version__, "commit": commit(), "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+            row["note"] = "" if "p50_ms" in row else row.get("note", "")
+            append_row(args.csv, five_digits(row), COLUMNS)
+            print(*(row.get(name, "") for name in COLUMNS[:6]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
