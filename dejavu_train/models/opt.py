@@ -8,11 +8,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, OPTForCausalLM
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from dejavu_train.errors import UserError
 from dejavu_train.models.shape import (
     INT4,
+    OPT,
+    SPARSE_OPT,
     OPTShape,
     check_exists,
     quant_method,
@@ -99,6 +101,8 @@ def load_opt(
             raise UserError("device_map needs accelerate: pip install 'dejavu-train[large]'") from None
     kind = torch.float32 if quant_method(values) == INT4 else torch_dtype(dtype)
     options: dict[str, Any] = {"dtype": kind, "revision": revision}
+    if values["model_type"] == SPARSE_OPT:
+        options["config"] = OPTConfig.from_dict({**values, "model_type": OPT})
     if Path(name).is_dir():
         stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
         options["use_safetensors"] = True

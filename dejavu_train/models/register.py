@@ -1,6 +1,6 @@
 """Has transformers know this package after ``import dejavu_train``, without importing transformers for that.
 
-4-bit models are loaded, and a folder that holds a bundle beside its model is not taken for the dense model unseen.
+4-bit models are loaded, and a folder that holds a bundle beside its model is loaded as the sparse model.
 Where a module of transformers is loaded already, ours joins it at once; else as soon as it is loaded.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 OURS = {  # which module of ours is imported behind which of transformers
     "transformers.quantizers.auto": "dejavu_train.models.int4_quantizer",
-    "transformers.models.auto.modeling_auto": "dejavu_train.models.joint_folder",
+    "transformers.models.auto.modeling_auto": "dejavu_train.sparse.auto_model",
 }
 
 
@@ -37,14 +37,16 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        ours = self._waiting.pop(fullname, None)
+        ours = self._waiting.pop(fullname, None)  # not ours again while the finders behind this one look for it
         if ours is None:
             return None
         spec = importlib.util.find_spec(fullname)
+        self._waiting[fullname] = ours  # who looks for a module need not load it
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                self._waiting.pop(fullname, None)
                 execute(module)
                 importlib.import_module(ours)
 

@@ -10,10 +10,12 @@ from dejavu_train.errors import UserError
 
 TARGETS = ("mlp", "heads")
 INT4 = "dejavu_int4"  # quant_method of a config.json whose weights lie as 4-bit rows, see int4.py
+OPT = "opt"
+SPARSE_OPT = "dejavu_sparse_opt"  # model_type of an OPT with its bundle, saved together: no one takes it for the OPT
 
 # What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
 _DEFAULTS: dict[str, Any] = {
-    "model_type": "opt",
+    "model_type": OPT,
     "vocab_size": 50272,
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -59,7 +61,7 @@ class OPTShape:
             UserError: not an OPT, a post-norm OPT (such as facebook/opt-350m), or an activation other than ReLU.
         """
         values = {**_DEFAULTS, **given}
-        if values["model_type"] != "opt":
+        if values["model_type"] not in (OPT, SPARSE_OPT):
             raise UserError(f"{name} is of type {values['model_type']}; only OPT models are supported")
         if not values["do_layer_norm_before"] or values["word_embed_proj_dim"] not in (None, values["hidden_size"]):
             raise UserError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from dejavu_train.errors import UserError
 from dejavu_train.files import probe_folder, write_json
 from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.shape import OPT
 from dejavu_train.models.stored import INDEX
 
 # Of a model's folder: what belongs to its weights or was written by them, and is not taken along.
@@ -72,4 +73,5 @@ class ModelFolder:
         else:
             load_tokenizer(model, revision).save_pretrained(self.folder)
         write_json(self.folder / "quantization.json", dict(report))
-        (self.folder / "config.json").write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n")
+        alone = {**values, "model_type": OPT, "architectures": ["OPTForCausalLM"]}  # a bundle beside it stays behind
+        (self.folder / "config.json").write_text(json.dumps(alone, indent=2, sort_keys=True) + "\n")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -33,7 +33,9 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.files import read_json, write_json
 from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.shape import SPARSE_OPT
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.gather import KV_POLICIES, GatherDecoder
@@ -56,6 +58,15 @@ PREDICTORS_FOLDER = "predictors"
 
 # Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dejavu_train_sparse_opt"] = "SparseOPTForCausalLM"
+
+
+class SparseOPTConfig(OPTConfig):
+    """What ``AutoConfig`` makes of the config.json that ``save_pretrained`` writes: an OPT's, but for its type."""
+
+    model_type = SPARSE_OPT
+
+
+AutoConfig.register(SPARSE_OPT, SparseOPTConfig, exist_ok=True)
 
 
 class SparseOPTForCausalLM(OPTForCausalLM):
@@ -186,13 +197,16 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         return cls.from_model(model, bundle, backend, sparse_from, kv_policy, guard=guard)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write the dense model and, in its folder ``predictors``, the bundle.
+        """Write the model and, in its folder ``predictors``, the bundle.
 
-        Only this class reads the two together: classes of transformers take the folder for the dense model, with a
-        warning of ``AutoModelForCausalLM`` where this package is imported.
+        The config.json names a model type of its own: ``AutoModelForCausalLM`` loads this class where this package is
+        imported and refuses the folder elsewhere. ``OPTForCausalLM`` loads the dense model, with a warning.
         """
         _adopt(OPTForCausalLM, self).save_pretrained(save_directory, **kwargs)
         name = str(save_directory)
+        config = Path(save_directory) / "config.json"
+        own = {"model_type": SPARSE_OPT, "architectures": [type(self).__name__]}
+        write_json(config, read_json(config, "the model's config") | own)
         saved = dataclasses.replace(self.bundle, model=name, weight_hash=weight_hash(name))
         saved.save_pretrained(Path(save_directory) / PREDICTORS_FOLDER)
 

@@ -17,7 +17,7 @@ from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
 from dejavu_train.models.opt import load_opt, read_shape, weight_hash
-from dejavu_train.models.shape import read_values
+from dejavu_train.models.shape import SPARSE_OPT, read_values
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export
@@ -103,6 +103,7 @@ def test_mask_gather_and_a_joint_folder(folders, tmp_path):
     mask.save_pretrained(tmp_path / "both")
     again = SparseOPTForCausalLM.from_pretrained(tmp_path / "both", backend="mask")
     assert isinstance(again.lm_head, CodedLinear)
+    assert read_values(str(tmp_path / "both"))["model_type"] == SPARSE_OPT
     torch.testing.assert_close(logits(again), logits(mask), rtol=0, atol=0)
     for other in ("fp16", "int8", "rtn"):
         with pytest.raises(UserError, match="other weights"):

@@ -1,12 +1,14 @@
 """gather does what mask does, reads only what is selected, and behaves as OPTForCausalLM does."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from bundles import make_bundle
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DynamicCache, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
@@ -419,14 +421,24 @@ def test_from_pretrained_and_back(tiny_opt, bundle, tmp_path):
         SparseOPTForCausalLM.from_pretrained(str(tiny_opt))
 
 
-def test_auto_model_says_that_it_leaves_the_bundle_out(tiny_opt, bundle, tmp_path, caplog):
+def test_auto_model_loads_both_together(tiny_opt, bundle, tmp_path):
+    saved = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather")
+    saved.save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, backend="gather")
+    assert type(found) is SparseOPTForCausalLM
+    assert AutoConfig.from_pretrained(tmp_path).ffn_dim == 96
+    ids = tokens(1, 9)
+    with torch.no_grad():
+        close(found(ids).logits, saved(ids).logits)
+    assert type(AutoModelForCausalLM.from_pretrained(str(tiny_opt))) is OPTForCausalLM
+    assert type(OPTForCausalLM.from_pretrained(tmp_path)) is OPTForCausalLM  # the dense model by its name
+
+
+def test_transformers_alone_refuses_both_together(tiny_opt, bundle, tmp_path):
     SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather").save_pretrained(tmp_path)
-    dense = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
-    assert type(dense) is OPTForCausalLM
-    assert [record.getMessage().count("is loaded as the dense OPT") for record in caplog.records] == [1]
-    AutoModelForCausalLM.from_pretrained(str(tiny_opt))
-    OPTForCausalLM.from_pretrained(tmp_path)  # the dense model by its name
-    assert len(caplog.records) == 1
+    code = f"from transformers import AutoModelForCausalLM as auto; auto.from_pretrained({str(tmp_path)!r})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 1 and "model type `dejavu_sparse_opt`" in run.stderr, run.stderr[-500:]
 
 
 def test_keywords_of_transformers(tiny_opt, bundle):
