@@ -88,7 +88,7 @@ def choose_execution(
     """How every (layer, target) with a predictor runs.
 
     measured: False = sparse wherever there is one. packed: 4-bit weights, whose MLP has no sparse kernel of several
-    rows: it is computed whole from matrices that are written out, and masked.
+    rows: it is computed whole and masked.
     """
     modes = {}
     for (layer, target), predictor in predictors.items():

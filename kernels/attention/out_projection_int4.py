@@ -25,7 +25,8 @@ from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_
 from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.int4_tiles import split_words
 from kernels.common.launch import RESIDENT_REGISTERS, use_pdl, wait_for_predecessor
-from kernels.dense.dense_batch import dense_add
+from kernels.dense.dense_batch import add_product, dense_add
+from kernels.dense.int4_batch import MOST, int4_by_head
 from kernels.mlp.select import Selection
 
 ROWS = tl.constexpr(16)
@@ -166,8 +167,8 @@ def project_head_rows(
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (h, d, head_dim); selection None = all heads.
 
-    One row runs in one kernel, bitwise deterministic; several as a matrix product over all heads, which are written out
-    in fp16 before. Selection and residual must be older than the two launches before this one.
+    One row runs in one kernel; several as a product over all heads, up to eight from the codes, more after these were
+    written out in fp16. Bitwise deterministic. Selection and residual must be older than the two launches before this.
     Errors: shapes, dtypes, head dims, groups other than a head, a CPU tensor.
     """
     check_device("mixed", mixed)
@@ -182,7 +183,10 @@ def project_head_rows(
     check_shape("out", out, batch, d)
     require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
     if batch > 1:
-        dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
+        if batch <= MOST:
+            add_product(int4_by_head(mixed.half(), weight, pdl), bias, residual, out, pdl)
+        else:
+            dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
     settings = settings or head_row_settings(d, selection is None)
     require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")

@@ -5,7 +5,7 @@
     hidden = act(n W^T + b)                               (`dense_hidden`)
 
 B > 1 rows x (B, d) fp32; weights fp16, bf16 or fp32; products accumulate in fp32 and are rounded to the weights' dtype.
-4-bit rows are written out in fp16 first (`int4_numbers`).
+Up to eight rows multiply with 4-bit rows as they are (`int4_batch`); for more these are written out in fp16 first.
 """
 
 import torch
@@ -18,6 +18,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_numbers import numbers_of
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
+from kernels.dense.int4_batch import int4_linear, int4_transposed, takes
 
 BLOCK = 1024
 
@@ -70,6 +71,17 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     return n
 
 
+def _linear(
+    x: Tensor, ln: LayerNormWeights, weight: Tensor | Int4Rows, bias: Tensor | None, activation: str, pdl: bool
+) -> Tensor:
+    """(B, n) in the weight's dtype, of 4-bit rows fp16: act(LayerNorm(x) W^T + b), weight (..., d)."""
+    if isinstance(weight, Int4Rows) and takes(weight, len(x)):
+        return int4_linear(_normalised(x, ln, torch.float16, pdl), weight, bias, activation, pdl)
+    weight = numbers_of(weight, pdl)
+    y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]), bias)
+    return y.relu_() if activation == "relu" else y
+
+
 def qkv_batch(
     x: Tensor,
     ln: LayerNormWeights,
@@ -83,8 +95,7 @@ def qkv_batch(
 ) -> None:
     """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
     batch, n_heads, head_dim = q.shape
-    weight = numbers_of(weight, pdl)
-    rows = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]))
+    rows = _linear(x, ln, weight, None, "none", pdl)
     pdl = use_pdl(pdl, x.device)
     _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](
         rows,
@@ -107,9 +118,7 @@ def dense_hidden(
     x: Tensor, ln: LayerNormWeights, weight: Tensor | Int4Rows, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:
     """(B, n) in the weight's dtype: act(LayerNorm(x) W^T + b), weight (n, d)."""
-    weight = numbers_of(weight, pdl)
-    y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight, bias)
-    return y.relu_() if activation == "relu" else y
+    return _linear(x, ln, weight, bias, activation, pdl)
 
 
 def dense_add(
@@ -122,9 +131,17 @@ def dense_add(
     pdl: bool = False,
 ) -> None:
     """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d)."""
-    weight = numbers_of(weight, pdl)
-    y = y.to(weight.dtype)
-    product = y @ weight if transposed else F.linear(y, weight)
+    if isinstance(weight, Int4Rows) and takes(weight, len(y)):
+        product = (int4_transposed if transposed else int4_linear)(y.half(), weight, pdl=pdl)
+    else:
+        weight = numbers_of(weight, pdl)
+        y = y.to(weight.dtype)
+        product = y @ weight if transposed else F.linear(y, weight)
+    add_product(product, bias, residual, out, pdl)
+
+
+def add_product(product: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
+    """out (B, d) fp32 = residual + bias + product (B, d)."""
     batch, d = out.shape
     pdl = use_pdl(pdl, out.device)
     _add_kernel[(batch, triton.cdiv(d, BLOCK))](

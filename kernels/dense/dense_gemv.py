@@ -229,8 +229,9 @@ def dense_rows(
 ) -> None:
     """x (B, d) fp32, weight (n, d), bias (n) or None, activation "none" or "relu" -> out (B, n) fp32.
 
-    One row runs in one kernel, bitwise deterministic; several as a matrix product, of 4-bit rows after these were
-    written out in fp16. Errors: shapes, a CPU tensor, an unknown activation; of 4-bit rows dtypes and groups.
+    One row runs in one kernel, bitwise deterministic; several as a matrix product, of more than eight with 4-bit rows
+    after these were written out in fp16. Errors: shapes, a CPU tensor, an unknown activation; of 4-bit rows dtypes and
+    groups.
     """
     check_device("x", x)
     batch, d = x.shape
