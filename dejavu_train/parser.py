@@ -87,6 +87,8 @@ class _ConfigParser(Parser):
                 self._check_keys(value, f"{name}.", path)
             elif name not in self.types:
                 raise UserError(f"the config file {path} has the unknown key {name}{self._meant(name)}")
+            elif _is_mapping(self.types[name]) and not _may_be(value, self.types[name]):
+                raise UserError(f"the config file {path}: {name} must hold keys and values, got {value}")
 
     def _meant(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.types, 1)
@@ -232,6 +234,15 @@ def _is_list(kind: Any) -> bool:
 
 def _is_mapping(kind: Any) -> bool:
     return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
+
+
+def _may_be(value: Any, kind: Any) -> bool:
+    """Whether a value for a field that takes mappings is one, or null where it may be.
+
+    A field that takes text as well is left to jsonargparse, which says more.
+    """
+    others = () if typing.get_origin(kind) is dict else typing.get_args(kind)
+    return isinstance(value, dict) or type(value) in others or str in others
 
 
 def _item(kind: Any) -> Any:

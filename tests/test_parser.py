@@ -210,6 +210,8 @@ def test_mistakes(argv, message):
     [
         ("mlp: {rnk: 3}", "has the unknown key mlp.rnk; did you mean mlp.rank?"),
         ("mlp: 3", "mlp must hold keys and values, got 3"),
+        ("trainer: true", "trainer must hold keys and values, got True"),
+        ("mlp: {predictor: [1]}", "mlp.predictor must hold keys and values, got [1]"),
         ("mlp: [unclosed", "is not readable YAML"),
         ("- 1", "must hold keys and values"),
         ("mlp: {rank: three}", "--mlp.rank must be a whole number, got three"),
