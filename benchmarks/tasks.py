@@ -31,8 +31,8 @@ from dejavu_train.evaluation.lm_eval.tasks import quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
-# Nats a token, beyond which two log-likelihoods count as apart: the goals, and in bfloat16, which has none, fp16's times
-# the ratio of their rounding.
+# Nats a token, beyond which two log-likelihoods count as apart: the goals; bfloat16 has none and rounds 8 times as
+# coarsely as float16.
 GOALS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 
