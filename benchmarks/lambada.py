@@ -135,22 +135,52 @@ def variants(bundle: Bundle) -> dict[str, tuple[Bundle, bool]]:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def append_losses(
+    args: argparse.Namespace,
+    name: str,
+    used: Bundle,
+    nats: Sequence[np.ndarray],
+    dense: Sequence[np.ndarray],
+    kinds: dict[str, list[np.ndarray]],
+) -> None:
+    """Rows of a variant to ``args.output``: by kind of token the perplexity of ``nats`` beside that of ``dense``."""
+    for kind, tokens in kinds.items():
+        mine = [i for i, chosen in enumerate(tokens) if chosen.any()]
+        sums = [np.array([part[i][tokens[i]].sum() for i in mine]) for part in (nats, dense)]
+        units = [int(tokens[i].sum()) if kind in TOKENS else 1 for i in mine]
+        change, error = increase(*sums, units)
+        row = {"first": args.first, "variant": name, "last words": kind, "passages": len(mine)}
+        row |= {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
+        of = [math.exp(part.sum() / sum(units)) for part in sums]
+        row |= dict(zip(("perplexity", "dense"), of, strict=True))
+        row |= {"increase": change, "error": error, "torch": torch.__version__, "commit": commit()}
+        row |= {"date": datetime.date.today().isoformat()}
+        append_row(args.output, five_digits(row), list(row))
+        told = f"{100 * change:+.1f} ± {100 * (error or 0):.1f} %"
+        print(f"{name}, {kind}: {row['perplexity']:.1f}, {told}", flush=True)
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What this script and ``lambada_heads`` take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", required=True, help="lambada_openai_test.jsonl")
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--passages", type=int, default=100)
-    parser.add_argument("--only", nargs="*", default=[], help="names of variants; none: all")
     parser.add_argument("--output", default="benchmarks/results/lambada.csv")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="names of variants; none: all")
     args = parser.parse_args(argv)
     model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
     bundle.check_model(args.model)
     tokenizer = load_tokenizer(args.model)
     passages = read_passages(args.file, tokenizer, args.first, args.passages)
     dense, kinds = token_nats(model, passages), chosen_tokens(passages)
-    date, at = datetime.date.today().isoformat(), commit()
     for name, (used, from_prompt) in variants(bundle).items():
         if args.only and name not in args.only:
             continue
@@ -158,19 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             used = with_means(used, model, read_passages(args.file, tokenizer, *MEANS_OF))
         studied = StudiedOPT.study(model, used, "oracle" if name == ORACLE else "predicted")
         nats = token_nats(studied, passages, from_prompt)
-        for kind, tokens in kinds.items():
-            mine = [i for i, chosen in enumerate(tokens) if chosen.any()]
-            sums = [np.array([part[i][tokens[i]].sum() for i in mine]) for part in (nats, dense)]
-            units = [int(tokens[i].sum()) if kind in TOKENS else 1 for i in mine]
-            change, error = increase(*sums, units)
-            row = {"first": args.first, "variant": name, "last words": kind, "passages": len(mine)}
-            row |= {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
-            of = [math.exp(part.sum() / sum(units)) for part in sums]
-            row |= dict(zip(("perplexity", "dense"), of, strict=True))
-            row |= {"increase": change, "error": error, "torch": torch.__version__, "commit": at, "date": date}
-            append_row(args.output, five_digits(row), list(row))
-            told = f"{100 * change:+.1f} ± {100 * (error or 0):.1f} %"
-            print(f"{name}, {kind}: {row['perplexity']:.1f}, {told}", flush=True)
+        append_losses(args, name, used, nats, dense, kinds)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import append_row, five_digits
-from benchmarks.tasks import APART, RESULTS, conditions
+from benchmarks.tasks import GOALS, RESULTS, conditions
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted, Sites
 from dejavu_train.bundle.spec import Key
@@ -107,7 +107,7 @@ def summary(found: Found) -> dict[str, Any]:
     row: dict[str, Any] = {"requests": len(tokens)}
     for way in ("single", *(way for way, targets in WAYS.items() if targets)):
         apart = np.abs(nats[way] - nats["double"])
-        row |= {f"{way}: apart": int((apart > APART).sum()), f"{way}: 99 %": float(np.quantile(apart, 0.99))}
+        row |= {f"{way}: apart": int((apart > GOALS["float32"]).sum()), f"{way}: 99 %": float(np.quantile(apart, 0.99))}
         row[f"{way}: most"] = float(apart.max())
     distances, rounding = torch.cat(found.distances), torch.cat(found.rounding)
     row |= {"decisions": found.decisions, **{f"differing {target}": n for target, n in found.differing.items()}}

@@ -3,7 +3,8 @@
 Takes the options of `python -m dejavu_train.evaluation.lm_eval`; after the word `paper` those of its module `paper`.
 Appends the rows with their conditions, as they come, to tasks.csv or paper.csv in benchmarks/results (or in the folder
 that DEJAVU_RESULTS names). `engine` asks the same questions
-of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv.
+of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv;
+`apart_beyond` is the goal of the dtype, beyond which a request counts as apart.
 `picture`, which takes no options, draws paper.svg and paper.png from the newest rows of `fig7` in paper.csv.
 """
 
@@ -30,7 +31,9 @@ from dejavu_train.evaluation.lm_eval.tasks import quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
-APART = 1e-3  # nats a token, beyond which two log-likelihoods are counted as different
+# Nats a token, beyond which two log-likelihoods count as apart: the goals; bfloat16 has none and rounds 8 times as
+# coarsely as float16.
+GOALS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 
 def conditions(config: Any) -> dict[str, Any]:
@@ -76,7 +79,8 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
         "nats_apart_mean": float(apart.mean()),
         "nats_apart_99_percent": float(np.quantile(apart, 0.99)),
         "nats_apart_most": float(apart.max()),
-        "requests_apart": int((apart > APART).sum()),
+        "apart_beyond": GOALS[config.dtype],
+        "requests_apart": int((apart > GOALS[config.dtype]).sum()),
         "seconds": seconds[config.backend],
         "seconds_mask": seconds["mask"],
         "seconds_dense": seconds[DENSE],

@@ -5,8 +5,9 @@
 Takes the options of `python -m dejavu_train.evaluation.lm_eval`. Every request goes through the engine's steps (on a
 CPU through their plain-torch operations), which note what was selected for every token; then through `mask` twice, as
 it decides by itself and as the engine decided. What is left in the second is not due to decisions that rounding turns
-over at a threshold (`benchmarks.near_ties` counts these without an engine). Appends one row to told.csv in
-benchmarks/results, or in the folder that DEJAVU_RESULTS names.
+over at a threshold (`benchmarks.near_ties` counts these without an engine). Requests count as apart beyond the goal of
+the dtype, column `apart beyond`. Appends one row to told.csv in benchmarks/results, or in the folder that
+DEJAVU_RESULTS names.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import append_row, five_digits
-from benchmarks.tasks import APART, RESULTS, conditions
+from benchmarks.tasks import GOALS, RESULTS, conditions
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted, Sites
 from dejavu_train.bundle.spec import Key
@@ -118,16 +119,19 @@ class BothLM(DejavuLM):
             self.found.differing[target] += int(((keep != own[layer, target]) & real).sum())
 
 
-def summary(lm: BothLM, engine: Sequence[float], tokens: np.ndarray) -> dict[str, Any]:
-    """The row: by how many nats a token the engine is from `mask` by itself (own) and with its selections (told)."""
-    row: dict[str, Any] = {"requests": len(tokens), "tokens": int(tokens.sum())}
+def summary(found: Found, engine: Sequence[float], tokens: np.ndarray, goal: float) -> dict[str, Any]:
+    """The row: by how many nats a token the engine is from `mask` by itself (own) and with its selections (told).
+
+    goal: nats a token, beyond which a request counts as apart.
+    """
+    row: dict[str, Any] = {"requests": len(tokens), "tokens": int(tokens.sum()), "apart beyond": goal}
     for name in ("own", "told"):
-        nats = getattr(lm.found, name)
+        nats = getattr(found, name)
         apart = np.abs(np.array([nats[i] for i in range(len(tokens))]) - np.array(engine)) / tokens
-        row |= {f"{name}: apart": int((apart > APART).sum()), f"{name}: mean": float(apart.mean())}
+        row |= {f"{name}: apart": int((apart > goal).sum()), f"{name}: mean": float(apart.mean())}
         row |= {f"{name}: 99 %": float(np.quantile(apart, 0.99)), f"{name}: most": float(apart.max())}
-    row["decisions"] = lm.found.decisions
-    return row | {f"differing {target}": count for target, count in lm.found.differing.items()}
+    row["decisions"] = found.decisions
+    return row | {f"differing {target}": count for target, count in found.differing.items()}
 
 
 def both(config: Any, bundle: Bundle, engine_bundle: Bundle) -> BothLM:
@@ -141,10 +145,11 @@ def both(config: Any, bundle: Bundle, engine_bundle: Bundle) -> BothLM:
     return BothLM(engine, mask, tokenizer=load_tokenizer(config.model))
 
 
-def compared(lm: BothLM, instances: Sequence[Any]) -> dict[str, Any]:
+def compared(lm: BothLM, instances: Sequence[Any], goal: float) -> dict[str, Any]:
     """Ask all log-likelihoods; see :func:`summary`."""
     tokens = np.array([len(lm._encode_pair(*instance.args)[1]) for instance in instances])
-    return summary(lm, [nats for nats, _ in lm.loglikelihood(list(instances))], tokens)
+    nats = [nats for nats, _ in lm.loglikelihood(list(instances))]
+    return summary(lm.found, nats, tokens, goal)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -157,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
     instances = [instance for instance in instances if instance.request_type == "loglikelihood"]
     row = {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
-    row |= compared(both(config, used, used), instances)
+    row |= compared(both(config, used, used), instances, GOALS[config.dtype])
     print(row)
     append_row(RESULTS / "told.csv", five_digits(row) | shared, [*row, *shared])
 
