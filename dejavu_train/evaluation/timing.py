@@ -102,7 +102,12 @@ def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prom
 
 @torch.no_grad()
 def time_cpu_engine(
-    model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int, stored: str | None = None
+    model: OPTForCausalLM,
+    bundle: Bundle | None,
+    backend: str,
+    prompt: Tensor,
+    new_tokens: int,
+    stored: str | None = None,
 ) -> Timing:
     """The same through the compiled engine for CPUs, on a copy of the weights.
 

@@ -11,6 +11,7 @@ from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import FC1, FC2, QKV
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.timing import time_cpu_engine
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
@@ -98,6 +99,8 @@ def test_what_is_rounded_is_said_and_small():
     assert "codes, exact; embeddings rounded" in CpuEngine(coded(head=True)).describe()
     exact, found = CpuEngine(model, stored="float32").score([row])[0], CpuEngine(model).score([row])[0]
     assert 0 < (exact - found).abs().mean() < 0.05
+    assert torch.equal(CpuEngine(model, release=True).score([row])[0], found)
+    assert not model.model.decoder.layers[1].fc1.words.numel()
 
 
 def test_groups_that_do_not_fit_are_kept_in_fp32():
@@ -127,5 +130,6 @@ def test_generate_takes_the_codes(folder):
     engine = CpuEngine(model, bundle)
     steps = engine.generate([ids[0].tolist()], 20, prompt_phase="steps")[0]
     assert found[0, 12:].tolist() == steps
+    assert time_cpu_engine(model, bundle, "cpu", ids, 4).megabytes_per_token < 0.25
     round_embeddings(model, 64)
     assert torch.equal(found, gather(model, bundle, "prompt").generate(ids, **settings))
