@@ -110,7 +110,8 @@ def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -
     engine.begin(rows, [length + steps for length in lengths], lengths, lengths, Sampling())
     engine.tail()
     engine.bytes_read()
-    stored = "int8" if engine.weights.model.rows.dtype.itemsize == 1 else "float32"
+    model = engine.weights.model
+    stored = "codes" if len(model.out_scale) else "int8" if model.rows.dtype.itemsize == 1 else "float32"
     return Rival(name, engine.step, stored, engine)
 
 
@@ -219,7 +220,7 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[
     engines: list[tuple[str, CpuEngine]] = []
     options: dict[str, Any] = {"batch": args.batch, "context": context}
     for stored in args.stored:
-        group = args.group if stored == "int8" else None
+        group = args.group if stored != "float32" else None
         if args.shape:
             shape = SHAPES[args.shape]
             weights = random_weights(shape, stored, group, args.live_share)
@@ -240,8 +241,8 @@ def main() -> int:
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
-    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8"])
-    parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights")
+    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8", "codes"])
+    parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights, or of codes")
     parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile", "llama"])
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")

@@ -1,7 +1,8 @@
 """What `benchmarks.cpu_decode` does not time of the CPU engine, a row each in benchmarks/results/cpu_extra.csv.
 
-    perplexity   int8 weights against fp32 ones on texts, dense and sparse: percent, with a paired standard error that
-                 takes windows of one document as they come (tokens of a window are not independent)
+    perplexity   int8 weights, and of a 4-bit model its codes, against fp32 on texts, dense and sparse:
+                 percent, with a paired standard error that takes windows of one document as they come (tokens of a
+                 window are not independent)
     start        seconds until an engine stands, in a new folder for numba's cache and again; imports are not counted
     stream       tokens a second of infer.py --backend cpu --generate, and of an engine with a callback
     two          tokens a second of one process, and of each of two at once
@@ -38,6 +39,7 @@ from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.engine.cpu.engine import usable_cores
+from dejavu_train.engine.cpu.weights import how_stored
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -193,15 +195,18 @@ def paired(found: list[Tensor], reference: list[Tensor]) -> tuple[float, float]:
 
 
 def perplexity(args: argparse.Namespace) -> Found:
-    """Every token through the decoding step, dense and sparse, fp32 and int8 with several groups."""
+    """Every token through the decoding step, dense and sparse: fp32, int8 with several groups, 4-bit codes."""
     model, tokenizer = load_opt(args.model), load_tokenizer(args.model)
     bundle = Bundle.from_pretrained(args.bundle).at(args.mlp_density, args.head_density)
     rows = {path.stem: read_rows(path, tokenizer, args.tokens) for path in args.text}
     result: Found = []
+    formats: dict[str, dict[str, Any]] = {"fp32": {"stored": "float32"}}
+    formats |= {f"int8 group {group}": {"stored": "int8", "group": group} for group in args.groups}
+    formats |= {"codes": {"stored": "codes"}} if how_stored(model, None)[0] == "codes" else {}
     for name, used in (("dense", None), ("sparse", bundle)):
         reference: dict[str, list[Tensor]] = {}
-        for group in (0, *args.groups):
-            engine = CpuEngine(model, used, context=WINDOW, **({"stored": "int8", "group": group} if group else {}))
+        for form, options in formats.items():
+            engine = CpuEngine(model, used, context=WINDOW, **options)
             scored = {text: engine.score(some) for text, some in rows.items()}
             engine.close()
             reference = reference or scored
@@ -209,8 +214,8 @@ def perplexity(args: argparse.Namespace) -> Found:
                 exact = reference[text] if text != "all" else [one for some in reference.values() for one in some]
                 value, error = paired(nll, exact)
                 note = f"perplexity {float(torch.cat(nll).mean().exp()):.4f}, {sum(map(len, nll))} tokens"
-                row = {"case": f"{name} int8 group {group} on {text}", "value": value, "error": error}
-                if group:
+                row = {"case": f"{name} {form} on {text}", "value": value, "error": error}
+                if form != "fp32":
                     result.append(row | {"unit": "%", "note": note})
     return result
 

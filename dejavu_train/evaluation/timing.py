@@ -102,14 +102,19 @@ def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prom
 
 @torch.no_grad()
 def time_cpu_engine(
-    model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int, stored: str = "float32"
+    model: OPTForCausalLM,
+    bundle: Bundle | None,
+    backend: str,
+    prompt: Tensor,
+    new_tokens: int,
+    stored: str | None = None,
 ) -> Timing:
     """The same through the compiled engine for CPUs, on a copy of the weights.
 
     Args:
         bundle: None = dense.
         prompt: (B, P) token ids, B at most 4.
-        stored: float32 or int8.
+        stored: as of `CpuEngine`.
     Raises:
         UserError: what the engine refuses.
     """

@@ -6,6 +6,8 @@ neurons, h heads, e head width, N threads, P predictors, R the largest rank, C l
 A *row* is d weights that are multiplied with one number or summed into one: a row of q, k, v, fc1 or the LM head as
 stored, a column of the output projection or of fc2. All rows of a model lie in one array, so that whatever is selected
 is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have scale 1.
+Rows of codes of a 4-bit model are int8 rows; those of its output projection have scale 1, and a scale of each head and
+output (``out_scale``) that what a head's rows sum up to is multiplied with: so its groups lie, across a head's rows.
 Columns from d to D are zero, in rows and in vectors.
 
 The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows; for int8 rows whole numbers in
@@ -39,10 +41,12 @@ class Model(Group):
     and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head exists
     twice: screen (V, D) int8 with screen_scale (V, ceil(D / WIDEST_GROUP)), and screen_error (V, 2), what an int8 logit
     is off by at most: the first number for each unit of the norm of x, the second for each unit of its levels.
+    out_scale (L, h, D) fp32 of codes of a 4-bit model, else (0, h, D).
     """
 
     rows: np.ndarray
     scales: np.ndarray
+    out_scale: np.ndarray
     group: int
     first: np.ndarray
     embedding: int

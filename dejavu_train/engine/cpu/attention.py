@@ -5,7 +5,7 @@ import numpy as np
 from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
 from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, copy, exp_negative
+from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, add_product, copy, exp_negative
 
 
 @compiled()
@@ -154,5 +154,19 @@ def project_out(model, state, work, layer, n_heads, thread, n_threads):
         for b in range(batch):
             factors[b, at - start] = work.heads_out[b, unit] if bits >> b & 1 else np.float32(0)
     n = stop - start
-    add_list(work.partial[0, thread], model.rows, model.scales, model.group, numbers, factors, n, live)
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
+    # Where each head scales its sum, one head after the other; else all of them at once.
+    scaled, i = model.out_scale.shape[0] > 0, 0
+    total = work.normed[thread] if scaled else work.partial[0, thread]  # what was normed was read before the attention
+    while i < n:
+        head, end = work.heads[thread, (start + i) // e], n
+        if scaled:
+            end, live = min(n, i + e - (start + i) % e), work.mask[thread, head]
+            total[:] = 0
+        add_list(total, model.rows, model.scales, model.group, numbers, factors, i, end, live)
+        if scaled:
+            for b in range(batch):
+                if live >> b & 1:
+                    add_product(work.partial[0, thread, b], total[b], model.out_scale[layer, head])
+            work.bytes_read[thread, WEIGHTS] += 4 * model.out_scale.shape[2]
+        i = end

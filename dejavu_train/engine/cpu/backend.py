@@ -64,11 +64,12 @@ class CpuBackend:
             self._owner = os.getpid()
         model = self._model()
         assert model is not None, "the model that owns this backend is alive"
-        versions = [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
+        tensors = [*model.parameters(), *model.buffers()]
+        versions = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
         if versions != self._versions:  # loaded or trained anew since the weights were copied
             self.pool.engines.clear()
             self._weights = None
-            _check_memory(4 * sum(parameter.numel() for parameter in model.parameters()))
+            _check_memory(CpuWeights.needed(model))
             self._weights = CpuWeights.from_model(model)
             self._versions = versions
         return self.pool.engine(rows, tokens)

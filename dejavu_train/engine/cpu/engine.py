@@ -48,8 +48,10 @@ class CpuEngine:
         bundle: a `Bundle`, or a list of `TargetPredictor`; None = dense.
         batch: rows, at most 4. Fewer prompts may be given.
         context: tokens a row can hold, prompt included; None = the model's limit.
-        stored: float32 or int8, how weights are kept; a given `CpuWeights` keeps its own.
-        group: columns that share a scale of int8 weights, a multiple of 64 up to 4096; None = 64.
+        stored: float32, int8 or codes, how weights are kept; a given `CpuWeights` keeps its own. None = the codes of a
+            4-bit model where they fit, else float32.
+        group: columns that share a scale of int8 weights, a multiple of 64 up to 4096, of codes 64 or the model's
+            group; None = 64.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
@@ -63,7 +65,7 @@ class CpuEngine:
         *,
         batch: int = 1,
         context: int | None = None,
-        stored: str = "float32",
+        stored: str | None = None,
         group: int | None = None,
         threads: int | None = None,
         release: bool = False,
@@ -88,7 +90,7 @@ class CpuEngine:
         self.batch, self.context = batch, context or limit
         self.threads = threads or usable_cores()
         self.predictors = predictors
-        fc1 = None if given or stored == "float32" else lambda i: model.model.decoder.layers[i].fc1.weight
+        fc1 = None if given or stored != "int8" else lambda i: model.model.decoder.layers[i].fc1.weight
         self.selectors = make_selectors(self.weights, predictors, means, cascades, fc1)
         if late:
             for parameter in model.model.decoder.layers.parameters():
@@ -113,10 +115,8 @@ class CpuEngine:
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, format, threads, and which layers are sparse."""
-        model = self.weights.model
-        scales = "each row" if model.group >= self.shape.d_model else f"each {model.group} columns"
-        stored = "fp32" if model.rows.dtype == np.float32 else f"int8 with a scale for {scales}"
-        lines = [f"{self.batch} rows of {self.context} tokens, weights in {stored}, {self.threads} threads"]
+        rows = f"{self.batch} rows of {self.context} tokens"
+        lines = [f"{rows}, weights in {self.weights.describe()}, {self.threads} threads"]
         for target, column in (("mlp", arrays.MLP), ("heads", arrays.HEADS)):
             line = f"{target}: {int((self.selectors.at[:, column] >= 0).sum())} of {self.shape.n_layers} layers sparse"
             tested = int((self.selectors.fine >= 0).sum())

@@ -41,7 +41,7 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         numbers[active] = model.first[layer, FC2] + unit
         active += found
     work.partial[1, thread] = 0
-    add_list(work.partial[1, thread], model.rows, model.scales, model.group, numbers, results, active, live)
+    add_list(work.partial[1, thread], model.rows, model.scales, model.group, numbers, results, 0, active, live)
     of_fc1 = 2 * selectors.whole.shape[1] + 4 if fine >= 0 else row_bytes(model)
     work.bytes_read[thread, WEIGHTS] += n * of_fc1 + active * row_bytes(model)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, OUT, QKV, Selectors, State
+from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 
 
@@ -44,7 +44,7 @@ def prefill(weights: CpuWeights, selectors: Selectors, state: State, row: int, c
         state.values[layer, row, :, :count] = v.numpy()
         mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
         mixed = (mixed - torch.from_numpy(selectors.means[layer])[:, None]).transpose(0, 1).reshape(count, d)
-        x = x + mixed @ weights.rows(first[OUT], d) + torch.from_numpy(selectors.out_bias[layer])
+        x = x + mixed @ weights.out_projection(layer) + torch.from_numpy(selectors.out_bias[layer])
         n = norm(2 * layer + 1, x)
         hidden = F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])).relu_()
         x = x + hidden @ weights.rows(first[FC2], f) + torch.from_numpy(model.fc2_bias[layer])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
-from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, OUT, Selectors, padded
+from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.predictors.bit_planes import BitPlanes
@@ -148,8 +148,7 @@ def make_selectors(
     for layer, mean in (means or {}).items():
         if kept[layer] >= 0:
             all_means[layer] = mean.numpy()
-            out = weights.rows(int(weights.model.first[layer, OUT]), h * e)
-            out_bias[layer] += (mean.flatten() @ out).numpy()
+            out_bias[layer] += (mean.flatten() @ weights.out_projection(layer)).numpy()
     fine = np.full(n_layers, -1, np.int64)
     tested = sorted(layer for layer in cascades or {} if at[layer, MLP] >= 0)
     fine[tested] = np.arange(len(tested))

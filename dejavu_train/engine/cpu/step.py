@@ -37,7 +37,7 @@ def embed(model, state, work, thread):
             position = state.position[b]
             copy(work.x[thread, b], model.positions[position + POSITION_OFFSET])
             numbers[0] = model.embedding + state.tokens[b, position]
-            add_list(work.x[thread], model.rows, model.scales, model.group, numbers, factors, 1, 1 << b)
+            add_list(work.x[thread], model.rows, model.scales, model.group, numbers, factors, 0, 1, 1 << b)
 
 
 @compiled()

@@ -27,16 +27,16 @@ def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
 
 
 @compiled()
-def add_list(out, rows, scales, group, numbers, factors, n, live):
-    """out[b] += factors[b, i] times row numbers[i], for the first n of the list and every batch row b in ``live``.
+def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
+    """out[b] += factors[b, i] times row numbers[i], for i from start to stop and every batch row b in ``live``.
 
     Args:
-        out: (B + 1, D) fp32. numbers (at least n) int32, factors (B, at least n) fp32.
+        out: (B + 1, D) fp32. numbers (at least stop) int32, factors (B, at least stop) fp32.
     """
-    for i in range(0, n, ROWS):
+    for i in range(start, stop, ROWS):
         for b in range(factors.shape[0]):
             if live >> b & 1:
-                add_four(out[b], rows, scales, group, numbers, factors[b], i, n)
+                add_four(out[b], rows, scales, group, numbers, factors[b], i, stop)
 
 
 @compiled()
@@ -210,6 +210,13 @@ def add(out, values):
     """Add values (n,) to out (at least n)."""
     for j in range(values.shape[0]):
         out[j] += values[j]
+
+
+@compiled()
+def add_product(out, values, scale):
+    """Add values times scale, both (n,), to out (at least n)."""
+    for j in range(scale.shape[0]):
+        out[j] += values[j] * scale[j]
 
 
 @compiled()

@@ -2,10 +2,13 @@
 
 int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of fc2 or of the output
 projection is a neuron's or a head's output, not an output dimension: what is selected has scales of its own.
+
+Of a 4-bit model (``models.int4``) the codes are kept as they are, a byte each, with their own scales: nothing of a
+layer is rounded again. Embeddings and an LM head that are no codes are rounded as ``int8`` rounds everything.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,10 @@ from torch import Tensor
 from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
+from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 from dejavu_train.models.opt import OPTShape
 
-STORED = {"float32": np.float32, "int8": np.int8}
+STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 ROWS_AT_ONCE = 4096
 SUMMED = 3e-5  # of the norms of x and a row: more than two orders of summing up a product in fp32 differ by
@@ -31,30 +35,41 @@ class CpuWeights:
         shape: sizes of the model.
         model: the arrays, see ``arrays.Model``.
         out_bias: (L, d) fp32, biases of the output projections.
+        note: what else is to be known about how they are stored, or nothing.
     """
 
     shape: OPTShape
     model: Model
     out_bias: np.ndarray
+    note: str = ""
 
     @classmethod
     def from_model(
-        cls, model: Any, stored: str = "float32", group: int | None = None, release: bool = False
+        cls, model: Any, stored: str | None = None, group: int | None = None, release: bool = False
     ) -> "CpuWeights":
         """Copy the weights of a Hugging Face OPTForCausalLM on the CPU.
 
         Args:
             model: pre-norm OPT, of any floating dtype.
-            stored: ``float32``, or ``int8``: weights rounded to 8 bits, LayerNorms, biases and positions in fp32.
-            group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP; None = CHUNK. int8 only.
+            stored: ``float32``; ``int8``: weights rounded to 8 bits; ``codes`` of a 4-bit model, exact but for
+                embeddings and LM head, unless the head is codes too. LayerNorms, biases and positions are fp32. None =
+                codes where the model has them in groups of whole chunks, else fp32.
+            group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP, of codes one that divides the
+                model's group, whose scales then stand there more than once; None = CHUNK. Not of fp32.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
-            UserError: not a pre-norm ReLU OPT, or a format that does not exist.
+            UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model.
         """
         shape = OPTShape.from_config(model.config)
         decoder = model.model.decoder
-        tied = model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
-        weights = _empty(shape, stored, group, tied, decoder.layers[0].self_attn_layer_norm.eps)
+        stored, note = how_stored(model, stored)
+        coded_head = isinstance(model.lm_head, CodedLinear)
+        tied = not coded_head and model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        eps = decoder.layers[0].self_attn_layer_norm.eps
+        own = decoder.layers[0].fc1.layout.sizes.group if stored == "codes" else 0
+        if group is not None and own % group:
+            raise UserError(f"codes in groups of {own} columns cannot be kept in groups of {group}")
+        weights = replace(_empty(shape, stored, group, tied, eps), note=note)
         norms = [norm for layer in decoder.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)] + [
             decoder.final_layer_norm
         ]
@@ -62,33 +77,46 @@ class CpuWeights:
             weights.model.norms[i, 0], weights.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
         weights.model.positions[:] = _array(decoder.embed_positions.weight)
         weights.put(weights.model.embedding, decoder.embed_tokens.weight)
-        if not tied:
+        if coded_head and stored == "codes":
+            weights.put_codes(weights.model.lm_head, model.lm_head.rows)
+        elif not tied:
             weights.put(weights.model.lm_head, model.lm_head.weight)
         weights.screen()
         h = shape.n_heads
         for i, layer in enumerate(decoder.layers):
             attention, first = layer.self_attn, weights.model.first[i]
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            weights.put(
-                first[QKV], torch.stack([part.weight.view(h, -1, shape.d_model) for part in parts], 1).flatten(0, 2)
-            )
-            weights.put(first[OUT], attention.out_proj.weight.T)
-            weights.put(first[FC1], layer.fc1.weight)
-            weights.put(first[FC2], layer.fc2.weight.T)
+            if stored == "codes":
+                weights.put_coded_layer(i, layer)
+            else:
+                weights.put(first[QKV], _by_head([part.weight for part in parts], h))
+                weights.put(first[OUT], attention.out_proj.weight.T)
+                weights.put(first[FC1], layer.fc1.weight)
+                weights.put(first[FC2], layer.fc2.weight.T)
             biases = [_bias(part).reshape(h, -1) for part in parts]
             weights.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
             weights.out_bias[i] = _bias(attention.out_proj)
             weights.model.fc1_bias[i], weights.model.fc2_bias[i] = _bias(layer.fc1), _bias(layer.fc2)
             if release:
-                for parameter in layer.parameters():
-                    parameter.data = torch.empty(0, dtype=parameter.dtype)
+                for tensor in (*layer.parameters(), *layer.buffers()):
+                    tensor.data = torch.empty(0, dtype=tensor.dtype)
         return weights
+
+    @staticmethod
+    def needed(model: Any) -> int:
+        """Bytes, to within a tenth, that `from_model` takes if asked for no format."""
+        shape, head = OPTShape.from_config(model.config), model.get_output_embeddings()
+        tied = not isinstance(head, CodedLinear) and bool(model.config.tie_word_embeddings)
+        rows = shape.n_layers * (4 * shape.d_model + 2 * shape.d_ffn) + shape.vocab_size * (1 if tied else 2)
+        if how_stored(model, None)[0] == "codes":
+            return rows * padded(shape.d_model)
+        return (4 * rows + shape.vocab_size) * padded(shape.d_model)
 
     @classmethod
     def random(
         cls, shape: OPTShape, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
     ) -> "CpuWeights":
-        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing."""
+        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing; codes have 8 bits."""
         weights = _empty(shape, stored, group, True, 1e-5)
         generator = torch.Generator().manual_seed(seed)
         weights.model.norms[:, 0] = 1
@@ -113,6 +141,28 @@ class CpuWeights:
                 codes, scales = quantise_groups(part, self.model.group)
                 self.model.rows[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
 
+    def put_codes(self, first: int, rows: Int4Rows | Int8Rows) -> None:
+        """Store codes and scales of rows (n, d) as they are, from number ``first`` on."""
+        codes = rows.codes if isinstance(rows, Int4Rows) else rows.words
+        place, d = slice(int(first), int(first) + len(codes)), self.shape.d_model
+        scales = rows.scales.float().repeat_interleave(self.model.scales.shape[1] // rows.scales.shape[1], dim=1)
+        self.model.rows[place, d:] = 0
+        self.model.rows[place, :d], self.model.scales[place] = codes.numpy(), scales.numpy()
+
+    def put_coded_layer(self, number: int, layer: Any) -> None:
+        """Store a decoder layer of `CodedLinear`. The output projection is turned: a row is a column of a head."""
+        h, d, e = self.shape.n_heads, self.shape.d_model, self.shape.head_dim
+        attention, first = layer.self_attn, self.model.first[number]
+        parts = [part.rows for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        words, scales = (_by_head([getattr(part, name) for part in parts], h) for name in ("words", "scales"))
+        self.put_codes(first[QKV], Int4Rows(words, scales))
+        self.put_codes(first[FC1], layer.fc1.rows)
+        self.put_codes(first[FC2], layer.fc2.rows)
+        out, columns = attention.out_proj.rows, slice(int(first[OUT]), int(first[OUT]) + h * e)
+        self.model.rows[columns, :d] = out.codes.view(h, d, e).transpose(1, 2).reshape(h * e, d).numpy()
+        self.model.rows[columns, d:], self.model.scales[columns] = 0, 1
+        self.model.out_scale[number, :, :d] = out.scales.float().view(h, d).numpy()
+
     def screen(self) -> None:
         """Round the LM head to int8 beside its fp32 rows, with bounds of what a logit of it is off by."""
         model, d = self.model, self.shape.d_model
@@ -133,10 +183,46 @@ class CpuWeights:
         scales = torch.from_numpy(self.model.scales[first : first + n])
         return part.float().mul_(scales.repeat_interleave(self.model.group, dim=1)[:, : part.shape[1]])
 
+    def out_projection(self, layer: int) -> Tensor:
+        """The output projection of a layer, (h e, d) fp32, in the heads' columns."""
+        h, e = self.shape.n_heads, self.shape.head_dim
+        rows = self.rows(int(self.model.first[layer, OUT]), h * e)
+        if not len(self.model.out_scale):
+            return rows
+        scale = torch.from_numpy(self.model.out_scale[layer, :, : self.shape.d_model])
+        return rows * scale.repeat_interleave(e, dim=0)
+
+    def describe(self) -> str:
+        """How weights are stored, in words."""
+        model = self.model
+        scales = "each row" if model.group >= self.shape.d_model else f"each {model.group} columns"
+        stored = "fp32" if model.rows.dtype == np.float32 else f"int8 with a scale for {scales}"
+        return f"{stored} ({self.note})" if self.note else stored
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows, scales included."""
-        return self.model.rows.nbytes + (self.model.scales.nbytes if self.model.rows.dtype == np.int8 else 0)
+        scales = self.model.scales.nbytes + self.model.out_scale.nbytes
+        return self.model.rows.nbytes + (scales if self.model.rows.dtype == np.int8 else 0)
+
+
+def how_stored(model: Any, asked: str | None) -> tuple[str, str]:
+    """Which of ``STORED`` a model's weights are kept as if asked for one or for none, and what to say about it.
+
+    Raises:
+        UserError: codes of a model that has none, or whose groups are not whole chunks.
+    """
+    fc1 = model.model.decoder.layers[0].fc1
+    group = fc1.layout.sizes.group if isinstance(fc1, CodedLinear) else 0
+    fits = group > 0 and group % CHUNK == 0
+    if asked == "codes" and not fits:
+        found = f"4-bit codes in groups of {group} columns" if group else "no 4-bit codes"
+        raise UserError(f"codes are kept of 4-bit models with groups of {CHUNK} or 128 columns; this one has {found}")
+    if asked == "codes" or (asked is None and fits):
+        head = "embeddings" if isinstance(model.lm_head, CodedLinear) else "embeddings and LM head"
+        return "codes", f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
+    odd = f"of 4-bit codes, whose groups of {group} columns do not fit: {CHUNK} or 128 do" if group else ""
+    return asked or "float32", odd if asked is None else ""
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -153,16 +239,21 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :d].contiguous(), scales[..., 0].contiguous()
 
 
+def _by_head(parts: list[Tensor], h: int) -> Tensor:
+    """q, k and v, (h e, .) each, as (3 h e, .): a head's rows of all three stand together."""
+    return torch.stack([part.view(h, -1, part.shape[1]) for part in parts], 1).flatten(0, 2)
+
+
 def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
     if stored not in STORED:
         raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
-    if group is not None and (stored != "int8" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
+    if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
         raise UserError(
             f"groups of columns need int8 weights and a multiple of {CHUNK} up to {WIDEST_GROUP}: {group} of {stored}"
         )
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     columns = padded(d)
-    group = min(group or CHUNK, columns) if stored == "int8" else columns
+    group = columns if stored == "float32" else min(group or CHUNK, columns)
     per_layer = 4 * d + 2 * f
     first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
     assert (QKV, OUT, FC1, FC2) == (0, 1, 2, 3)
@@ -171,6 +262,7 @@ def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: flo
     model = Model(
         rows=np.empty((n_rows, columns), STORED[stored]),
         scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
+        out_scale=np.ones((n_layers if stored == "codes" else 0, shape.n_heads, columns), np.float32),
         group=group,
         first=first.astype(np.int64),
         embedding=embedding,

@@ -1,0 +1,135 @@
+"""A 4-bit model in the CPU engine: its codes as they are, and the logits of `gather` but for what is rounded."""
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_opt
+from decode_helpers import random_opt
+from four_bit_models import four_bits
+
+from dejavu_train.engine.cpu import CpuEngine, CpuWeights
+from dejavu_train.engine.cpu.arrays import FC1, FC2, QKV
+from dejavu_train.engine.cpu.weights import quantise_groups
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.timing import time_cpu_engine
+from dejavu_train.models.opt import load_opt
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.run import quantise
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+VOCAB = 97
+
+
+def coded(d_model=128, n_heads=4, head=False):
+    return four_bits(random_opt(d_model=d_model, n_heads=n_heads, d_ffn=90, n_layers=2, vocab=VOCAB), head).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """2 layers, d_model 128, 4 heads, rounded to 4 bits."""
+    parent = tmp_path_factory.mktemp("coded")
+    dense = save_tiny_opt(parent / "dense", hidden_size=128, word_embed_proj_dim=128)
+    quantise(QuantizeConfig(model=str(dense), output=str(parent / "int4"), quantizer="rtn", device="cpu"))
+    return parent / "int4"
+
+
+def tokens(n, seed=0):
+    return [2, *torch.randint(3, VOCAB, (n - 1,), generator=torch.Generator().manual_seed(seed)).tolist()]
+
+
+def gather(model, bundle, sparse_from=0):
+    return SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=sparse_from)
+
+
+def nll(model, bundle, row):
+    with torch.no_grad():
+        logits = gather(model, bundle)(torch.tensor([row])).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], torch.tensor(row[1:]), reduction="none")
+
+
+def round_embeddings(model, group):
+    """What the engine rounds: embeddings, and with them the LM head that is tied to them."""
+    table = model.model.decoder.embed_tokens.weight
+    codes, scales = quantise_groups(table.detach(), group)
+    table.data.copy_(codes * scales.repeat_interleave(group, 1))
+
+
+@pytest.mark.parametrize(("d_model", "n_heads", "group"), [(128, 4, 128), (128, 4, None), (320, 4, 64)])
+def test_codes_are_kept_exactly(d_model, n_heads, group):
+    """Heads 32 and 80 wide; every row equals the dequantised model's bit for bit."""
+    model = coded(d_model, n_heads, head=True)
+    weights = CpuWeights.from_model(model, group=group)
+    assert weights.model.rows.dtype.itemsize == 1 and weights.model.group == (group or 64)
+    for i, layer in enumerate(model.model.decoder.layers):
+        first, attention = weights.model.first[i], layer.self_attn
+        assert torch.equal(weights.rows(first[FC1], 90), layer.fc1.weight)
+        assert torch.equal(weights.rows(first[FC2], 90), layer.fc2.weight.T)
+        assert torch.equal(weights.out_projection(i), attention.out_proj.weight.T)
+        qkv = weights.rows(first[QKV], 3 * d_model).view(n_heads, 3, -1, d_model)
+        for part, linear in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
+            assert torch.equal(qkv[:, part].flatten(0, 1), linear.weight)
+    assert torch.equal(weights.rows(weights.model.lm_head, VOCAB), model.lm_head.weight)
+    assert weights.model.rows[: weights.model.embedding].min() >= -8
+
+
+@pytest.mark.parametrize(("mlp_density", "cascade"), [(1.0, False), (0.3, False), (0.3, True)])
+def test_scores_equal_gather_with_the_same_embeddings(folder, mlp_density, cascade):
+    """Inputs are rounded to 16 bits: 5e-4 with heads skipped; more where a neuron lies at its threshold.
+
+    Means stand in for skipped heads, two rows stand beside each other.
+    """
+    bundle = make_bundle(folder, means=True, cascade=cascade).at(mlp_density, 0.4)
+    model = load_opt(str(folder))
+    rows = [tokens(100, seed) for seed in (0, 1)]
+    coded_rows, plain = (CpuEngine(model, bundle, batch=2, stored=stored, threads=2) for stored in (None, "float32"))
+    found = coded_rows.score(rows)
+    assert coded_rows.state.watermark[:, 0].min() < 100  # a head was skipped at the end
+    plain.score(rows)
+    read = coded_rows.bytes_read()["weights"] / plain.bytes_read()["weights"]
+    assert read < 0.35 or cascade
+    round_embeddings(model, 64)
+    off = torch.cat([(got - nll(model, bundle, row)).abs() for row, got in zip(rows, found, strict=True)])
+    assert off.median() < 2e-4 and off.max() < (5e-4 if mlp_density == 1 else 0.2)
+
+
+def test_what_is_rounded_is_said_and_small():
+    model, row = coded(), tokens(60)
+    said = CpuEngine(model).describe()
+    assert "int8 with a scale for each 64 columns" in said and "embeddings and LM head rounded to 8 bits" in said
+    assert "codes, exact; embeddings rounded" in CpuEngine(coded(head=True)).describe()
+    exact, found = CpuEngine(model, stored="float32").score([row])[0], CpuEngine(model).score([row])[0]
+    assert 0 < (exact - found).abs().mean() < 0.05
+    assert torch.equal(CpuEngine(model, release=True).score([row])[0], found)
+    assert not model.model.decoder.layers[1].fc1.words.numel()
+
+
+def test_groups_that_do_not_fit_are_kept_in_fp32():
+    model, row = coded(96, 4), tokens(20)
+    with torch.no_grad():
+        logits = model(torch.tensor([row])).logits[0, :-1]
+    dense = torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="none")
+    engine = CpuEngine(model)
+    assert "fp32 (of 4-bit codes, whose groups of 32 columns do not fit" in engine.describe()
+    torch.testing.assert_close(engine.score([row])[0], dense, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UserError, match="groups of 32 columns"):
+        CpuEngine(model, stored="codes")
+    with pytest.raises(UserError, match="groups of 128 columns cannot be kept in groups of 192"):
+        CpuEngine(coded(), group=192)
+    with pytest.raises(UserError, match="no 4-bit codes"):
+        CpuEngine(random_opt(d_model=64, n_heads=2, d_ffn=64, n_layers=1, vocab=VOCAB), stored="codes")
+
+
+def test_generate_takes_the_codes(folder):
+    """A prompt at once and token by token, through the public class; the same tokens as with what is rounded."""
+    model, bundle = load_opt(str(folder)), make_bundle(folder, means=True).at(0.3, 0.4)
+    ids = torch.tensor([tokens(12)])
+    sparse = SparseOPTForCausalLM.from_model(model, bundle, "cpu", sparse_from="prompt")
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1, "attention_mask": torch.ones_like(ids)}
+    found = sparse.generate(ids, **settings)
+    assert "4-bit codes, exact" in sparse._engines.engine(1, 64).describe()
+    engine = CpuEngine(model, bundle)
+    steps = engine.generate([ids[0].tolist()], 20, prompt_phase="steps")[0]
+    assert found[0, 12:].tolist() == steps
+    assert time_cpu_engine(model, bundle, "cpu", ids, 4).megabytes_per_token < 0.25
+    round_embeddings(model, 64)
+    assert torch.equal(found, gather(model, bundle, "prompt").generate(ids, **settings))
