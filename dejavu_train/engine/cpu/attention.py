@@ -5,7 +5,7 @@ import numpy as np
 from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
 from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, add_product, copy, exp_negative
+from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, copy, exp_negative, move_product
 
 
 @compiled()
@@ -156,17 +156,18 @@ def project_out(model, state, work, layer, n_heads, thread, n_threads):
     n = stop - start
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
     # Where each head scales its sum, one head after the other; else all of them at once.
-    scaled, i = model.out_scale.shape[0] > 0, 0
-    total = work.normed[thread] if scaled else work.partial[0, thread]  # what was normed was read before the attention
+    scaled, out, i = model.out_scale.shape[0], work.partial[0, thread], 0
+    if scaled:
+        out = work.normed[thread]  # what was normed was read before the attention
+        out[:] = 0
     while i < n:
-        head, end = work.heads[thread, (start + i) // e], n
+        end, head = n, 0
         if scaled:
+            head = work.heads[thread, (start + i) // e]
             end, live = min(n, i + e - (start + i) % e), work.mask[thread, head]
-            total[:] = 0
-        add_list(total, model.rows, model.scales, model.group, numbers, factors, i, end, live)
+        add_list(out, model.rows, model.scales, model.group, numbers, factors, i, end, live)
         if scaled:
             for b in range(batch):
-                if live >> b & 1:
-                    add_product(work.partial[0, thread, b], total[b], model.out_scale[layer, head])
-            work.bytes_read[thread, WEIGHTS] += 4 * model.out_scale.shape[2]
+                move_product(work.partial[0, thread, b], out[b], model.out_scale[layer, head])
+            work.bytes_read[thread, WEIGHTS] += 4 * out.shape[1]
         i = end

@@ -213,10 +213,11 @@ def add(out, values):
 
 
 @compiled()
-def add_product(out, values, scale):
-    """Add values times scale, both (n,), to out (at least n)."""
+def move_product(out, values, scale):
+    """Add values times scale, both (n,), to out (at least n), and leave values zero."""
     for j in range(scale.shape[0]):
         out[j] += values[j] * scale[j]
+        values[j] = 0
 
 
 @compiled()
