@@ -27,31 +27,23 @@ STEPS = {
     "ahead": "weights=int4 predictors=int8 site=1 head_density=",
     "own": "weights=int4 predictors=int4 head_density=",
 }
-DEFAULTS = {
-    "qkv": (qkv, "int4_qkv_settings", qkv.int4_qkv_settings),
-    "out": (out_projection_int4, "head_row_settings", out_projection_int4.head_row_settings),
-    "rows": (dense_gemv, "int4_row_settings", dense_gemv.int4_row_settings),
-    "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.int4_mlp_settings),
+KERNELS = {  # where a kernel's defaults stand, and its settings from their numbers
+    "qkv": (qkv, "int4_qkv_settings", lambda warps, stages: qkv.TileSettings(16, 8, 32 * warps, stages, warps, 8)),
+    "out": (out_projection_int4, "head_row_settings", out_projection_int4.HeadRowSettings),
+    "rows": (dense_gemv, "int4_row_settings", dense_gemv.Int4RowSettings),
+    "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.MlpSettings),
 }
-
-
-def made(kernel: str, numbers: tuple[int, ...]) -> object:
-    """Settings of a kernel from their numbers."""
-    if kernel == "qkv":
-        warps, stages = numbers
-        return qkv.TileSettings(16, 8, 32 * warps, stages, warps, 8)
-    kinds = {"out": out_projection_int4.HeadRowSettings, "rows": dense_gemv.Int4RowSettings}
-    return kinds.get(kernel, sparse_mlp.MlpSettings)(*numbers)
+DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}
 
 
 def choose(text: str) -> None:
     """Puts the named settings in place of the defaults, and defaults elsewhere."""
-    for module, name, default in DEFAULTS.values():
-        setattr(module, name, default)
+    for kernel, (module, name, _) in KERNELS.items():
+        setattr(module, name, DEFAULTS[kernel])
     for word in text.split("+") if text != "defaults" else ():
         kernel, _, numbers = word.partition("=")
-        settings = made(kernel, tuple(int(number) for number in numbers.split("/")))
-        module, name, _ = DEFAULTS[kernel]
+        module, name, make = KERNELS[kernel]
+        settings = make(*map(int, numbers.split("/")))
         setattr(module, name, lambda *_args, settings=settings, **_kwargs: settings)
 
 

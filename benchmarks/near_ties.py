@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import append_row, five_digits
-from benchmarks.tasks import GOALS, RESULTS, conditions
-from dejavu_train.bundle.artifact import Bundle
+from benchmarks.tasks import GOALS, RESULTS, checked_bundle, conditions, densities, log_likelihoods
 from dejavu_train.bundle.selector import Predicted, Sites
 from dejavu_train.bundle.spec import Key
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.packing import build_rows, pack
-from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config
+from dejavu_train.evaluation.lm_eval.run import TasksConfig, read_config
 from dejavu_train.evaluation.lm_eval.tasks import quiet
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -120,9 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     config: TasksConfig = read_config(TasksConfig, argv, __doc__ or "")
     shared = conditions(config)
-    bundle = Bundle.from_pretrained(config.bundle)
-    bundle.check_model(config.model)
-    used = bundle.at(config.mlp_density, config.head_density)
+    used = checked_bundle(config)
     models: dict[str, Any] = {}
     for way in WAYS:
         dense = load_opt(config.model, "float32", resolve_device(config.device))
@@ -131,15 +128,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         models[way]._selector = (Told if WAYS[way] else Noting)(used, dense.device, dense)
         models[way]._selector.targets = WAYS[way]
     lm = DejavuLM(models["single"], sparse_from=0, tokenizer=load_tokenizer(config.model))
-    instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
-    pairs = [lm._encode_pair(*one.args) for one in instances if one.request_type == "loglikelihood"]
+    pairs = [lm._encode_pair(*one.args) for one in log_likelihoods(config)]
     pairs.sort(key=lambda pair: (-len(pair[0]), pair))
     found = Found()
     while pairs:
         n = max(1, POSITIONS // (len(pairs[0][0]) + len(pairs[0][1])))
         compare(lm, models, pairs[:n], found)
         pairs = pairs[n:]
-    row = {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")} | summary(found)
+    row = densities(used) | summary(found)
     print(row)
     append_row(RESULTS / "near_ties.csv", five_digits(row) | shared, [*row, *shared])
 

@@ -44,11 +44,27 @@ def conditions(config: Any) -> dict[str, Any]:
     return shared | {"commit": commit(), "date": datetime.date.today().isoformat()}
 
 
+def log_likelihoods(config: TasksConfig) -> list[Any]:
+    """lm-eval's requests of all questions that ask for a log-likelihood."""
+    instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
+    return [instance for instance in instances if instance.request_type == "loglikelihood"]
+
+
+def checked_bundle(config: TasksConfig) -> Bundle:
+    """The bundle at the densities asked for. Raises UserError where it is of another model."""
+    bundle = Bundle.from_pretrained(config.bundle)
+    bundle.check_model(config.model)
+    return bundle.at(config.mlp_density, config.head_density)
+
+
+def densities(used: Bundle) -> dict[str, Any]:
+    return {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
+
+
 def selection(config: TasksConfig) -> dict[str, Any]:
     """How the sparse model of a run selects."""
     used = Bundle.from_pretrained(config.bundle).at(config.mlp_density, config.head_density)
-    densities = {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
-    return {"backend": config.backend, "sparse_from": config.sparse_from, **densities}
+    return {"backend": config.backend, "sparse_from": config.sparse_from, **densities(used)}
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:
@@ -56,8 +72,7 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
 
     Texts are tokenized before the clock starts.
     """
-    instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
-    instances = [instance for instance in instances if instance.request_type == "loglikelihood"]
+    instances = log_likelihoods(config)
     found: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
     encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}

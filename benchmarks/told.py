@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import append_row, five_digits
-from benchmarks.tasks import GOALS, RESULTS, conditions
+from benchmarks.tasks import GOALS, RESULTS, checked_bundle, conditions, densities, log_likelihoods
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted, Sites
 from dejavu_train.bundle.spec import Key
@@ -30,7 +30,7 @@ from dejavu_train.engine.step import DecodeStep
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.packing import Row
-from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config
+from dejavu_train.evaluation.lm_eval.run import TasksConfig, read_config
 from dejavu_train.evaluation.lm_eval.tasks import quiet
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -156,13 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     config: TasksConfig = read_config(TasksConfig, argv, __doc__ or "")
     shared = conditions(config)
-    bundle = Bundle.from_pretrained(config.bundle)
-    bundle.check_model(config.model)
-    used = bundle.at(config.mlp_density, config.head_density)
-    instances = [i for part in all_questions(config) for task in part.tasks.values() for i in task.instances]
-    instances = [instance for instance in instances if instance.request_type == "loglikelihood"]
-    row = {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
-    row |= compared(both(config, used, used), instances, GOALS[config.dtype])
+    used = checked_bundle(config)
+    asked = log_likelihoods(config)
+    row = densities(used) | compared(both(config, used, used), asked, GOALS[config.dtype])
     print(row)
     append_row(RESULTS / "told.csv", five_digits(row) | shared, [*row, *shared])
 

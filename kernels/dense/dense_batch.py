@@ -71,17 +71,6 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     return n
 
 
-def _linear(
-    x: Tensor, ln: LayerNormWeights, weight: Tensor | Int4Rows, bias: Tensor | None, activation: str, pdl: bool
-) -> Tensor:
-    """(B, n) in the weight's dtype, of 4-bit rows fp16: act(LayerNorm(x) W^T + b), weight (..., d)."""
-    if isinstance(weight, Int4Rows) and takes(weight, len(x)):
-        return int4_linear(_normalised(x, ln, torch.float16, pdl), weight, bias, activation, pdl)
-    weight = numbers_of(weight, pdl)
-    y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]), bias)
-    return y.relu_() if activation == "relu" else y
-
-
 def qkv_batch(
     x: Tensor,
     ln: LayerNormWeights,
@@ -95,7 +84,7 @@ def qkv_batch(
 ) -> None:
     """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
     batch, n_heads, head_dim = q.shape
-    rows = _linear(x, ln, weight, None, "none", pdl)
+    rows = dense_hidden(x, ln, weight, None, "none", pdl)
     pdl = use_pdl(pdl, x.device)
     _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](
         rows,
@@ -117,8 +106,12 @@ def qkv_batch(
 def dense_hidden(
     x: Tensor, ln: LayerNormWeights, weight: Tensor | Int4Rows, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:
-    """(B, n) in the weight's dtype: act(LayerNorm(x) W^T + b), weight (n, d)."""
-    return _linear(x, ln, weight, bias, activation, pdl)
+    """(B, n) in the weight's dtype, of 4-bit rows fp16: act(LayerNorm(x) W^T + b), weight (..., d) of n rows."""
+    if takes(weight, len(x)):
+        return int4_linear(_normalised(x, ln, torch.float16, pdl), weight, bias, activation, pdl)
+    weight = numbers_of(weight, pdl)
+    y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]), bias)
+    return y.relu_() if activation == "relu" else y
 
 
 def dense_add(
@@ -131,7 +124,7 @@ def dense_add(
     pdl: bool = False,
 ) -> None:
     """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d)."""
-    if isinstance(weight, Int4Rows) and takes(weight, len(y)):
+    if takes(weight, len(y)):
         product = (int4_transposed if transposed else int4_linear)(y.half(), weight, pdl=pdl)
     else:
         weight = numbers_of(weight, pdl)

@@ -11,6 +11,8 @@ compiler's pipeline feeds; programs share out what is summed, and their sums in 
 More inputs than eight are worth writing the matrix out once (`int4_numbers`).
 """
 
+from typing import TypeGuard
+
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +50,7 @@ def int4_by_head_reference(x: Tensor, weight: Int4Rows) -> Tensor:
     return torch.einsum("bhj,hij->bi", x.to(wide).view(-1, n_heads, head_dim), weight.dequantised(wide))
 
 
-def takes(weight: Tensor | Int4Rows, batch: int) -> bool:
+def takes(weight: Tensor | Int4Rows, batch: int) -> TypeGuard[Int4Rows]:
     """Whether these kernels multiply so many inputs with this matrix."""
     return isinstance(weight, Int4Rows) and batch <= MOST and weight.words.shape[:-1].numel() >= ROWS
 
@@ -176,12 +178,10 @@ def int4_transposed(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
     weight.check("weight", (n, d), x)
     _check_inputs(x, batch, n)
     rows = 16 if INTERPRET else 32
-    share = rows * triton.cdiv(triton.cdiv(n, SPLITS), rows)
-    splits = triton.cdiv(n, share)
-    partials = torch.empty(splits, batch, d, dtype=torch.float32, device=x.device)
+    share, partials = _shares(n, rows, x, d)
     tile = min(16, triton.next_power_of_2(d // 8))
     pdl = use_pdl(pdl, x.device)
-    _transposed_kernel[(triton.cdiv(d // 8, tile), splits)](
+    _transposed_kernel[(triton.cdiv(d // 8, tile), len(partials))](
         x,
         weight.words,
         weight.scales,
@@ -248,12 +248,10 @@ def int4_by_head(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
     weight.check("weight", (n_heads, d, head_dim), x)
     check_shape("weight.scales", weight.scales, n_heads, d, 1)
     _check_inputs(x, batch, n_heads * head_dim)
-    share = triton.cdiv(n_heads, SPLITS)
-    splits = triton.cdiv(n_heads, share)
-    partials = torch.empty(splits, batch, d, dtype=torch.float32, device=x.device)
+    share, partials = _shares(n_heads, 1, x, d)
     rows = 16 if INTERPRET else 64
     pdl = use_pdl(pdl, x.device)
-    _by_head_kernel[(triton.cdiv(d, rows), splits)](
+    _by_head_kernel[(triton.cdiv(d, rows), len(partials))](
         x,
         weight.words,
         weight.scales,
@@ -271,6 +269,12 @@ def int4_by_head(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
         launch_pdl=pdl,
     )
     return partials.sum(0)
+
+
+def _shares(n: int, step: int, x: Tensor, d: int) -> tuple[int, Tensor]:
+    """How many of n summands a program takes, whole steps, and room for the programs' sums: (S, B, d) fp32."""
+    share = step * triton.cdiv(triton.cdiv(n, SPLITS), step)
+    return share, torch.empty(triton.cdiv(n, share), len(x), d, dtype=torch.float32, device=x.device)
 
 
 def _check_inputs(x: Tensor, batch: int, n: int) -> None:
