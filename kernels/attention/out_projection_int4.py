@@ -23,7 +23,7 @@ from kernels.common.checks import INTERPRET, check_device, check_head_dim, check
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
-from kernels.common.int4_tiles import split_words
+from kernels.common.lane_queue import ask, lane_queue, take
 from kernels.common.launch import RESIDENT_REGISTERS, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import add_product, dense_add
 from kernels.dense.int4_batch import MOST, int4_by_head
@@ -73,29 +73,41 @@ def _heads(order, begin, n, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, ALL: 
 
 
 @triton.jit
-def _tiles(
-    weight, scales, heads, begin, n, rows, n_rows, lane,
+def _head_input(
+    mixed, heads, begin, n, lane, W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr
+):
+    """4 V planes of the input of each lane group's entry, see `_heads`; zero beyond the last one."""
+    number = begin + lane % 32 // 4 % SPAN * (lane.shape[0] // 32) + lane // 32
+    planes = ()
+    for v in tl.static_range(V):
+        word = number % UNITS * (4 * V) + lane % 4 * V + v
+        planes = planes + float_planes(mixed + heads * (8 * W) + 8 * word, (number < n * UNITS) & (word < W))
+    return planes
+
+
+@triton.jit
+def _ask_head(
+    queue, weight, scales, heads, begin, n, rows, n_rows, lane,
     W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of entry begin + NUMBER warps + warp, that of lane group NUMBER; rows: g of the program's 16."""
+    """The queue with the words of entry begin + NUMBER warps + warp on their way, and two scales of a lane's rows.
+
+    NUMBER: of the lane group whose entry in `heads` is meant, and of the slot; rows: g of the program's 16.
+    """
     number = begin + NUMBER * (lane.shape[0] // 32) + lane // 32
     there = number < n * UNITS
     place = number % UNITS * (4 * V) + lane % 4 * V
     line = from_group(heads, NUMBER) * n_rows + rows
-    tiles = ()
-    for half in tl.static_range(2):
-        inside = there & (rows + 8 * half < n_rows)
-        at = weight + line.to(tl.int64) * W + 8 * half * W + place
-        if V == 1:
-            tiles = tiles + (tl.load(at, mask=inside & (place < W), other=0, eviction_policy="evict_first"),)
-        else:
-            each = at[:, None] + tl.arange(0, V)[None, :]
-            mask = (inside & (place < W))[:, None]
-            tiles = tiles + split_words(tl.load(each, mask=mask, other=0, eviction_policy="evict_first"), V)
+    at = weight + line.to(tl.int64) * W + place
+    inside = there & (place < W)
+    queue = ask(
+        queue, at, at + 8 * W, inside & (rows < n_rows), inside & (rows + 8 < n_rows), NUMBER, V, True
+    )
+    found = ()
     for half in tl.static_range(2):
         mask = there & (rows + 8 * half < n_rows) & (lane % 4 == NUMBER // 2)
-        tiles = tiles + (tl.load(scales + line + 8 * half, mask=mask, other=0.0),)
-    return tiles
+        found = found + (tl.load(scales + line + 8 * half, mask=mask, other=0.0),)
+    return queue, found
 
 
 @triton.jit
@@ -121,8 +133,7 @@ def _project_head_rows_kernel(
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
     WARPS: tl.constexpr = L // 32
     lane = tl.arange(0, L)
-    group = lane % 32 // 4
-    rows = tl.program_id(0) * ROWS + group
+    rows = tl.program_id(0) * ROWS + lane % 32 // 4
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if ALL:
         order = lane
@@ -130,28 +141,30 @@ def _project_head_rows_kernel(
     else:
         order, n = selected_heads(row_bits, H, H_TILE)
     heads = _heads(order, 0, n, lane, UNITS, SPAN, ALL)
-    w = ()
+    queue = lane_queue(lane, SPAN, V)
+    factors = ()
     for s in tl.static_range(SPAN):
-        w = w + _tiles(weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, s)
+        queue, found = _ask_head(queue, weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, s)
+        factors = factors + found
     offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
     base = tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg")
     wait_for_predecessor(PDL)
     first = tl.zeros((L,), tl.float32)
     second = tl.zeros((L,), tl.float32)
+    x = _head_input(mixed, heads, 0, n, lane, W, V, UNITS, SPAN)
     for begin in range(0, n * UNITS, SPAN * WARPS):
-        number = begin + group % SPAN * WARPS + lane // 32
-        x = ()
-        for v in tl.static_range(V):
-            word = number % UNITS * (4 * V) + lane % 4 * V + v
-            x = x + float_planes(mixed + heads * HEAD_DIM + 8 * word, (number < n * UNITS) & (word < W))
         heads = _heads(order, begin + SPAN * WARPS, n, lane, UNITS, SPAN, ALL)
+        coming = _head_input(mixed, heads, begin + SPAN * WARPS, n, lane, W, V, UNITS, SPAN)
         for s in tl.static_range(SPAN):
-            part = int4_mma(w[: 2 * V], x, V)
-            first += part[s % 2] * w[2 * V].to(tl.float32)
-            second += part[2 + s % 2] * w[2 * V + 1].to(tl.float32)
-            # Words make room for those to come as soon as they are used: half the registers of two buffers.
-            coming = _tiles(weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, s)
-            w = w[2 * V + 2 :] + coming
+            w, queue = take(queue, s, V, SPAN - 1, L)
+            part = int4_mma(w, x, V)
+            first += part[s % 2] * factors[0].to(tl.float32)
+            second += part[2 + s % 2] * factors[1].to(tl.float32)
+            queue, found = _ask_head(
+                queue, weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, s
+            )
+            factors = factors[2:] + found
+        x = coming
     tl.store(out + own, column_sums(first, second, L) + offset + base, mask=own < n_rows)
 
 
@@ -208,6 +221,6 @@ def project_head_rows(
         ALL=selection is None,
         PDL=pdl,
         num_warps=settings.warps,
-        maxnreg=RESIDENT_REGISTERS,
+        maxnreg=int(__import__('os').environ.get('MR','96')),
         launch_pdl=pdl,
     )

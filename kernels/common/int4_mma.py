@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kernels.common.checks import INTERPRET
 from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
+from kernels.common.lane_queue import ask, lane_queue, take
 from kernels.common.launch import sums_together
 from kernels.common.layer_norm import mean_and_rstd
 
@@ -142,19 +143,13 @@ def float_planes(at, mask):
 
 
 @triton.jit
-def unit_words(at, unit, lane, W: tl.constexpr, V: tl.constexpr, STEPS: tl.constexpr):
-    """The 2 V words of a lane for each of STEPS units from `unit` on; at: row g of 16. Undefined beyond the row."""
-    words = ()
-    for s in tl.static_range(STEPS):
-        place = (unit + s) * (4 * V) + lane % 4 * V
-        for row in tl.static_range(2):
-            if V == 1:
-                words = words + (tl.load(at + row * 8 * W + place, mask=place < W, eviction_policy="evict_first"),)
-            else:
-                each = (at + row * 8 * W + place)[:, None] + tl.arange(0, V)[None, :]
-                tile = tl.load(each, mask=(place < W)[:, None], eviction_policy="evict_first")
-                words = words + split_words(tile, V)
-    return words
+def _ask_unit(
+    queue, at, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The queue with a lane's words of rows g and g + 8 for `unit` on their way; at: row g of 16. Zero beyond the row."""
+    place = unit * (4 * V) + lane % 4 * V
+    there = place < W
+    return ask(queue, at + place, at + 8 * W + place, there, there, SLOT, V, not WHOLE)
 
 
 @triton.jit
@@ -217,18 +212,24 @@ def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: t
     at = words + row * W
     scale_at = scales + row * groups_of(W, GROUP)
     unit = lane // 32 * STEPS
-    w = unit_words(at, unit, lane, W, V, STEPS)
+    queue = lane_queue(lane, STEPS, V)
+    for s in tl.static_range(STEPS):
+        queue = _ask_unit(queue, at, unit + s, lane, s, W, V, WHOLE)
+    one = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 0)
+    two = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 1)
     zero = tl.zeros((L,), tl.float32)
     acc = (zero, zero, zero, zero)
     for _ in range(0, UNITS, STRIDE):
-        coming = unit_words(at, unit + STRIDE, lane, W, V, STEPS)
-        one = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 0)
-        two = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 1)
+        coming_one = unit_scales(scale_at, unit + STRIDE, lane, W, GROUP, V, STEPS, 0)
+        coming_two = unit_scales(scale_at, unit + STRIDE, lane, W, GROUP, V, STEPS, 1)
         for s in tl.static_range(STEPS):
             planes = unit_input(x, (unit + s) * (4 * V) + lane % 4 * V, W, V, WHOLE)
-            acc = scaled(acc, int4_mma(w[2 * V * s : 2 * V * s + 2 * V], planes, V), one[s], two[s])
+            w, queue = take(queue, s, V, STEPS - 1, L)
+            acc = scaled(acc, int4_mma(w, planes, V), one[s], two[s])
+            queue = _ask_unit(queue, at, unit + STRIDE + s, lane, s, W, V, False)
         unit += STRIDE
-        w = coming
+        one = coming_one
+        two = coming_two
     return tile_sums(acc, L)
 
 
@@ -297,79 +298,85 @@ def normalised_units(x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr,
     return planes
 
 
+@triton.constexpr_function
+def queue_depth(steps, most):
+    """The most units of `most` at once that a warp's `steps` units of a row divide into: slots are then constants."""
+    return max(depth for depth in range(1, min(steps, most) + 1) if steps % depth == 0)
+
+
 @triton.jit
-def rows_ahead(
-    words, line, n_rows, lane, STEP: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, THERE: tl.constexpr
-):
-    """The words of rows line + g and line + g + 8 for the warp's unit number STEP.
+def _ask_rows(
+    queue, words, line, n_rows, lane, STEP: tl.constexpr, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
+    THERE: tl.constexpr,
+):  # fmt: skip
+    """The queue with the words of rows line + g and line + g + 8 for the warp's unit number STEP on their way.
 
     Of rows beyond the last one the last is read; THERE: line itself is one of the rows, else nothing may be read.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     place = (STEP * WARPS + lane // 32) * (4 * V) + lane % 4 * V
-    tiles = ()
-    for half in tl.static_range(2):
-        row = tl.minimum(line + lane % 32 // 4 + 8 * half, n_rows - 1)
-        at = words + row.to(tl.int64) * W + place
-        if spread_evenly(W, V, WARPS) and THERE:
-            if V == 1:
-                tiles = tiles + (tl.load(at, eviction_policy="evict_first"),)
-            else:
-                tile = tl.load(at[:, None] + tl.arange(0, V)[None, :], eviction_policy="evict_first")
-                tiles = tiles + split_words(tile, V)
-        else:
-            there = place < tl.where(line < n_rows, W, 0)
-            if V == 1:
-                tiles = tiles + (tl.load(at, mask=there, other=0, eviction_policy="evict_first"),)
-            else:
-                each = at[:, None] + tl.arange(0, V)[None, :]
-                tile = tl.load(each, mask=there[:, None], other=0, eviction_policy="evict_first")
-                tiles = tiles + split_words(tile, V)
-    return tiles
+    row = tl.minimum(line + lane % 32 // 4, n_rows - 1)
+    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1)
+    there = place < tl.where(line < n_rows, W, 0)
+    one = words + row.to(tl.int64) * W + place
+    two = words + other_row.to(tl.int64) * W + place
+    return ask(queue, one, two, there, there, SLOT, V, not (spread_evenly(W, V, WARPS) and THERE))
 
 
 @triton.jit
-def first_rows(words, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):
-    """The words of the first AHEAD steps of rows line .. line + 15, if there are such rows."""
-    tiles = ()
+def _row_scales(scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr):
+    """A lane's scales of rows line + g and line + g + 8 for each eight steps: those of steps 2 t and 2 t + 1."""
+    V: tl.constexpr = unit_vector(W, GROUP)
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    G: tl.constexpr = groups_of(W, GROUP)
+    row = tl.minimum(line + lane % 32 // 4, n_rows - 1).to(tl.int64)
+    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1).to(tl.int64)
+    found = ()
+    for octet in tl.static_range((steps_of(W, V, WARPS) + 7) // 8):
+        for odd in tl.static_range(2):
+            unit = (8 * octet + lane % 4 * 2 + odd) * WARPS + lane // 32
+            there = unit * (4 * V) < tl.where(line < n_rows, W, 0)
+            place = unit // units_a_group(GROUP, V)
+            found = found + (tl.load(scales + row * G + place, mask=there, other=0.0),)
+            found = found + (tl.load(scales + other_row * G + place, mask=there, other=0.0),)
+    return found
+
+
+@triton.jit
+def first_rows(words, scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):
+    """(a queue with the first AHEAD steps of rows line .. line + 15, if there are such rows, and all their scales)."""
+    V: tl.constexpr = unit_vector(W, GROUP)
+    queue = lane_queue(lane, AHEAD, V)
     for k in tl.static_range(AHEAD):
-        tiles = tiles + rows_ahead(words, line, n_rows, lane, k, W, GROUP, False)
-    return tiles
+        queue = _ask_rows(queue, words, line, n_rows, lane, k, k, W, GROUP, False)
+    return queue, _row_scales(scales, line, n_rows, lane, W, GROUP)
 
 
 @triton.jit
 def int4_rows_step(
-    w, x, words, scales, line, next_line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
-):
-    """(products (16,) of rows line .. line + 15 with x, the first AHEAD steps of the rows from next_line on).
+    queue, s, x, words, scales, line, next_line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Products (16,) of rows line .. line + 15 with x, and queue and scales of the rows from next_line on.
 
-    w: the same of line's; x: `normalised_units`. Words make room for those to come as soon as they are used.
+    queue, s: `first_rows` of line, AHEAD a divisor of a warp's steps; x: `normalised_units`. A slot takes the words
+    that come AHEAD steps later as soon as it is empty.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     STEPS: tl.constexpr = steps_of(W, V, WARPS)
-    G: tl.constexpr = groups_of(W, GROUP)
     first = tl.zeros(lane.shape, tl.float32)
     second = tl.zeros(lane.shape, tl.float32)
-    row = tl.minimum(line + lane % 32 // 4, n_rows - 1)
-    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1)
+    coming = _row_scales(scales, next_line, n_rows, lane, W, GROUP)
     for k in tl.static_range(STEPS):
-        if k % 8 == 0:  # this lane's number is that of steps k + 2 t and k + 2 t + 1
-            s = ()
-            for odd in tl.static_range(2):
-                unit = (k + lane % 4 * 2 + odd) * WARPS + lane // 32
-                there = unit * (4 * V) < W
-                place = unit // units_a_group(GROUP, V)
-                s = s + (tl.load(scales + row.to(tl.int64) * G + place, mask=there, other=0.0).to(tl.float32),)
-                s = s + (tl.load(scales + other_row.to(tl.int64) * G + place, mask=there, other=0.0).to(tl.float32),)
-        part = int4_mma(w[: 2 * V], x[k // 8 * 4 * V : k // 8 * 4 * V + 4 * V], V)
+        w, queue = take(queue, k % AHEAD, V, AHEAD - 1, lane.shape[0])
+        part = int4_mma(w, x[k // 8 * 4 * V : k // 8 * 4 * V + 4 * V], V)
         mine = lane % 4 == k % 8 // 2
-        first = tl.where(mine, first + part[k % 2] * s[k % 2 * 2], first)
-        second = tl.where(mine, second + part[2 + k % 2] * s[k % 2 * 2 + 1], second)
+        first = tl.where(mine, first + part[k % 2] * s[k // 8 * 4 + k % 2 * 2].to(tl.float32), first)
+        second = tl.where(mine, second + part[2 + k % 2] * s[k // 8 * 4 + k % 2 * 2 + 1].to(tl.float32), second)
         if k + AHEAD < STEPS:
-            more = rows_ahead(words, line, n_rows, lane, k + AHEAD, W, GROUP, True)
+            queue = _ask_rows(queue, words, line, n_rows, lane, k + AHEAD, k % AHEAD, W, GROUP, True)
         else:
-            more = rows_ahead(words, next_line, n_rows, lane, k + AHEAD - STEPS, W, GROUP, False)
-        w = w[2 * V :] + more
-    return column_sums(first, second, lane.shape[0]), w
+            queue = _ask_rows(queue, words, next_line, n_rows, lane, k + AHEAD - STEPS, k % AHEAD, W, GROUP, False)
+    return column_sums(first, second, lane.shape[0]), queue, coming

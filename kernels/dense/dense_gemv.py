@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, steps_of, unit_vector
+from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, queue_depth, steps_of, unit_vector
 from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
@@ -160,12 +160,12 @@ def _dense_rows_kernel(
 ):
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
-        w = first_rows(weight, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS)
+        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, n_rows, step):
-            values, w = int4_rows_step(w, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS)
+            values, w, s = int4_rows_step(w, s, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS)
             lines = begin + tl.arange(0, 16)
             if HAS_BIAS:
                 values += tl.load(bias + lines, mask=lines < n_rows, other=0.0).to(tl.float32)
@@ -212,7 +212,7 @@ def row_launch(
     if not isinstance(chosen, Int4RowSettings):
         raise ValueError("4-bit rows need Int4RowSettings")
     steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
-    constants = {"BLOCK": 32 * chosen.warps, "ROWS": min(chosen.ahead, steps), "GROUP": weight.group}
+    constants = {"BLOCK": 32 * chosen.warps, "ROWS": queue_depth(steps, chosen.ahead), "GROUP": weight.group}
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 
