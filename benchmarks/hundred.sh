@@ -5,6 +5,7 @@
 # each of SEEDS (0) the model writes text, predictors are trained on it ("before"), GPTQ quantises with it, predictors are
 # trained on the quantised model ("after"); every report's rows are written as they come. GPUS (1) GPUs take a seed each,
 # one seed after the other: three seeds side by side on one GPU trained for 350 s and were not done within the limit.
+# PARTS ("before after moments") names what is made beside the dense rows; RANK (128) and DENSITIES are the predictors'.
 # VARIANTS=1 also compares settings of GPTQ, on documents of no report, and scores the LM head in 8 and 4 bits.
 # OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
 # $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2. Each run pretrains another model: rows
@@ -17,10 +18,11 @@ export work=${WORK:-$(pick /dev/shm/hundred /tmp/hundred)} python=${PYTHON:-pyth
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=true
 export limit=${LIMIT:-520} gpus=${GPUS:-1} began=$SECONDS seeds=${SEEDS:-0} model=$work/opt-100m rows=$work/rows
+export parts=${PARTS:-before after moments}
 export device=$(pick cuda cpu) tokens=$(pick 40000 200) sample=$(pick 400000 24000)
 export texts=${TEXTS:-docs,books,val_docs,wikitext,general,readmes,code,licences}
 flags="--config=configs/opt-mini.yaml --model=$model --trainer.logger=false --text.sample.tokens=$sample"
-flags="$flags --text.cache=$work/text --mlp.rank=$(pick 128 8) --trainer.accelerator=$(pick gpu cpu)"
+flags="$flags --text.cache=$work/text --mlp.rank=$(pick "${RANK:-128}" 8) --trainer.accelerator=$(pick gpu cpu)"
 export flags="$flags $(pick "" "--mlp.steps=20 --heads.steps=20 --calibrate.sensitivity_tokens=1024")"
 quantise="--text.cache=$work/text --text.sample.tokens=$sample --device=$device"
 export quantise="$quantise $(pick "" "--tokens=1300")"
@@ -104,14 +106,14 @@ whole_seed() {  # SEED
   written "$1" && step "gptq-$1" "$python" -m dejavu_train.quantize --model "$model" --output "$work/gptq-$1" \
     $quantise --seed "$1" --text.sample.seed="$1" || { wait; return 1; }
   score dense "$1" --weights "rtn=$work/rtn" "gptq=$work/gptq-$1" --bundles &
-  after "$1"
+  case $parts in *after*) after "$1" ;; esac
   wait
 }
 
 shape=$(pick "--d_model 768 --n_layers 12 --n_heads 12 --d_ffn 3072 --context 512" \
   "--d_model 64 --n_layers 2 --n_heads 2 --d_ffn 128 --context 64 --batch_rows 2 --vocab_size 300 --device cpu")
 [ -n "$try" ] && export LAYERS=2
-export densities="0.08/1 0.1/1 0.2/1 0.1/0.85 0.2/0.85 0.06/0.85 0.08/0.85 0.08/0.8 0.08/0.75"
+export densities="${DENSITIES:-0.08/1 0.1/1 0.2/1 0.1/0.85 0.2/0.85 0.06/0.85 0.08/0.85 0.08/0.8 0.08/0.75}"
 ticker() { while sleep 120; do pack; done; }
 ticker &
 ticks=$!
@@ -142,8 +144,11 @@ if [ -n "${VARIANTS:-}" ]; then
   heads &
   jobs_="$jobs_ $!"
 fi
-moments &
-jobs_="$jobs_ $!"
+case $parts in
+  *moments*)
+    moments &
+    jobs_="$jobs_ $!" ;;
+esac
 worker() {  # GPU: its seeds, one after the other
   local seed chosen
   IFS=, read -ra chosen <<< "${CUDA_VISIBLE_DEVICES:-}"

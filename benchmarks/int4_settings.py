@@ -2,8 +2,8 @@
 
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
-SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN, rows=PROGRAMS/WARPS/AHEAD,
-mlp=PROGRAMS/BLOCK/ROWS/WARPS, several with "+". STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE
+SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
+rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, carve=PERCENT of shared memory, several with "+". STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE
 (own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each in --csv as it comes; one GPU.
 """
 
@@ -18,6 +18,7 @@ from benchmarks import decode
 from benchmarks.decode_cells import read_cells
 from benchmarks.rows import append_row, commit, five_digits
 from kernels.attention import out_projection_int4, qkv
+from kernels.common import launch
 from kernels.dense import dense_gemv
 from kernels.mlp import sparse_mlp
 
@@ -32,6 +33,7 @@ KERNELS = {  # where a kernel's defaults stand, and its settings from their numb
     "out": (out_projection_int4, "head_row_settings", out_projection_int4.HeadRowSettings),
     "rows": (dense_gemv, "int4_row_settings", dense_gemv.Int4RowSettings),
     "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.MlpSettings),
+    "carve": (launch, "carveout", int),
 }
 DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}
 

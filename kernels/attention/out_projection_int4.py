@@ -24,7 +24,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.lane_queue import ask, lane_queue, take
-from kernels.common.launch import RESIDENT_REGISTERS, use_pdl, wait_for_predecessor
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import add_product, dense_add
 from kernels.dense.int4_batch import MOST, int4_by_head
 from kernels.mlp.select import Selection
@@ -34,17 +34,22 @@ ROWS = tl.constexpr(16)
 
 @dataclass(frozen=True)
 class HeadRowSettings:
-    """warps: of a program; span: heads of a warp that are on their way, at most 8."""
+    """warps: of a program; span: heads of a warp that are on their way, at most 8; tiles: of 16 outputs of a program.
+
+    registers: of a thread, at most: programs that are not resident at once wait for a second round.
+    """
 
     warps: int
     span: int
+    tiles: int = 1
+    registers: int = 128
 
 
-def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
-    """Launch settings, from `benchmarks/int4_rows.py --sweep` of a state with two buffers and no limit of registers."""
+def head_row_settings(d: int) -> HeadRowSettings:
+    """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return HeadRowSettings(1, 2)
-    return HeadRowSettings(8 if d <= 5120 and all_heads else 4, 4)
+    return HeadRowSettings(8, 2, 1, 128) if d <= 5120 else HeadRowSettings(4, 4, 2, 168)
 
 
 def by_head(weight: Tensor, n_heads: int) -> Tensor:
@@ -88,11 +93,11 @@ def _head_input(
 @triton.jit
 def _ask_head(
     queue, weight, scales, heads, begin, n, rows, n_rows, lane,
-    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, NUMBER: tl.constexpr,
+    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, NUMBER: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """The queue with the words of entry begin + NUMBER warps + warp on their way, and two scales of a lane's rows.
 
-    NUMBER: of the lane group whose entry in `heads` is meant, and of the slot; rows: g of the program's 16.
+    NUMBER: of the lane group whose entry in `heads` is meant; rows: g of a tile's 16.
     """
     number = begin + NUMBER * (lane.shape[0] // 32) + lane // 32
     there = number < n * UNITS
@@ -100,9 +105,7 @@ def _ask_head(
     line = from_group(heads, NUMBER) * n_rows + rows
     at = weight + line.to(tl.int64) * W + place
     inside = there & (place < W)
-    queue = ask(
-        queue, at, at + 8 * W, inside & (rows < n_rows), inside & (rows + 8 < n_rows), NUMBER, V, True
-    )
+    queue = ask(queue, lane, at, at + 8 * W, inside & (rows < n_rows), inside & (rows + 8 < n_rows), SLOT, V, True)
     found = ()
     for half in tl.static_range(2):
         mask = there & (rows + 8 * half < n_rows) & (lane % 4 == NUMBER // 2)
@@ -125,6 +128,7 @@ def _project_head_rows_kernel(
     HEAD_DIM: tl.constexpr,
     L: tl.constexpr,
     SPAN: tl.constexpr,
+    TILES: tl.constexpr,
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -133,39 +137,52 @@ def _project_head_rows_kernel(
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
     WARPS: tl.constexpr = L // 32
     lane = tl.arange(0, L)
-    rows = tl.program_id(0) * ROWS + lane % 32 // 4
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    line = tl.program_id(0) * (ROWS * TILES)
+    rows = line + lane % 32 // 4
     if ALL:
         order = lane
         n = H
     else:
         order, n = selected_heads(row_bits, H, H_TILE)
     heads = _heads(order, 0, n, lane, UNITS, SPAN, ALL)
-    queue = lane_queue(lane, SPAN, V)
+    queue = lane_queue(lane, L * SPAN * TILES * 8 * V)
     factors = ()
     for s in tl.static_range(SPAN):
-        queue, found = _ask_head(queue, weight, scales, heads, 0, n, rows, n_rows, lane, W, V, UNITS, s)
-        factors = factors + found
-    offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
-    base = tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg")
+        for m in tl.static_range(TILES):
+            queue, found = _ask_head(
+                queue, weight, scales, heads, 0, n, rows + ROWS * m, n_rows, lane, W, V, UNITS, s, s * TILES + m
+            )
+            factors = factors + found
+    offsets = ()
+    for m in tl.static_range(TILES):
+        own = line + ROWS * m + tl.arange(0, 16)
+        offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
+        offsets = offsets + (offset + tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg"),)
     wait_for_predecessor(PDL)
-    first = tl.zeros((L,), tl.float32)
-    second = tl.zeros((L,), tl.float32)
+    acc = ()
+    for _ in tl.static_range(2 * TILES):
+        acc = acc + (tl.zeros((L,), tl.float32),)
     x = _head_input(mixed, heads, 0, n, lane, W, V, UNITS, SPAN)
     for begin in range(0, n * UNITS, SPAN * WARPS):
         heads = _heads(order, begin + SPAN * WARPS, n, lane, UNITS, SPAN, ALL)
         coming = _head_input(mixed, heads, begin + SPAN * WARPS, n, lane, W, V, UNITS, SPAN)
         for s in tl.static_range(SPAN):
-            w, queue = take(queue, s, V, SPAN - 1, L)
-            part = int4_mma(w, x, V)
-            first += part[s % 2] * factors[0].to(tl.float32)
-            second += part[2 + s % 2] * factors[1].to(tl.float32)
-            queue, found = _ask_head(
-                queue, weight, scales, heads, begin + SPAN * WARPS, n, rows, n_rows, lane, W, V, UNITS, s
-            )
-            factors = factors[2:] + found
+            for m in tl.static_range(TILES):
+                w, queue = take(queue, lane, s * TILES + m, V, SPAN * TILES - 1)
+                part = int4_mma(w, x, V)
+                # The tiles' sums in turn: the first two of the tuple are this tile's.
+                first = acc[0] + part[s % 2] * factors[0].to(tl.float32)
+                second = acc[1] + part[2 + s % 2] * factors[1].to(tl.float32)
+                acc = acc[2:] + (first, second)
+                queue, found = _ask_head(
+                    queue, weight, scales, heads, begin + SPAN * WARPS, n, rows + ROWS * m, n_rows, lane, W, V, UNITS,
+                    s, s * TILES + m,
+                )  # fmt: skip
+                factors = factors[2:] + found
         x = coming
-    tl.store(out + own, column_sums(first, second, L) + offset + base, mask=own < n_rows)
+    for m in tl.static_range(TILES):
+        own = line + ROWS * m + tl.arange(0, 16)
+        tl.store(out + own, column_sums(acc[2 * m], acc[2 * m + 1], L) + offsets[m], mask=own < n_rows)
 
 
 def project_head_rows(
@@ -201,10 +218,10 @@ def project_head_rows(
         else:
             dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
-    settings = settings or head_row_settings(d, selection is None)
+    settings = settings or head_row_settings(d)
     require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
-    _project_head_rows_kernel[(triton.cdiv(d, 16),)](
+    _project_head_rows_kernel[(triton.cdiv(d, 16 * settings.tiles),)](
         mixed,
         weight.words,
         weight.scales,
@@ -218,9 +235,10 @@ def project_head_rows(
         HEAD_DIM=head_dim,
         L=32 * settings.warps,
         SPAN=settings.span,
+        TILES=settings.tiles,
         ALL=selection is None,
         PDL=pdl,
         num_warps=settings.warps,
-        maxnreg=int(__import__('os').environ.get('MR','96')),
+        maxnreg=settings.registers,
         launch_pdl=pdl,
     )

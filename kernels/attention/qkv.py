@@ -66,9 +66,7 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 def int4_qkv_settings(d: int) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
     (`benchmarks/int4_settings.py`): those whose programs are all resident at once win, which a chain does not show."""
-    warps, stages = (4, 2) if d <= 5120 else (2, 4)
-    if 8192 < d <= 10240:
-        warps = 1
+    warps, stages = (4, 2) if d <= 8192 else (1, 4) if d <= 10240 else (2, 4)
     if INTERPRET:
         warps, stages = 1, 2
     return TileSettings(rows=16, pairs=8, block=32 * warps, stages=stages, warps=warps, wide=8)

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kernels.common.checks import INTERPRET
 from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
-from kernels.common.lane_queue import ask, lane_queue, take
+from kernels.common.lane_queue import ask, fetch_ahead, lane_queue, take
 from kernels.common.launch import sums_together
 from kernels.common.layer_norm import mean_and_rstd
 
@@ -143,13 +143,11 @@ def float_planes(at, mask):
 
 
 @triton.jit
-def _ask_unit(
-    queue, at, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr
-):
-    """The queue with a lane's words of rows g and g + 8 for `unit` on their way; at: row g of 16. Zero beyond the row."""
+def _ask_unit(queue, at, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
+    """The queue with a lane's words of rows g and g + 8 for `unit`, zeros beyond the row; at: row g of 16."""
     place = unit * (4 * V) + lane % 4 * V
     there = place < W
-    return ask(queue, at + place, at + 8 * W + place, there, there, SLOT, V, not WHOLE)
+    return ask(queue, lane, at + place, at + 8 * W + place, there, there, SLOT, V, not WHOLE)
 
 
 @triton.jit
@@ -212,7 +210,7 @@ def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: t
     at = words + row * W
     scale_at = scales + row * groups_of(W, GROUP)
     unit = lane // 32 * STEPS
-    queue = lane_queue(lane, STEPS, V)
+    queue = lane_queue(lane, L * STEPS * 8 * V)
     for s in tl.static_range(STEPS):
         queue = _ask_unit(queue, at, unit + s, lane, s, W, V, WHOLE)
     one = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 0)
@@ -224,7 +222,7 @@ def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: t
         coming_two = unit_scales(scale_at, unit + STRIDE, lane, W, GROUP, V, STEPS, 1)
         for s in tl.static_range(STEPS):
             planes = unit_input(x, (unit + s) * (4 * V) + lane % 4 * V, W, V, WHOLE)
-            w, queue = take(queue, s, V, STEPS - 1, L)
+            w, queue = take(queue, lane, s, V, STEPS - 1)
             acc = scaled(acc, int4_mma(w, planes, V), one[s], two[s])
             queue = _ask_unit(queue, at, unit + STRIDE + s, lane, s, W, V, False)
         unit += STRIDE
@@ -321,7 +319,7 @@ def _ask_rows(
     there = place < tl.where(line < n_rows, W, 0)
     one = words + row.to(tl.int64) * W + place
     two = words + other_row.to(tl.int64) * W + place
-    return ask(queue, one, two, there, there, SLOT, V, not (spread_evenly(W, V, WARPS) and THERE))
+    return ask(queue, lane, one, two, there, there, SLOT, V, not (spread_evenly(W, V, WARPS) and THERE))
 
 
 @triton.jit
@@ -344,12 +342,22 @@ def _row_scales(scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
-def first_rows(words, scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):
-    """(a queue with the first AHEAD steps of rows line .. line + 15, if there are such rows, and all their scales)."""
+def first_rows(
+    words, scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr
+):
+    """(a queue with the first AHEAD steps of rows line .. line + 15, if there are such rows, and all their scales).
+
+    The L2 is asked for the FETCHED words of each row that come next.
+    """
     V: tl.constexpr = unit_vector(W, GROUP)
-    queue = lane_queue(lane, AHEAD, V)
+    queue = lane_queue(lane, lane.shape[0] * AHEAD * 8 * V)
     for k in tl.static_range(AHEAD):
         queue = _ask_rows(queue, words, line, n_rows, lane, k, k, W, GROUP, False)
+    BEGIN: tl.constexpr = 4 * V * AHEAD * (lane.shape[0] // 32)
+    if FETCHED > 0 and BEGIN < W:
+        row = line + lane
+        at = words + row.to(tl.int64) * W + BEGIN
+        fetch_ahead(at, (lane < 16) & (row < n_rows), 4 * min(W - BEGIN, FETCHED))
     return queue, _row_scales(scales, line, n_rows, lane, W, GROUP)
 
 
@@ -370,7 +378,7 @@ def int4_rows_step(
     second = tl.zeros(lane.shape, tl.float32)
     coming = _row_scales(scales, next_line, n_rows, lane, W, GROUP)
     for k in tl.static_range(STEPS):
-        w, queue = take(queue, k % AHEAD, V, AHEAD - 1, lane.shape[0])
+        w, queue = take(queue, lane, k % AHEAD, V, AHEAD - 1)
         part = int4_mma(w, x[k // 8 * 4 * V : k // 8 * 4 * V + 4 * V], V)
         mine = lane % 4 == k % 8 // 2
         first = tl.where(mine, first + part[k % 2] * s[k // 8 * 4 + k % 2 * 2].to(tl.float32), first)

@@ -2,13 +2,13 @@
 """Words on their way from memory: a queue for each lane, in shared memory that only this lane reads again.
 
 Loads into registers do not stay where they are written: the assembler moves them behind the products of the words
-before them, and of sixteen loads meant to be on their way five were, none at times (`benchmarks/compiled.py`, `flight`).
-`cp.async` keeps its place among the waits. A lane takes back what it asked for itself, so no barrier is needed, and the
-number of words on their way is bounded by shared memory, not by registers.
+before them, and of sixteen loads that were meant to be on their way five were, none at times. `cp.async` keeps its
+place among the waits. A lane takes back what it asked for itself, so no barrier is needed, and what is on its way is
+bounded by shared memory, not by registers.
 
 A slot holds two pieces of V words of each lane. Slots are numbers known when compiling; what was asked for first is
-taken first, and each `ask` counts for `take`, also one for nothing. The state is a tuple that loops hand on: with ASM
-the lane's address in shared memory, without it, in the interpreter, the words themselves.
+taken first, and every `ask` counts for `take`, also one for nothing. The state is a tuple that loops hand on: with ASM
+the queue's address in shared memory, without it, in the interpreter, the words themselves.
 """
 
 import triton
@@ -17,22 +17,19 @@ import triton.language as tl
 from kernels.common.int4_tiles import ASSEMBLY
 
 EIGHT_WORDS, FOUR_WORDS, TWO_WORDS = (tl.constexpr((tl.int32,) * n) for n in (8, 4, 2))
+MOST_BYTES = 44 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take
 
 
 @triton.constexpr_function
-def _room(lanes, slots, vector):
-    """PTX: $0 = the address of a lane's first piece; $1 = the number of the lane. At most 48 KB."""
-    size = lanes * slots * 8 * vector
-    assert size <= 48 * 1024, f"{size} bytes of shared memory for a queue, of 49152"
-    return (
-        f"{{ .shared .align 16 .b8 room[{size}]; .reg .u32 start; mov.u32 start, room;"
-        f"mad.lo.u32 $0, $1, {4 * vector}, start; }}"
-    )
+def _room(size):
+    """PTX: $0 = the address of `size` bytes of shared memory."""
+    assert size <= MOST_BYTES, f"{size} bytes of shared memory for a queue, of {MOST_BYTES}"
+    return f"{{ .shared .align 16 .b8 room[{size}]; mov.u32 $0, room; }}"
 
 
 @triton.constexpr_function
 def _ask(lanes, slot, vector, partly):
-    """PTX: copies of two pieces from $2 and $3 into slot `slot` of $1, of $4 and $5 bytes where `partly`."""
+    """PTX: copies of pieces from $2 and $3 into slot `slot` of $1, of $4 and $5 bytes where `partly`."""
     text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
     kind = "cg" if vector == 4 else "ca"
     for piece in (0, 1):
@@ -44,86 +41,95 @@ def _ask(lanes, slot, vector, partly):
 
 @triton.constexpr_function
 def _take(lanes, slot, vector, behind):
-    """PTX: waits for all copies but the last `behind`, then the 2 * vector words of slot `slot`."""
+    """PTX: waits for all copies but the last `behind`, then the words of slot `slot`."""
     text = f"cp.async.wait_group {behind};"
-    out = 2 * vector
     for piece in (0, 1):
         names = ", ".join(f"${piece * vector + v}" for v in range(vector))
         kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[vector]
         names = f"{{{names}}}" if vector > 1 else names
-        text += f"ld.shared.{kind} {names}, [${out} + {(2 * slot + piece) * lanes * 4 * vector}];"
+        text += f"ld.shared.{kind} {names}, [${2 * vector} + {(2 * slot + piece) * lanes * 4 * vector}];"
     return text
 
 
 @triton.constexpr_function
-def _take_operands(vector):
-    return ",".join(["=&r"] * (2 * vector) + ["r"])
+def _take_operands(words):
+    return ",".join(["=&r"] * words + ["r"])  # outputs are written before the last load has its address: "&"
 
 
 @triton.jit
-def lane_queue(lane, SLOTS: tl.constexpr, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """An empty queue of SLOTS slots, one a kernel; lane: tl.arange over the program's threads."""
+def lane_queue(lane, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """An empty queue of BYTES, one a kernel; lane: tl.arange over the program's threads."""
     queue = ()
     if ASM:
-        queue = (
-            tl.inline_asm_elementwise(
-                _room(lane.shape[0], SLOTS, V), "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
-            ),
-        )
+        queue = (tl.inline_asm_elementwise(_room(BYTES), "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1),)
     return queue
 
 
 @triton.jit
 def ask(
-    queue, one, two, first, second, SLOT: tl.constexpr, V: tl.constexpr, PARTLY: tl.constexpr,
+    queue, lane, one, two, first, second, SLOT: tl.constexpr, V: tl.constexpr, PARTLY: tl.constexpr,
     ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
     """The queue with V words from `one` and V from `two` (pointers, (L,)) on their way into SLOT.
 
     PARTLY: first and second (L,) say which lanes' words are read; others get zeros.
     """
+    L: tl.constexpr = lane.shape[0]
     if ASM:
+        to = queue[0] + lane * (4 * V)
         if PARTLY:
+            sizes = (tl.where(first, 4 * V, 0), tl.where(second, 4 * V, 0))
             tl.inline_asm_elementwise(
-                _ask(one.shape[0], SLOT, V, True),
-                "=r,r,l,l,r,r",
-                [queue[0], one, two, tl.where(first, 4 * V, 0), tl.where(second, 4 * V, 0)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
+                _ask(L, SLOT, V, True), "=r,r,l,l,r,r", (to, one, two) + sizes, dtype=tl.int32, is_pure=False, pack=1
             )
         else:
             tl.inline_asm_elementwise(
-                _ask(one.shape[0], SLOT, V, False), "=r,r,l,l", [queue[0], one, two], dtype=tl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
+                _ask(L, SLOT, V, False), "=r,r,l,l", (to, one, two), dtype=tl.int32, is_pure=False, pack=1
+            )
     else:
-        for piece in tl.static_range(2):
-            at = one if piece == 0 else two
-            mask = first if piece == 0 else second
-            for v in tl.static_range(V):
-                queue = queue + (tl.load(at + v, mask=mask, other=0),)
+        for v in tl.static_range(V):
+            queue = queue + (tl.load(one + v, mask=first, other=0),)
+        for v in tl.static_range(V):
+            queue = queue + (tl.load(two + v, mask=second, other=0),)
     return queue
 
 
 @triton.jit
-def take(queue, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr, L: tl.constexpr,
-         ASM: tl.constexpr = ASSEMBLY):  # fmt: skip
-    """(the 2 V tiles of words in SLOT, which were asked for BEHIND calls of `ask` before the last one, the queue)."""
+def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """(the 2 V tiles of words in SLOT, the queue): the words of the ask that BEHIND more have followed."""
+    L: tl.constexpr = lane.shape[0]
     if ASM:
+        at = [queue[0] + lane * (4 * V)]
         if V == 4:
             words = tl.inline_asm_elementwise(
-                _take(L, SLOT, V, BEHIND), _take_operands(V), [queue[0]], dtype=EIGHT_WORDS, is_pure=False, pack=1
+                _take(L, SLOT, V, BEHIND), _take_operands(8), at, dtype=EIGHT_WORDS, is_pure=False, pack=1
             )
         elif V == 2:
             words = tl.inline_asm_elementwise(
-                _take(L, SLOT, V, BEHIND), _take_operands(V), [queue[0]], dtype=FOUR_WORDS, is_pure=False, pack=1
+                _take(L, SLOT, V, BEHIND), _take_operands(4), at, dtype=FOUR_WORDS, is_pure=False, pack=1
             )
         else:
             words = tl.inline_asm_elementwise(
-                _take(L, SLOT, V, BEHIND), _take_operands(V), [queue[0]], dtype=TWO_WORDS, is_pure=False, pack=1
+                _take(L, SLOT, V, BEHIND), _take_operands(2), at, dtype=TWO_WORDS, is_pure=False, pack=1
             )
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]
     return words, queue
+
+
+@triton.constexpr_function
+def _fetch(size):
+    """PTX: asks the L2 for `size` bytes from $1 on where $2."""
+    return (
+        f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, $2; }}"
+    )
+
+
+@triton.jit
+def fetch_ahead(at, there, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """Asks the L2 for BYTES, a multiple of 16, from each lane's `at` on where `there`. Compute capability 9.0."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            _fetch(BYTES), "=r,l,r", [at, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )

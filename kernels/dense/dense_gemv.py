@@ -53,20 +53,22 @@ def row_settings(d: int) -> RowSettings:
 
 @dataclass(frozen=True)
 class Int4RowSettings:
-    """programs: per multiprocessor; warps: of one; ahead: units of a warp that are on their way."""
+    """programs: per multiprocessor; warps: of one; ahead: units of a warp that are on their way, at most.
+
+    fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
+    """
 
     programs: int
     warps: int
     ahead: int
+    fetched: int = 0
 
 
 def int4_row_settings(d: int) -> Int4RowSettings:
     """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return Int4RowSettings(1, 1, 2)
-    if d <= 5120:
-        return Int4RowSettings(2, 8, 8)
-    return Int4RowSettings(1, 8, 8) if d <= 8192 else Int4RowSettings(2, 4, 8)
+    return Int4RowSettings(3 if d <= 8192 else 2, 4, 9, 288)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
@@ -153,6 +155,7 @@ def _dense_rows_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    FETCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
     EPS: tl.constexpr,
@@ -160,7 +163,7 @@ def _dense_rows_kernel(
 ):
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS)
+        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS, FETCHED)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
@@ -206,13 +209,14 @@ def row_launch(
         if isinstance(settings, Int4RowSettings):
             raise ValueError("Int4RowSettings are for 4-bit rows")
         grid = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
-        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0}
+        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0, "FETCHED": 0}
         return grid, weight, None, constants, settings.warps_for(d)
     chosen = settings or int4_row_settings(d)
     if not isinstance(chosen, Int4RowSettings):
         raise ValueError("4-bit rows need Int4RowSettings")
     steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
     constants = {"BLOCK": 32 * chosen.warps, "ROWS": queue_depth(steps, chosen.ahead), "GROUP": weight.group}
+    constants["FETCHED"] = chosen.fetched if use_pdl(True, device) else 0
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 
