@@ -160,16 +160,29 @@ def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
 
 LONGEST_NAME = ".tmp-12345678-predictors.safetensors"  # of what is written into an output folder
 LEAST_SPACE, LEAST_FILES = 1_000_000, 16
+PROBES = 50
 
 
 def probe_folder(folder: str | Path) -> None:
     """Write a file into an output folder, so that what cannot be written is known before any work; leave nothing.
 
+    Processes may share a folder: one that has finished takes away what it made while another still writes, which then
+    begins anew.
+
     Raises:
         UserError: the path is a file, or its file system is full.
         OSError: what the system says: no permission, a name that is too long, read-only, ...
     """
-    folder = Path(folder)
+    for attempt in range(PROBES):
+        try:
+            _probe_folder(Path(folder))
+            return
+        except FileNotFoundError:
+            if attempt == PROBES - 1:
+                raise
+
+
+def _probe_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"the output {folder} is a file; choose a folder")
     created = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -88,6 +88,23 @@ def test_a_full_disk_is_known_before_any_work(tmp_path, monkeypatch, run, capsys
     one_line(capsys, run(), "No more files fit", "free some space or inodes")
 
 
+def test_a_probe_begins_anew_when_another_process_takes_the_folder_away(tmp_path, monkeypatch):
+    folder, taken = tmp_path / "run", []
+
+    def take_away(path, *_):
+        if not taken:
+            taken.append(path.rmdir())
+
+    monkeypatch.setattr("dejavu_train.files.require_disk", take_away)
+    probe_folder(folder)
+    assert taken
+    assert not folder.exists()
+    taken.clear()
+    monkeypatch.setattr("dejavu_train.files.require_disk", lambda path, *_: path.rmdir())
+    with pytest.raises(FileNotFoundError):  # not for ever
+        probe_folder(folder)
+
+
 def bug(*_args, **_options):
     raise RuntimeError("a bug")
 

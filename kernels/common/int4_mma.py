@@ -5,7 +5,8 @@ A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = 
 words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of input g; the four lanes of a g take
 neighbouring words: a unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over
 columns is free, so a word's pairs are already what m16n8k16 wants of this lane: pairs 0, 1 of both rows' words are A,
-pairs 0, 1 of the input's eight columns B, and 2, 3 those of a second instruction. Nothing passes through shared memory.
+pairs 0, 1 of the input's eight columns B, and 2, 3 those of a second instruction: no lane needs another's words. They
+come through a queue of its own (`lane_queue`).
 Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 1, which it multiplies with the scales.
 By count, a word: nine to make fp16 numbers of its codes (`int4_tiles`), one mma, and of a lane's eight words two loads
 of words, four of inputs, two of scales, four multiplications: 11.5. Products are exact, sums in fp32.
