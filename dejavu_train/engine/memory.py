@@ -10,6 +10,7 @@ from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import OPTShape
+from kernels.dense.int4_batch import MOST
 
 SLACK = 2**28  # kernels, graphs, and what the allocator rounds up
 
@@ -25,11 +26,11 @@ def cache_bytes(shape: OPTShape, batch: int, context: int, dtype: torch.dtype, s
 
 
 def scratch_bytes(shape: OPTShape, batch: int, packed: bool, packed_head: bool = False) -> int:
-    """The residual stream at every half, logits, and one matrix of 4 bits written out where a prompt or several rows
-    meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes; of the LM head, which no
-    prompt meets, the former."""
+    """The residual stream at every half, logits, and one matrix of 4 bits written out where a prompt or more than eight
+    rows meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes; of the LM head, which
+    no prompt meets, the former."""
     steps = 4 * batch * ((2 * shape.n_layers + 1) * shape.d_model + shape.vocab_size)
-    rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > 1 else 0)
+    rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > MOST else 0)
     return steps + rows * shape.d_model
 
 
