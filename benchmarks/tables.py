@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables_decode import batches_table, int4_table, prompts_table
+from benchmarks.tables_decode import batches_table, int4_batches_table, int4_prompts_table, int4_table, prompts_table
 from benchmarks.tables_format import Row, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import (
@@ -224,6 +224,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-prompts": prompts_table,
     "decode-batches": batches_table,
     "decode-int4": int4_table,
+    "decode-int4-prompts": int4_prompts_table,
+    "decode-int4-batches": int4_batches_table,
     "generate": generate_table,
     "samples": samples_table,
     "goals": goals_table,

@@ -79,13 +79,15 @@ def _int4_kinds(what: str) -> dict[str, str]:
     return {name: options.strip() for name, options in kinds.items()}
 
 
+def _newest(root: Path, batch: str, prompt: str) -> dict[tuple[str, str, str], Row]:
+    """(model, engine, options) -> its newest row of so many sequences behind so many tokens."""
+    rows = (row for row in _rows(root) if (row["batch"], row["prompt"]) == (batch, prompt))
+    return {(row["model"], row["engine"], row["options"]): row for row in rows}
+
+
 def int4_steps(root: Path) -> dict[tuple[str, str, str], Row]:
     """(model, what is asked, kind of step) -> its newest row of one sequence behind 128 tokens."""
-    newest = {
-        (row["model"], row["engine"], row["options"]): row
-        for row in _rows(root)
-        if row["batch"] == "1" and row["prompt"] == "128"
-    }
+    newest = _newest(root, "1", "128")
     found = {}
     for model, goals in INT4_GOALS.items():
         for what in goals:
@@ -122,3 +124,39 @@ def int4_table(root: Path) -> str:
         for (date, commit), names in sorted(made.items())
     ]
     return f"{markdown(headings, table)}\nRows: decode.csv; {devices(list(steps.values()))}; {'; '.join(said)}.\n"
+
+
+def int4_prompts_table(root: Path) -> str:
+    """Steps of one row with 4-bit weights by model and prompt: dense, and look-ahead at 85 and 50 % of the heads."""
+    ahead = [("sparse", _int4_kinds(what)["look-ahead"]) for what in ("heads 85 %", "heads 50 %")]
+    table, shown = [], []
+    for model in ("6.7b", "66b"):
+        for prompt in ("128", "256", "512", "1024"):
+            newest = _newest(root, "1", prompt)
+            dense, *sparse = (newest[model, *kind] for kind in [("dense", _int4_kinds("dense")["own site"]), *ahead])
+            cells = [cell for row in sparse for cell in _times(row, dense)]
+            table.append([f"{model.upper()}, {prompt}", *_times(dense, dense)[:2], *cells])
+            shown += [dense, *sparse]
+    headings = ["shapes, prompt", "dense, ms", "of its floor"]
+    for what in ("heads 85 %", "heads 50 %"):
+        headings += [f"{what}, ms", "of its floor", "against dense"]
+    return f"{markdown(headings, table)}\nRows: decode.csv; {provenance(shown)}.\n"
+
+
+def int4_batches_table(root: Path) -> str:
+    """Several rows with 4-bit weights beside the same rows in fp16, dense and sparse."""
+    table, shown = [], []
+    for batch in ("2", "4", "8"):
+        newest = _newest(root, batch, "128")
+        selected = next(options for _, engine, options in newest if engine == "sparse" and "weights=int4" in options)
+        cells = []
+        for engine, options in (("dense", "weights=int4"), ("sparse", selected)):
+            row = newest["66b", engine, options]
+            fp16 = newest["66b", engine, options.replace("weights=int4", "").strip()]
+            cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}"]
+            shown += [row, fp16]
+        table.append([f"66B, {batch}", *cells, f"{100 * float(row['mlp_density']):.1f} %"])
+    headings = ["shapes, rows"]
+    for engine in ("dense", "sparse"):
+        headings += [f"{engine}, ms", "of its floor", "fp16, ms"]
+    return f"{markdown([*headings, 'union of the neurons'], table)}\nRows: decode.csv; {provenance(shown)}.\n"

@@ -19,7 +19,7 @@ step() {  # NAME COMMAND...
   local name=$1 at=$SECONDS poll=""
   shift
   if [ -z "$try" ]; then
-    nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -lms 500 > "$out/$name.gpu" & poll=$!
+    nvidia-smi -i "${CUDA_VISIBLE_DEVICES:-0}" --query-gpu=memory.used --format=csv,noheader,nounits -lms 500 > "$out/$name.gpu" & poll=$!
   fi
   "$python" - $((limit > SECONDS ? limit - SECONDS : 1)) "$@" > "$out/$name.log" 2>&1 <<'PY'
 import resource, subprocess, sys

@@ -17,6 +17,8 @@ ROWS = {  # table -> the file of its rows, the measured fields that it shows, ho
     "decode-prompts": (DECODE, ("p50_ms", "share45"), 1),
     "decode-batches": (DECODE, ("p50_ms", "share45", "mlp_density", "row_density", "live_share"), 1),
     "decode-int4": (DECODE, ("p50_ms", "share45"), 2),
+    "decode-int4-prompts": (DECODE, ("p50_ms", "share45"), 1),
+    "decode-int4-batches": (DECODE, ("p50_ms", "share45", "mlp_density"), 1),
     "generate": (GENERATE, ("generate_ms", "engine_ms", "transformers_dense_ms", *TOTALS), 1),
     "samples": (SAMPLES, ("tokens_per_s", "minutes_per_million", "memory_gb"), 3),
     "goals": ("docs/texts/opt-mini.csv", ("increase",), 1),
