@@ -1,12 +1,12 @@
 """What heads' predictors fitted to the loss of a skip change: two bundles on the same passages and texts, paired.
 
-    python -m benchmarks.head_losses --before OLD/bundle --after NEW/bundle --passages FOLDER/tasks/lambada_openai_test.jsonl \\
-        --text docs=docs.jsonl --text books=books.jsonl
+    python -m benchmarks.head_losses --before OLD/bundle --after NEW/bundle --text docs=docs.jsonl \\
+        --passages FOLDER/tasks/lambada_openai_test.jsonl
 
-OLD is `train.py ... --calibrate.head_loss_tokens 0`, NEW the same predictors calibrated without that flag. Through `mask`,
-every token sparse. `before, 86 %` is asked for more heads than NEW, so that no gain comes from reading more. Appends to
-benchmarks/results/head_losses.csv, one row a text, kind of token and variant, with the density that was measured; the
-increase is over dense, `change` over OLD (both with a paired bootstrap error over documents).
+OLD is `train.py ... --calibrate.head_loss_tokens 0`, NEW the same predictors calibrated without that flag. Through
+`mask`, every token sparse. `before, 86 %` is OLD asked for more heads, so that no gain comes from reading more. Appends
+to benchmarks/results/head_losses.csv, one row a text, kind of token and variant, with the densities that were measured;
+the increase is over dense, `change` over OLD (both with a paired bootstrap error over documents).
 """
 
 import argparse

@@ -149,14 +149,15 @@ def measure_curves(
     heads = {layer: read(layer, "heads") for layer in layers} if "heads" in targets else {}
     for layer in progress(layers, "setting thresholds", shape.n_layers, "layer"):
         weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash)
-        head_means[layer] = weights.head_mean
+        head_means[layer] = weights.head_mean.clone()  # not a view of the whole file
         if "mlp" in targets:
             pack(layer, "mlp", *read(layer, "mlp"), weights.to(where))
-    tokens = 0
+    tokens = learnt = 0
     dense = load_model() if windows and config.sensitivity_tokens and load_model is not None else None
-    if dense is not None and config.head_loss_tokens:
+    if dense is not None and heads and config.head_loss_tokens:
         assert windows is not None
         chosen = windows_within(windows, config.head_loss_tokens)
+        learnt = sum(len(window) - 1 for window in chosen)
         for layer, refitted in refit_heads(dense, heads, head_means, config.dtype_of("heads"), chosen).items():
             heads[layer] = Stored(dict(heads[layer].metadata) | {"bias": True}, refitted)
     for layer, (metadata, trained) in heads.items():
@@ -169,6 +170,7 @@ def measure_curves(
         for key, losses in _sensitivities(dense, predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
+    metadata_kept["head_loss_tokens"] = learnt
     kept = (metadata_kept, classes or {}, manifest.tokenizer_hash)
     return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, *kept)
 

@@ -39,8 +39,8 @@ class CalibrateConfig:
     sensitivity_tokens: int = 2048
     """Tokens of the calibration set on which each layer's loss is measured; 0 shares out by true density instead."""
     head_loss_tokens: int = 16_384
-    """Tokens of the calibration set on which heads' predictors learn, after training, what loss a skipped head costs; 0,
-    or no sensitivity_tokens, leaves them as trained (low-rank ones only)."""
+    """Tokens of the calibration set on which heads' predictors learn, after training, what loss a skipped head costs;
+    0, or no sensitivity_tokens, leaves them as trained. Custom predictors stay as trained."""
     batch_size: int = 1
     """Sequences decoded together: a budget then counts the union of their selections."""
 

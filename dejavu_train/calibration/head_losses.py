@@ -43,6 +43,7 @@ RIDGE = 1e-2  # per square of a coefficient of a feature of unit variance
 SEED = 0
 
 
+@torch.no_grad()
 def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: Tensor) -> dict[int, Tensor]:
     """By layer (T - 1, n) fp32: nats that skipping each head at each position costs, to second order.
 
@@ -108,6 +109,7 @@ def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     return found.float(), (offset.detach() - found @ mean).float()
 
 
+@torch.no_grad()
 def refit_heads(
     model: Any,
     predictors: Mapping[int, tuple[Mapping[str, Any], nn.Module]],
@@ -127,11 +129,11 @@ def refit_heads(
     Raises:
         UserError: gradients that are not finite.
     """
-    chosen = {
-        layer: (metadata, as_stored(predictor, stored_tensors(predictor, dtype)))
-        for layer, (metadata, predictor) in predictors.items()
-        if isinstance(predictor, LowRankPredictor)
-    }
+    chosen: dict[int, tuple[Mapping[str, Any], LowRankPredictor]] = {}
+    for layer, (metadata, predictor) in predictors.items():
+        if isinstance(predictor, LowRankPredictor):
+            as_stored(predictor, stored_tensors(predictor, dtype))
+            chosen[layer] = metadata, predictor.cpu()
     features: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
     losses: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
     device = next(model.parameters()).device
@@ -143,20 +145,20 @@ def refit_heads(
         draw = generator.setdefault(where, torch.Generator(where).manual_seed(SEED))
         labels = torch.multinomial(probabilities, 1, generator=draw)[:, 0]
         found = skip_losses(model, run, means, labels)
-        for layer, (metadata, predictor) in chosen.items():
+        for layer, (metadata, used) in chosen.items():
             if not bool(torch.isfinite(found[layer].sum())):
                 raise UserError(
                     f"heads of layer {layer}: the gradient of the loss is not finite; calibrate with --collect.dtype"
                     " bfloat16 or float32, or --calibrate.head_loss_tokens 0"
                 )
             site = run.sites[metadata["site"], metadata["site_layer"]].float().cpu()
-            features[layer].append(predictor.cpu().project(site[0, :-1]))
+            features[layer].append(used.project(site[0, :-1]))
             losses[layer].append(found[layer].cpu())
     refitted = {}
-    for layer, (_, predictor) in chosen.items():
+    for layer, (_, used) in chosen.items():
         up, bias = fit_log_mean(torch.cat(features[layer]), torch.cat(losses[layer]))
-        rank, d_in = predictor.down.shape
-        new = LowRankPredictor(d_in, rank, len(up), predictor.nonlinearity)
-        new.load_state_dict({"down": predictor.down, "up": up, "bias": bias})
+        rank, d_in = used.down.shape
+        new = LowRankPredictor(d_in, rank, len(up), used.nonlinearity)
+        new.load_state_dict({"down": used.down, "up": up, "bias": bias})
         refitted[layer] = new.requires_grad_(False).eval()
     return refitted
