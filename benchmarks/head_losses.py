@@ -21,9 +21,12 @@ import torch
 from benchmarks.lambada import TOKENS, Passage, chosen_tokens, read_passages, repeated_pairs, token_nats
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.studied import StudiedOPT
 from dejavu_train.models.opt import load_opt, load_tokenizer
+
+WINDOW = 512  # tokens of a document
 
 
 def read_documents(path: str, tokenizer: Any, tokens: int, window: int) -> list[Passage]:
@@ -55,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=300)
     parser.add_argument("--count", type=int, default=1000, help="passages")
     parser.add_argument("--text", nargs="*", action="extend", default=[], help="NAME=FILE.jsonl")
+    parser.add_argument("--own", action="store_true", help="the model's own samples, those of the set val")
     parser.add_argument("--tokens", type=int, default=10_000, help="of a text")
     parser.add_argument("--mlp_density", type=float, nargs="*", default=[0.2, 1.0])
     parser.add_argument("--model", default="checkpoints/opt-mini")
@@ -66,7 +70,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts["lambada passages"] = read_passages(args.passages, tokenizer, args.first, args.count)
     for named in args.text:
         name, _, path = named.partition("=")
-        texts[name] = read_documents(path, tokenizer, args.tokens, 512)
+        texts[name] = read_documents(path, tokenizer, args.tokens, WINDOW)
+    if args.own:
+        length = SampleManifest.load(Path(args.model)).settings["length"]
+        samples = split_rows(decode_rows((Path(args.model) / "samples.xz").read_bytes(), length))["val"]
+        rows = [[2, *map(int, document.ids[: length - 1])] for document in samples]
+        texts["own samples"] = [Passage(ids, len(ids), False, repeated_pairs(ids)) for ids in rows]
     bundles = {name: Bundle.from_pretrained(getattr(args, name)) for name in ("before", "after")}
     asked = (("before", "before", 0.85), ("before, 86 %", "before", 0.86), ("after", "after", 0.85))
     for text, passages in texts.items():
