@@ -40,7 +40,7 @@ from dejavu_train.progress import progress
 LIMIT = 1.0  # nats: beyond, the second order says no more than that the head is needed
 LEAST = 1e-7  # of a head that does nothing; its logarithm is finite
 RIDGE = 1e-2  # per square of a coefficient of a feature of unit variance
-SEED = 0
+SEED = 0  # of the drawn tokens
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def refit_heads(
         windows: token ids of calibration documents, each starting with ``</s>``.
 
     Raises:
-        UserError: gradients that are not finite.
+        UserError: an output of the model, or gradients, that are not finite.
     """
     chosen: dict[int, tuple[Mapping[str, Any], LowRankPredictor]] = {}
     for layer, (metadata, predictor) in predictors.items():
@@ -141,6 +141,8 @@ def refit_heads(
     for window in progress(windows, "measuring what heads cost", len(windows), "window"):
         run = dense_pass(model, torch.tensor([list(window)], device=device))
         probabilities = run.log_probabilities[0, :-1].exp()
+        if not bool(torch.isfinite(probabilities.sum())):
+            raise UserError("the dense model's output is not finite; check its weights, or --collect.dtype float32")
         where = probabilities.device
         draw = generator.setdefault(where, torch.Generator(where).manual_seed(SEED))
         labels = torch.multinomial(probabilities, 1, generator=draw)[:, 0]

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 
+from dejavu_train.calibration import head_losses
 from dejavu_train.calibration.head_losses import LIMIT, fit_log_mean, refit_heads, skip_losses
 from dejavu_train.calibration.sensitivity import dense_pass
+from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -70,3 +72,15 @@ def test_a_head_that_moves_what_every_layer_norm_removes_comes_last(model):
         logits = refitted[1](site[0])
     assert bool((logits.argmin(-1) == 2).all())
     assert torch.equal(refitted[1].down, down) and refitted[1].bias is not None
+
+
+@pytest.mark.parametrize(("name", "words"), [("final_layer_norm", "output is not finite"), ("layers.0", "layer 0")])
+def test_what_is_not_finite_is_one_line(model, monkeypatch, name, words):
+    changed = copy.deepcopy(model)
+    if name == "layers.0":  # what a gradient that overflows would leave
+        monkeypatch.setattr(head_losses, "skip_losses", lambda *_: {0: torch.full((40, 4), float("inf"))})
+    else:
+        changed.model.decoder.final_layer_norm.bias.data[3] = float("nan")
+    predictors = {0: ({"site": "attn_in", "site_layer": 0}, LowRankPredictor(48, 8, 4))}
+    with pytest.raises(UserError, match=words):
+        refit_heads(changed, predictors, {i: torch.zeros(4, 12) for i in range(2)}, "float32", WINDOWS)
