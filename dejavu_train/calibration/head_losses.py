@@ -1,8 +1,8 @@
 """Reads calibration windows, returns head predictors whose logits are the logarithm of the loss that a skip costs.
 
-Training teaches a head's predictor how far its output lies from its mean. Heads of the same distance differ by
-thousands in what they do to the next token, so one threshold for a layer keeps some that do nothing and skips some
-that matter. Here ``up`` and ``bias`` are fitted anew, so that a logit is the logarithm of the expected loss in nats.
+Training teaches a head's predictor how far its output lies from its mean. Heads of the same distance differ in what
+they do to the next token, so one threshold for a layer keeps some that do little and skips some that matter. Here
+``up`` and ``bias`` are fitted anew, so that a logit is the logarithm of the expected loss in nats.
 
 The loss of putting its mean in the place of one head at one position is taken to second order: half the variance, over
 tokens y that the model draws, of the change of log p(y) (the Fisher information along that change). One backward pass
