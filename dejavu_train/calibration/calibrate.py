@@ -6,15 +6,14 @@ For every (layer, target) one pass over the rows gives a curve: for each density
 selects it, and what that selection keeps. The pass streams: logits are counted in the 65,536 values of fp16, so
 memory is the same for any number of rows, and a quantile is exact to the resolution that the kernels compare at.
 Predictors are rounded to their deployed dtype first, and a cascade's second stage is set before its filter's curve is
-taken. With calibration text, sensitivity.py adds what each density costs
-in nats, and allocation.py shares the budget out by it.
+taken. With calibration text, head_losses.py fits heads' predictors to what a skip costs, sensitivity.py adds what each
+density costs in nats, and allocation.py shares the budget out by it.
 
 Letters: N rows, d model width, n units.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,14 @@ from dejavu_train.bundle.cost_model import predictor_bytes, unit_bytes
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
+from dejavu_train.calibration.head_losses import refit_heads
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.bit_planes import SecondStage
-from dejavu_train.predictors.checkpoint import as_stored, read_predictor, stored_tensors
+from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe
 from dejavu_train.progress import progress
 
@@ -68,7 +68,7 @@ def measure_curves(
         activations_folder: shards, of which those of the ``calibration`` set are read, and each layer's weights.
         config: what to aim at.
         windows: token ids of calibration documents, to measure sensitivities on; None shares out by true density.
-        load_model: gives the dense model, wherever its layers lie; called once, for the sensitivities alone.
+        load_model: gives the dense model, wherever its layers lie; called once, for sensitivities and losses of heads.
         device: where the rows are scored, a layer at a time.
         targets: whose predictors are packed; None: of every target that has a folder.
         classes: of custom predictors, by name.
@@ -93,62 +93,84 @@ def measure_curves(
     tensors: dict[str, Tensor] = {}
     predictors: dict[Key, nn.Module] = {}
     second_stages: dict[Key, SecondStage] = {}
-    for layer in progress(range(shape.n_layers), "setting thresholds", shape.n_layers, "layer"):
-        weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash).to(where)
-        for target in targets:
-            metadata, trained = read_predictor(folder / f"layer_{layer:02d}" / target, classes)
-            stored = stored_tensors(trained, config.dtype_of(target))
-            predictor = as_stored(trained, stored).to(where)
-            site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
-            own = ShardReader(activations_folder, layer, "calibration")
-            blocks = row_blocks(weights, target, metadata["site"], site, own, config.rows, where)
-            if target == "mlp" and config.cascade is not None:
-                second_stages[layer, target], parts = fit_second_stage(weights, blocks(), config.cascade)
-                stored |= parts
-            second_stage = second_stages.get((layer, target))
-            try:
-                measured = score_predictor(predictor, target, blocks(), config.batch_size > 1, second_stage)
-            except UserError as error:
-                raise UserError(f"{target} of layer {layer}: {error}") from None
-            if config.batch_size > 1:
-                thresholds = measured.curve["threshold"]
-                measured.curve["union"] = union_densities(measured.logits, thresholds, config.batch_size)
-            predictors[layer, target] = predictor
-            specs[layer, target] = PredictorSpec(
-                layer=layer,
-                target=target,
-                site=metadata["site"],
-                site_layer=metadata["site_layer"],
-                rank=metadata["rank"],
-                d_in=metadata["d_in"],
-                n_out=metadata["n_out"],
-                nonlinearity=metadata["nonlinearity"],
-                bias=metadata["bias"],
-                kind=metadata["kind"] if second_stage is None else "cascade",
-                class_path=metadata.get("class_path"),
-                init_args=metadata.get("init_args", {}),
-                tensors=describe(stored),
-                stage2_retained_mass=None if second_stage is None else config.cascade,
-                dtype=config.dtype_of(target),
-                keep_dense=layer in config.dense_layers,
-                active_density=measured.active_density,
-                curve=measured.curve,
-            )
-            for name, tensor in stored.items():
-                tensors[tensor_name(layer, target, name)] = tensor
-            tensors[tensor_name(layer, target, "frequency")] = measured.frequency.float().cpu()
-            if target == "heads":
-                if bool(weights.head_mean.any()):  # all zeros: skipped heads are dropped
-                    tensors[tensor_name(layer, target, "mean")] = weights.head_mean.half().cpu()
-                    specs[layer, target] = replace(specs[layer, target], replacement="mean")
-    tokens = 0
-    if windows and config.sensitivity_tokens and load_model is not None:
+    head_means: dict[int, Tensor] = {}
+
+    def read(layer: int, target: str) -> Stored:
+        return read_predictor(folder / f"layer_{layer:02d}" / target, classes)
+
+    def pack(layer: int, target: str, metadata: Mapping[str, Any], trained: nn.Module, weights: Any = None) -> None:
+        """Score one predictor and add all that the bundle keeps of it; ``weights`` of the layer, for neurons."""
+        stored = stored_tensors(trained, config.dtype_of(target))
+        predictor = as_stored(trained, stored).to(where)
+        site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
+        own = ShardReader(activations_folder, layer, "calibration")
+        blocks = row_blocks(weights, target, metadata["site"], site, own, config.rows, where)
+        if target == "mlp" and config.cascade is not None:
+            second_stages[layer, target], parts = fit_second_stage(weights, blocks(), config.cascade)
+            stored |= parts
+        second_stage = second_stages.get((layer, target))
+        try:
+            measured = score_predictor(predictor, target, blocks(), config.batch_size > 1, second_stage)
+        except UserError as error:
+            raise UserError(f"{target} of layer {layer}: {error}") from None
+        if config.batch_size > 1:
+            thresholds = measured.curve["threshold"]
+            measured.curve["union"] = union_densities(measured.logits, thresholds, config.batch_size)
+        predictors[layer, target] = predictor
+        replaced = target == "heads" and bool(head_means[layer].any())  # all zeros: skipped heads are dropped
+        specs[layer, target] = PredictorSpec(
+            layer=layer,
+            target=target,
+            site=metadata["site"],
+            site_layer=metadata["site_layer"],
+            rank=metadata["rank"],
+            d_in=metadata["d_in"],
+            n_out=metadata["n_out"],
+            nonlinearity=metadata["nonlinearity"],
+            bias=metadata["bias"],
+            kind=metadata["kind"] if second_stage is None else "cascade",
+            class_path=metadata.get("class_path"),
+            init_args=metadata.get("init_args", {}),
+            tensors=describe(stored),
+            replacement="mean" if replaced else "none",
+            stage2_retained_mass=None if second_stage is None else config.cascade,
+            dtype=config.dtype_of(target),
+            keep_dense=layer in config.dense_layers,
+            active_density=measured.active_density,
+            curve=measured.curve,
+        )
+        stored |= {"frequency": measured.frequency.float().cpu()}
+        if replaced:
+            stored |= {"mean": head_means[layer].half().cpu()}
+        for name, tensor in stored.items():
+            tensors[tensor_name(layer, target, name)] = tensor
+
+    layers = range(shape.n_layers)
+    heads = {layer: read(layer, "heads") for layer in layers} if "heads" in targets else {}
+    for layer in progress(layers, "setting thresholds", shape.n_layers, "layer"):
+        weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash)
+        head_means[layer] = weights.head_mean.clone()  # not a view of the whole file
+        if "mlp" in targets:
+            pack(layer, "mlp", *read(layer, "mlp"), weights.to(where))
+    tokens = learnt = 0
+    dense = load_model() if windows and config.sensitivity_tokens and load_model is not None else None
+    if dense is not None and heads and config.head_loss_tokens:
+        assert windows is not None
+        chosen = windows_within(windows, config.head_loss_tokens)
+        learnt = sum(len(window) - 1 for window in chosen)
+        for layer, refitted in refit_heads(dense, heads, head_means, config.dtype_of("heads"), chosen).items():
+            heads[layer] = Stored(dict(heads[layer].metadata) | {"bias": True}, refitted)
+    for layer, (metadata, trained) in heads.items():
+        pack(layer, "heads", metadata, trained)
+    if dense is not None:
+        assert windows is not None
         chosen = windows_within(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         logger.info("sensitivity of every layer on %d tokens", tokens)
-        for key, losses in _sensitivities(load_model(), predictors, second_stages, specs, tensors, chosen).items():
+        for key, losses in _sensitivities(dense, predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
+    metadata_kept["head_loss_tokens"] = learnt
     kept = (metadata_kept, classes or {}, manifest.tokenizer_hash)
     return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, *kept)
 

@@ -38,6 +38,9 @@ class CalibrateConfig:
     """Rows of the calibration set that set the thresholds."""
     sensitivity_tokens: int = 2048
     """Tokens of the calibration set on which each layer's loss is measured; 0 shares out by true density instead."""
+    head_loss_tokens: int = 16_384
+    """Tokens of the calibration set on which heads' predictors learn, after training, what loss a skipped head costs;
+    0, or no sensitivity_tokens, leaves them as trained. Custom predictors stay as trained."""
     batch_size: int = 1
     """Sequences decoded together: a budget then counts the union of their selections."""
 
@@ -48,7 +51,8 @@ class CalibrateConfig:
     def check(self, shape: OPTShape) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
         shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
-        check_ranges(self, "calibrate.", shares | {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER})
+        counts = {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER, "head_loss_tokens": NUMBER}
+        check_ranges(self, "calibrate.", shares | counts)
         for layer in self.dense_layers:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")

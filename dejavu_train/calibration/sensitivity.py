@@ -90,7 +90,7 @@ def loss_increases(
     tokens = 0
     for window in progress(windows, "measuring sensitivities", len(windows), "window"):
         ids = torch.tensor([list(window)], device=device)
-        run = _dense_pass(model, ids)
+        run = dense_pass(model, ids)
         for key, probe in probes.items():
             site = run.sites[probe.site, probe.site_layer].float()  # on the device of its layer
             logits = probe.predictor.to(site.device)(site)  # (1, T, n)
@@ -105,7 +105,7 @@ def loss_increases(
 
 
 @dataclass
-class _Run:
+class DenseRun:
     """The dense pass of one window: the layers' arguments, the sites, and the log-probabilities (1, T, V)."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -113,7 +113,9 @@ class _Run:
     log_probabilities: Tensor
 
 
-def _dense_pass(model: Any, ids: Tensor) -> _Run:
+@torch.no_grad()
+def dense_pass(model: Any, ids: Tensor) -> DenseRun:
+    """Run ``ids`` (1, T) through the dense model and keep what a layer needs to be run again."""
     layers = decoder_layers(model)
     calls: list[Any] = [None] * len(layers)
     sites: dict[tuple[str, int], Tensor] = {}
@@ -140,31 +142,43 @@ def _dense_pass(model: Any, ids: Tensor) -> _Run:
             ):
                 hooks.callback(handle.remove)
         logits = model(input_ids=ids, use_cache=False).logits
-    return _Run(calls, sites, F.log_softmax(logits.float(), dim=-1))
+    return DenseRun(calls, sites, F.log_softmax(logits.float(), dim=-1))
 
 
-def _rerun(model: Any, run: _Run, key: Key, keep: Tensor, mean: Tensor | None) -> Tensor:
-    """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
-    first, target = key
-    layers = decoder_layers(model)
-    args, kwargs = run.calls[first]
-    hidden = args[0] if args else kwargs["hidden_states"]
-    hidden = hidden.expand(keep.shape[0], -1, -1)
-    for index in range(first, len(layers)):
-        args, kwargs = run.calls[index]
-        if args:
-            args = (hidden, *args[1:])
-        else:
-            kwargs = {**kwargs, "hidden_states": hidden}
-        if index == first:
-            with masked(layers[index], target, keep, mean):
-                output = layers[index](*args, **kwargs)
-        else:
-            output = layers[index](*args, **kwargs)
-        hidden = output[0] if isinstance(output, tuple) else output
+def layer_input(run: DenseRun, layer: int) -> Tensor:
+    """(1, T, d), the hidden states that entered ``layer``."""
+    args, kwargs = run.calls[layer]
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def run_layer(model: Any, run: DenseRun, layer: int, hidden: Tensor) -> Tensor:
+    """(B, T, d), what ``layer`` gives for ``hidden`` (B, T, d) in place of its input in ``run``."""
+    args, kwargs = run.calls[layer]
+    if args:
+        args = (hidden, *args[1:])
+    else:
+        kwargs = {**kwargs, "hidden_states": hidden}
+    output = decoder_layers(model)[layer](*args, **kwargs)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
+    """(B, T - 1, V) fp32 of the tokens that follow, from the last layer's output (B, T, d)."""
     decoder = model.model.decoder
     if decoder.final_layer_norm is not None:
         hidden = decoder.final_layer_norm(hidden)
-    sparse = F.log_softmax(model.lm_head(hidden[:, :-1]).float(), dim=-1)
+    return F.log_softmax(model.lm_head(hidden[:, :-1]).float(), dim=-1)
+
+
+def _rerun(model: Any, run: DenseRun, key: Key, keep: Tensor, mean: Tensor | None) -> Tensor:
+    """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
+    first, target = key
+    layers = decoder_layers(model)
+    hidden = layer_input(run, first).expand(keep.shape[0], -1, -1)
+    with masked(layers[first], target, keep, mean):
+        hidden = run_layer(model, run, first, hidden)
+    for index in range(first + 1, len(layers)):
+        hidden = run_layer(model, run, index, hidden)
+    sparse = next_log_probabilities(model, hidden)
     dense = run.log_probabilities[:, :-1]
     return (dense.exp() * (dense - sparse)).sum(-1)

@@ -47,16 +47,16 @@ class LowRankPredictor(nn.Module):
     def rank(self) -> int:
         return self.down.shape[0]
 
+    def project(self, x: Tensor) -> Tensor:
+        """act(down x) (..., rank) of ``x`` (..., d_in), in the dtype of ``x``."""
+        down = as_trained(self.down, self.rounded_to) if self.rounded_to in SCALED else self.down
+        hidden = F.linear(x, down.to(x.dtype))
+        return F.relu(hidden) if self.nonlinearity == "relu" else hidden
+
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., d_in) to logits (..., n_out), in the dtype of ``x``."""
-        down: Tensor = self.down
-        up: Tensor = self.up
-        if self.rounded_to in SCALED:
-            down, up = as_trained(down, self.rounded_to), as_trained(up, self.rounded_to)
-        hidden = F.linear(x, down.to(x.dtype))
-        if self.nonlinearity == "relu":
-            hidden = F.relu(hidden)
-        return F.linear(hidden, up.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        up = as_trained(self.up, self.rounded_to) if self.rounded_to in SCALED else self.up
+        return F.linear(self.project(x), up.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 @torch.no_grad()

@@ -121,6 +121,19 @@ def test_means_stand_in_for_heads_where_collecting_took_them(run):
     assert bundle.head_means()[0].shape == (4, 12)
 
 
+def test_heads_learn_their_loss_unless_nothing_asks_for_the_model(run):
+    trained, learnt, unmeasured = (
+        calibrated(run, head_density=0.75, **changes)
+        for changes in ({"head_loss_tokens": 0}, {"head_loss_tokens": 100}, {"sensitivity_tokens": 0})
+    )
+    for part, same in (("down", True), ("up", False), ("bias", False)):
+        name = f"layers.1.heads.{part}"
+        assert torch.equal(trained.tensors[name], learnt.tensors[name]) == same
+        assert torch.equal(trained.tensors[name], unmeasured.tensors[name])
+    assert learnt.metadata["head_loss_tokens"] == 100 and trained.metadata["head_loss_tokens"] == 0
+    assert learnt.mean_density("heads") == pytest.approx(0.75, rel=1e-6)
+
+
 def test_without_sensitivities_neurons_follow_true_density(run):
     bundle = calibrated(run, mlp_density=0.2, sensitivity_tokens=0)
     first, second = (bundle.specs[layer, "mlp"] for layer in range(2))

@@ -1,0 +1,166 @@
+"""Reads calibration windows, returns head predictors whose logits are the logarithm of the loss that a skip costs.
+
+Training teaches a head's predictor how far its output lies from its mean. Heads of the same distance differ in what
+they do to the next token, so one threshold for a layer keeps some that do little and skips some that matter. Here
+``up`` and ``bias`` are fitted anew, so that a logit is the logarithm of the expected loss in nats.
+
+The loss of putting its mean in the place of one head at one position is taken to second order: half the variance, over
+tokens y that the model draws, of the change of log p(y) (the Fisher information along that change). One backward pass
+with one drawn token a position gives it for all heads and positions, with what it does to all later positions:
+
+    loss = (gradient of the summed log p(y) at the head's output . (output - mean))^2 / 2
+
+It scatters as a squared normal variable does, and the fit averages: eta = up z + bias minimises loss exp(-eta) + eta
+(a gamma regression with a logarithmic link; its minimum is at exp(eta) = the mean loss given z), z what ``down`` gives.
+
+Letters: T positions, N positions of all windows, d model width, n heads, e head width, r rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dejavu_train.calibration.sensitivity import (
+    DenseRun,
+    dense_pass,
+    layer_input,
+    next_log_probabilities,
+    run_layer,
+)
+from dejavu_train.errors import UserError
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
+from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.progress import progress
+
+LIMIT = 1.0  # nats: beyond, the second order says no more than that the head is needed
+LEAST = 1e-7  # of a head that does nothing; its logarithm is finite
+RIDGE = 1e-2  # per square of a coefficient of a feature of unit variance
+SEED = 0  # of the drawn tokens
+
+
+@torch.no_grad()
+def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: Tensor) -> dict[int, Tensor]:
+    """By layer (T - 1, n) fp32: nats that skipping each head at each position costs, to second order.
+
+    A layer is run again from its recorded input, so that the graph of one layer is held at a time.
+
+    Args:
+        run: of one window.
+        means: by layer (n, e), what stands in for skipped heads; zeros where nothing does.
+        labels: (T - 1,) a token drawn from the model at each position.
+    """
+    layers = decoder_layers(model)
+    hidden = run_layer(model, run, len(layers) - 1, layer_input(run, len(layers) - 1)).detach().requires_grad_()
+    with torch.enable_grad():
+        drawn = next_log_probabilities(model, hidden)[0].gather(1, labels[:, None])
+        (gradient,) = torch.autograd.grad(drawn.sum(), hidden)
+    found = {}
+    for layer in reversed(range(len(layers))):
+        hidden = layer_input(run, layer).detach().requires_grad_()
+        with torch.enable_grad(), _head_outputs(layers[layer]) as heads:
+            output = run_layer(model, run, layer, hidden)
+        gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
+        shape = means[layer].shape  # whatever leading shape the model gives it, positions come one after the other
+        difference = heads[0].detach().float().reshape(-1, *shape) - means[layer].to(output.device).float()
+        found[layer] = (at_heads.float().reshape(-1, *shape) * difference).sum(-1).square()[:-1] / 2
+    return found
+
+
+@contextmanager
+def _head_outputs(layer: Any) -> Any:
+    """The list yielded holds what the layer's output projection was last given."""
+    seen: list[Tensor] = []
+    handle = layer.self_attn.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients (n, r) and offsets (n,), fp32, of the logarithm of the mean of ``losses`` given ``features``.
+
+    Args:
+        features: (N, r).
+        losses: (N, n), not negative.
+    """
+    z, target = features.double(), losses.double().clamp(max=LIMIT) + LEAST
+    mean, scale = z.mean(0), z.std(0).clamp_min(1e-6)
+    z = (z - mean) / scale
+    weight = z.new_zeros(target.shape[1], z.shape[1]).requires_grad_()
+    offset = target.mean(0).log().requires_grad_()
+    fit = torch.optim.LBFGS([weight, offset], max_iter=300, history_size=20, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        fit.zero_grad()
+        eta = F.linear(z, weight, offset).clamp(-30, 10)  # no overflow on the way
+        value = (target * (-eta).exp() + eta).mean(0).sum() + RIDGE * weight.square().sum()
+        value.backward()
+        return value.detach()
+
+    with torch.enable_grad():
+        fit.step(objective)
+    found = weight.detach() / scale
+    return found.float(), (offset.detach() - found @ mean).float()
+
+
+@torch.no_grad()
+def refit_heads(
+    model: Any,
+    predictors: Mapping[int, tuple[Mapping[str, Any], nn.Module]],
+    means: Mapping[int, Tensor],
+    dtype: str,
+    windows: Sequence[Sequence[int]],
+) -> dict[int, LowRankPredictor]:
+    """By layer a predictor with the ``down`` of its low-rank one, whose logits are log nats that skipping costs.
+
+    Args:
+        model: an OPTForCausalLM.
+        predictors: by layer what training wrote of it (its site above all) and the predictor; custom ones are left out.
+        means: as in :func:`skip_losses`, of every layer.
+        dtype: to which predictors are rounded; ``up`` is fitted to the rounded ``down``.
+        windows: token ids of calibration documents, each starting with ``</s>``.
+
+    Raises:
+        UserError: an output of the model, or gradients, that are not finite.
+    """
+    chosen: dict[int, tuple[Mapping[str, Any], LowRankPredictor]] = {}
+    for layer, (metadata, predictor) in predictors.items():
+        if isinstance(predictor, LowRankPredictor):
+            as_stored(predictor, stored_tensors(predictor, dtype))
+            chosen[layer] = metadata, predictor.cpu()
+    features: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
+    losses: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
+    device = next(model.parameters()).device
+    generator: dict[torch.device, torch.Generator] = {}
+    for window in progress(windows, "measuring what heads cost", len(windows), "window"):
+        run = dense_pass(model, torch.tensor([list(window)], device=device))
+        probabilities = run.log_probabilities[0, :-1].exp()
+        if not bool(torch.isfinite(probabilities.sum())):
+            raise UserError("the dense model's output is not finite; check its weights, or --collect.dtype float32")
+        where = probabilities.device
+        draw = generator.setdefault(where, torch.Generator(where).manual_seed(SEED))
+        labels = torch.multinomial(probabilities, 1, generator=draw)[:, 0]
+        found = skip_losses(model, run, means, labels)
+        for layer, (metadata, used) in chosen.items():
+            if not bool(torch.isfinite(found[layer].sum())):
+                raise UserError(
+                    f"heads of layer {layer}: the gradient of the loss is not finite; calibrate with --collect.dtype"
+                    " bfloat16 or float32, or --calibrate.head_loss_tokens 0"
+                )
+            site = run.sites[metadata["site"], metadata["site_layer"]].float().cpu()
+            features[layer].append(used.project(site[0, :-1]))
+            losses[layer].append(found[layer].cpu())
+    refitted = {}
+    for layer, (_, used) in chosen.items():
+        up, bias = fit_log_mean(torch.cat(features[layer]), torch.cat(losses[layer]))
+        rank, d_in = used.down.shape
+        new = LowRankPredictor(d_in, rank, len(up), used.nonlinearity)
+        new.load_state_dict({"down": used.down, "up": up, "bias": bias})
+        refitted[layer] = new.requires_grad_(False).eval()
+    return refitted
