@@ -1,4 +1,5 @@
-"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops.
+"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops,
+and how many of the largest loop's streamed loads into registers are on their way at once: the assembler moves them.
 
     python -m benchmarks.compiled                          a line for each kernel and shape, for compute capability 9.0
     python -m benchmarks.compiled --save before.json       the PTX of each, with what names source lines taken out
@@ -118,15 +119,36 @@ def report(kernel: Any) -> SimpleNamespace:
     )
 
 
-def loops(code: list[tuple[int, str, str]]) -> list[list[str]]:
-    """Instruction names of each innermost loop: what lies between a backward branch and its target."""
+def loops(code: list[tuple[int, str, str]]) -> list[list[tuple[str, str]]]:
+    """Instructions of each innermost loop, (name, operands): what lies between a backward branch and its target."""
     found = []
     for at, name, rest in code:
         target = re.search(r"(0x[0-9a-f]+)", rest)
         if name.startswith("BRA") and target and int(target.group(1), 16) < at:
             found.append((int(target.group(1), 16), at))
     inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    return [[name for at, name, _ in code if low <= at <= high] for low, high in inner]
+    return [[(name, rest) for at, name, rest in code if low <= at <= high] for low, high in inner]
+
+
+def on_their_way(loop: list[tuple[str, str]]) -> tuple[float, int, int]:
+    """Of streamed loads (evict first) into registers: how many are between their instruction and the first that reads
+    what they bring, in the mean of the loop's instructions and at the least; and how many there are."""
+    count = [0] * len(loop)
+    loads = 0
+    for place, (name, operands) in enumerate(loop):
+        found = re.match(r"\s*R(\d+),", operands)
+        if not name.startswith("LDG") or ".EF" not in name or not found:
+            continue
+        width = {"128": 4, "64": 2}.get(name.rsplit(".", 1)[-1], 1)
+        registers = {str(int(found.group(1)) + k) for k in range(width)}
+        loads += 1
+        for step in range(1, len(loop)):
+            reader, read = loop[(place + step) % len(loop)]
+            sources = read if reader.startswith(("ST", "BAR", "ATOM")) else read.partition(",")[2]
+            if registers & set(re.findall(r"\bR(\d+)\b", sources)):
+                break
+            count[(place + step) % len(loop)] += 1
+    return sum(count) / len(loop), min(count), loads
 
 
 def halves(*shape: int) -> torch.Tensor:
@@ -218,10 +240,13 @@ def main() -> int:
             texts[key] = hashlib.sha256(text.encode()).hexdigest()
             if not args.save and not args.compare:
                 found = report(kernel)
-                sizes = ", ".join(str(len(loop)) for loop in loops(found.code))
+                inner = loops(found.code)
+                sizes = ", ".join(str(len(loop)) for loop in inner)
+                mean, least, loads = on_their_way(max(inner, key=len)) if inner else (0.0, 0, 0)
                 print(
                     f"{key}: {found.registers} registers, {found.stack} B stack, {found.shared} B shared, "
-                    f"loops of {sizes or 'none'} instructions",
+                    f"loops of {sizes or 'none'} instructions"
+                    + (f"; of {loads} loads {mean:.1f} on their way, at least {least}" if loads else ""),
                     flush=True,
                 )
     if args.save:

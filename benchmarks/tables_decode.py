@@ -79,9 +79,10 @@ def _int4_kinds(what: str) -> dict[str, str]:
     return {name: options.strip() for name, options in kinds.items()}
 
 
-def _newest(root: Path, batch: str, prompt: str) -> dict[tuple[str, str, str], Row]:
-    """(model, engine, options) -> its newest row of so many sequences behind so many tokens."""
+def _newest(root: Path, batch: str, prompt: str, commit: str = "") -> dict[tuple[str, str, str], Row]:
+    """(model, engine, options) -> its newest row of so many sequences behind so many tokens, of one commit if given."""
     rows = (row for row in _rows(root) if (row["batch"], row["prompt"]) == (batch, prompt))
+    rows = (row for row in rows if commit in ("", row["commit"]))
     return {(row["model"], row["engine"], row["options"]): row for row in rows}
 
 
@@ -130,9 +131,10 @@ def int4_prompts_table(root: Path) -> str:
     """Steps of one row with 4-bit weights by model and prompt: dense, and look-ahead at 85 and 50 % of the heads."""
     ahead = [("sparse", _int4_kinds(what)["look-ahead"]) for what in ("heads 85 %", "heads 50 %")]
     table, shown = [], []
+    commit = _newest(root, "1", "1024")["66b", "dense", "weights=int4"]["commit"]  # prompts side by side: of one state
     for model in ("6.7b", "66b"):
         for prompt in ("128", "256", "512", "1024"):
-            newest = _newest(root, "1", prompt)
+            newest = _newest(root, "1", prompt, commit)
             dense, *sparse = (newest[model, *kind] for kind in [("dense", _int4_kinds("dense")["own site"]), *ahead])
             cells = [cell for row in sparse for cell in _times(row, dense)]
             table.append([f"{model.upper()}, {prompt}", *_times(dense, dense)[:2], *cells])

@@ -212,7 +212,8 @@ class DecodeStep:
             self.eager(*call)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
-        launch.share_carveout(launch.carveout(bool(self.predictors), self.weights.layers[0].packed))
+        selected = {target for _, target in self.predictors}
+        launch.share_carveout(launch.carveout(selected, self.weights.layers[0].packed))
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

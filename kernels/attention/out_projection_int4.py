@@ -45,11 +45,13 @@ class HeadRowSettings:
     registers: int = 128
 
 
-def head_row_settings(d: int) -> HeadRowSettings:
+def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
     """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return HeadRowSettings(1, 2)
-    return HeadRowSettings(8, 2, 1, 128) if d <= 5120 else HeadRowSettings(4, 4, 2, 168)
+    if d > 5120:
+        return HeadRowSettings(4, 4, 2, 168)
+    return HeadRowSettings(4, 4, 1, 128) if all_heads else HeadRowSettings(8, 2, 1, 128)
 
 
 def by_head(weight: Tensor, n_heads: int) -> Tensor:
@@ -218,7 +220,7 @@ def project_head_rows(
         else:
             dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
-    settings = settings or head_row_settings(d)
+    settings = settings or head_row_settings(d, selection is None)
     require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
     _project_head_rows_kernel[(triton.cdiv(d, 16 * settings.tiles),)](

@@ -16,6 +16,7 @@ trigger early: layer 0's selection reads row_state.
 import ctypes
 import functools
 import sys
+from collections.abc import Collection
 
 import torch
 import triton
@@ -27,7 +28,7 @@ from kernels.common.checks import INTERPRET
 
 PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 SPARSE_CARVEOUT = 50  # percent, see share_carveout
-INT4_CARVEOUT = 75  # of a sparse step with 4-bit rows, whose queues lie in shared memory
+INT4_CARVEOUT = 75  # where heads are selected and rows have 4 bits, whose queues lie in shared memory
 DRIVERS_CARVEOUT = -1
 
 
@@ -82,15 +83,15 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     return _knows_pdl(x.device), use_pdl(pdl, x.device)
 
 
-def carveout(sparse: bool, packed: bool) -> int:
+def carveout(selected: Collection[str], packed: bool) -> int:
     """Percent of shared memory that is best for a step, by whole steps at four widths (`share_carveout`).
 
-    packed: with 4-bit rows. One H200: 66B with 85 % of the heads takes 7.58 ms at 50 % and 6.92 at 75 %; dense steps take
-    2.24 ms with the driver's splits and 2.12 at 50 % for 6.7B, 12.7 and 12.9 for 66B.
+    selected: "mlp", "heads", both or neither. packed: with 4-bit rows. One H200: 66B with 85 % of the heads takes
+    7.58 ms at 50 % and 6.92 at 75 %; dense 6.7B 2.12 ms at 50 %, 2.27 at 75 % and 2.24 with the driver's splits.
     """
     if packed:
-        return INT4_CARVEOUT if sparse else SPARSE_CARVEOUT
-    return SPARSE_CARVEOUT if sparse else DRIVERS_CARVEOUT
+        return INT4_CARVEOUT if "heads" in selected else SPARSE_CARVEOUT
+    return SPARSE_CARVEOUT if selected else DRIVERS_CARVEOUT
 
 
 def share_carveout(percent: int) -> int:
