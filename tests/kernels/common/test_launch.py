@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from kernels.common.launch import DRIVERS_CARVEOUT, SPARSE_CARVEOUT, padded_batch, share_carveout
+from kernels.common.launch import (
+    DRIVERS_CARVEOUT,
+    INT4_CARVEOUT,
+    SPARSE_CARVEOUT,
+    carveout,
+    padded_batch,
+    share_carveout,
+)
 
 
 def test_padded_batch():
@@ -11,6 +18,13 @@ def test_padded_batch():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to change")
+def test_the_carveout_of_a_step():
+    assert carveout((), packed=False) == DRIVERS_CARVEOUT
+    assert carveout({"mlp"}, packed=False) == carveout({"mlp", "heads"}, packed=False) == SPARSE_CARVEOUT
+    assert carveout((), packed=True) == carveout({"mlp"}, packed=True) == SPARSE_CARVEOUT
+    assert carveout({"mlp", "heads"}, packed=True) == INT4_CARVEOUT
+
+
 def test_a_carveout_without_kernels_changes_nothing():
     assert share_carveout(SPARSE_CARVEOUT) == 0
 
