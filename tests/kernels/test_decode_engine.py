@@ -49,7 +49,8 @@ def test_scores_equal_the_masked_forward_pass(model, device, options, engine_opt
     kept = [tensor for cache in engine.core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
     for tensor in [*kept, engine.core.work.q, engine.core.work.heads_out, engine.core.x]:
         tensor.fill_(float("nan"))
-    rows = rows_of(4 if engine.batch > 1 else 3, 3)[: engine.batch]
+    tokens = 2 if "cascade" in (options or ()) and device == "cpu" else 3  # a step of it takes the interpreter 25 s
+    rows = rows_of(4 if engine.batch > 1 else tokens, 3)[: engine.batch]
     for row, nll in zip(rows, engine.score(rows, 1), strict=True):
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, 1), atol=1e-3, rtol=1e-3)
 
@@ -70,7 +71,7 @@ def test_layers_that_compute_all_select_the_same(model, device, options, monkeyp
 
 def test_sampling_kernels(model, device):
     engine = DecodeEngine(model, device=device, context=16)
-    prompt = rows_of(3)
+    prompt = rows_of(2)
     greedy = engine.generate(prompt, 2, stop_tokens=())
     assert engine.generate(prompt, 2, sampling=Sampling(1.0, 1e-6), stop_tokens=()) == greedy
     warm = Sampling(2.0, 0.9, seed=5)
