@@ -237,7 +237,7 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
     elif op == "heads":
         for warps in (1, 2, 4, 8):
             for steps in (1, 2, 4):
-                yield TileSettings(16, 8, 32 * warps, steps, warps, 8)
+                yield TileSettings(16, 2, 32 * warps, steps, warps, 8)
     elif op == "mlp":
         for programs, lanes, rows in ((264, 128, 2), (264, 256, 2), (132, 256, 4), (264, 128, 4), (132, 512, 2)):
             if rows * d // (8 * lanes) <= 24:

@@ -3,7 +3,8 @@
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
-rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, carve=PERCENT of shared memory, several with "+".
+rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS, carve=PERCENT of shared
+memory, several with "+".
 STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE (own site, int4 predictors), SHARE of the heads;
 10 % of the neurons. A row each in --csv as it comes; one GPU.
 """
@@ -21,7 +22,7 @@ from benchmarks.rows import append_row, commit, five_digits
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
 from kernels.dense import dense_gemv
-from kernels.mlp import sparse_mlp
+from kernels.mlp import int4_fc2, sparse_mlp
 
 COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torch", "commit", "date")
 STEPS = {
@@ -30,10 +31,11 @@ STEPS = {
     "own": "weights=int4 predictors=int4 head_density=",
 }
 KERNELS = {  # where a kernel's defaults stand, and its settings from their numbers
-    "qkv": (qkv, "int4_qkv_settings", lambda warps, stages: qkv.TileSettings(16, 8, 32 * warps, stages, warps, 8)),
+    "qkv": (qkv, "int4_qkv_settings", lambda warps, stages: qkv.TileSettings(16, 2, 32 * warps, stages, warps, 8)),
     "out": (out_projection_int4, "head_row_settings", out_projection_int4.HeadRowSettings),
     "rows": (dense_gemv, "int4_row_settings", dense_gemv.Int4RowSettings),
     "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.MlpSettings),
+    "fc2": (int4_fc2, "int4_fc2_settings", int4_fc2.Int4Fc2Settings),
     "carve": (launch, "carveout", int),
 }
 DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}

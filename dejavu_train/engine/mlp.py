@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
+from kernels.common.int4 import Int4Rows
+from kernels.mlp import int4_fc2
 from kernels.mlp.sparse_mlp import int4_mlp_settings
 
 
@@ -19,11 +21,12 @@ def reads_own_site(mlp: TargetSelection) -> bool:
 
 
 class DenseMlp:
-    """All neurons. Of one row and 4-bit weights, fc1 and fc2 in one grid, which leaves out the rows of fc2 that a ReLU
-    has made zero."""
+    """All neurons. Of one row and 4-bit weights, fc2 leaves out what a ReLU has made zero; up to a width fc1 and fc2
+    run in one grid, over the list of all neurons."""
 
     def __init__(self, weights: LayerWeights, work: Workspace) -> None:
         self.weights, self.work, self.several = weights, work, len(work.hidden) > 1
+        self.one_grid = isinstance(weights.fc2, Int4Rows) and not int4_fc2.pays(weights.fc2)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
@@ -33,13 +36,16 @@ class DenseMlp:
             turned = weights.fc2_transposed
             ops.dense_add(several, weights.fc2, weights.fc2_bias, x, out, transposed=turned, pdl=pdl)
             return
-        if weights.packed:
+        if self.one_grid:
             ops.sparse_mlp(
                 x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.every_neuron,
                 out, work.partials, "list", pdl, int4_mlp_settings(x.shape[1], dense=True),
             )  # fmt: skip
             return
         ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
+        if weights.packed:
+            ops.int4_fc2(hidden, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=pdl)
+            return
         ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.attention.head_select import selected_heads
 from kernels.common.checks import INTERPRET, check_device, check_head_dim, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import column_sums, float_planes, from_group, int4_mma, unit_vector
+from kernels.common.int4_mma import column_sums, float_planes, from_lane, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.lane_queue import ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
@@ -104,7 +104,7 @@ def _ask_head(
     number = begin + NUMBER * (lane.shape[0] // 32) + lane // 32
     there = number < n * UNITS
     place = number % UNITS * (4 * V) + lane % 4 * V
-    line = from_group(heads, NUMBER) * n_rows + rows
+    line = from_lane(heads, 4 * NUMBER) * n_rows + rows
     at = weight + line.to(tl.int64) * W + place
     inside = there & (place < W)
     queue = ask(queue, lane, at, at + 8 * W, inside & (rows < n_rows), inside & (rows + 8 < n_rows), SLOT, V, True)

@@ -25,7 +25,8 @@ import triton.language as tl
 
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import int4_tile
+from kernels.common.int4_mma import int4_tile, tile_bytes
+from kernels.common.lane_queue import lane_queue
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
@@ -37,7 +38,7 @@ class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
     wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
-    4-bit rows: 16 rows and 8 pairs; block: threads of a tile, stages: units of columns of a warp that are on their way.
+    4-bit rows: 16 rows, 2 pairs or 8; block: threads of a tile; stages: units of columns of a warp on their way.
     """
 
     rows: int
@@ -65,11 +66,11 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 
 def int4_qkv_settings(d: int) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
-    (`benchmarks/int4_settings.py`): those whose programs are all resident at once win, which a chain does not show."""
-    warps, stages = (4, 2) if d <= 8192 else (1, 4) if d <= 10240 else (2, 4)
+    (`benchmarks/int4_settings.py`): eight units of a tile on their way, by one warp or by two."""
+    warps, stages = (1, 8) if d <= 5120 else (2, 4)
     if INTERPRET:
         warps, stages = 1, 2
-    return TileSettings(rows=16, pairs=8, block=32 * warps, stages=stages, warps=warps, wide=8)
+    return TileSettings(rows=16, pairs=2, block=32 * warps, stages=stages, warps=warps, wide=8)
 
 
 def qkv_reference(
@@ -117,6 +118,7 @@ def _places(i, start, first, ends, B: tl.constexpr):
 
 @triton.jit
 def _fill(
+    queue,
     head,
     row,
     start,
@@ -158,10 +160,10 @@ def _fill(
     rows = row + r
     if GROUP > 0:
         # Of pairs that do not exist the last one's input is read again: no lane's load needs a mask.
-        own = tl.minimum(tl.arange(0, BLOCK) % 32 // 4, n_pairs - 1 - start)
+        own = tl.minimum(tl.arange(0, BLOCK) % 32 // 4 % PAIRS, n_pairs - 1 - start)
         its_row, its_p = _places(own, start, first, ends, B)
         x = attn_in + (its_row * capacity + its_p).to(tl.int64) * (D // 2)
-        values = int4_tile(weight, scales, line, x, D // 8, GROUP, BLOCK, STAGES)
+        values = int4_tile(queue, weight, scales, line, x, D // 8, GROUP, BLOCK, STAGES, PAIRS)
     else:
         # Scalar bases and constant offsets: little is left to compute before the first load.
         if B == 1:
@@ -192,6 +194,11 @@ def _fill(
         if POLICY == 2:
             if row == 2 * HEAD_DIM:
                 tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
+
+
+@triton.constexpr_function
+def tile_room(d, group, lanes, steps, inputs, wide_steps, wide):
+    return max(tile_bytes(d // 8, group, lanes, steps, inputs), tile_bytes(d // 8, group, lanes, wide_steps, wide))
 
 
 @triton.jit
@@ -231,6 +238,10 @@ def qkv_tile(
     present position only, then those of k and v for each group of pairs. All take about as long, so that none is late.
     """
     TILES: tl.constexpr = HEAD_DIM // ROWS  # of each of q, k, v
+    WIDE_STAGES: tl.constexpr = max(1, STAGES // 2) if GROUP > 0 else STAGES
+    queue = ()
+    if GROUP > 0:
+        queue = lane_queue(tl.arange(0, BLOCK), tile_room(D, GROUP, BLOCK, STAGES, PAIRS, WIDE_STAGES, WIDE))
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
     inside = (b < B)[:, None] & (heads < H)[None, :]
@@ -270,15 +281,16 @@ def qkv_tile(
         else:
             n = tl.where(place < TILES, tl.minimum(n, 1), n)
         n_pairs = tl.sum(n)
-        if WIDE > PAIRS and n_pairs > PAIRS:  # in steps of half the columns: the same shared memory
+        if WIDE > PAIRS and n_pairs > PAIRS:  # the same shared memory: in steps of half the columns, or fewer units
             _fill(
-                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid, q,
-                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, GROUP, POLICY,
+                queue, head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid,
+                q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK if GROUP > 0 else BLOCK // 2,
+                WIDE_STAGES, GROUP, POLICY,
             )  # fmt: skip
         else:
             _fill(
-                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid, q,
-                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, GROUP, POLICY,
+                queue, head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid,
+                q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, GROUP, POLICY,
             )  # fmt: skip
 
 
@@ -352,7 +364,9 @@ def qkv_launch(
         check_dtype("attn_in", attn_in, (torch.float16,))
         settings = settings or int4_qkv_settings(d)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
-        require((settings.rows, settings.pairs, settings.wide) == (16, 8, 8), "4-bit rows go 16 at a time, pairs 8")
+        require(
+            (settings.rows, settings.pairs, settings.wide) == (16, 2, 8), "4-bit rows go 16 at a time, pairs 2 or 8"
+        )
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
     arguments = (

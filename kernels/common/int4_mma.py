@@ -14,6 +14,7 @@ of words, four of inputs, two of scales, four multiplications: 11.5. Products ar
 One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
 which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four; the
 others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
+Two inputs lie there as four units each (`int4_tile`), of which a lane group reads one.
 
 The warps of a program take units STEPS at a time, one warp after another, and add up what they have in the end.
 A lane is a thread: tiles are (32 * warps,), which the compiler lays out one element a thread. Without ASM a twin in
@@ -101,21 +102,21 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 
 
 @triton.jit
-def from_group(values, NUMBER: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """int32 (L,): to all lanes of a warp what its lane 4 NUMBER holds, the first of group NUMBER."""
+def from_lane(values, number, ASM: tl.constexpr = ASSEMBLY):
+    """int32 or fp32 (L,): to all lanes of a warp what its lane `number` holds."""
     if ASM:
         found = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
             "=r,r,r",
-            [values, tl.full(values.shape, 4 * NUMBER, tl.int32)],
-            dtype=tl.int32,
+            [values, tl.zeros(values.shape, tl.int32) + number],
+            dtype=values.dtype,
             is_pure=True,
             pack=1,
         )
     else:
         L: tl.constexpr = values.shape[0]
         lanes = tl.reshape(values, (L // 32, 32))
-        one = tl.sum(tl.where((tl.arange(0, 32) == 4 * NUMBER)[None, :], lanes, 0), 1)
+        one = tl.sum(tl.where((tl.arange(0, 32) == number)[None, :], lanes, 0), 1)
         found = tl.reshape(tl.broadcast_to(one[:, None], (L // 32, 32)), (L,))
     return found
 
@@ -152,32 +153,24 @@ def _ask_unit(queue, at, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.
 
 
 @triton.jit
-def unit_scales(
-    at, unit, lane, W: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, STEPS: tl.constexpr, NUMBER: tl.constexpr
-):
-    """The scales of STEPS units of the row at `at` + 8 NUMBER rows, zero beyond its end."""
-    row = at + NUMBER * 8 * groups_of(W, GROUP)
-    if STEPS == 1:
-        scales = (tl.load(row + unit // units_a_group(GROUP, V), mask=unit * (4 * V) < W, other=0.0),)
-    else:
-        each = unit[:, None] + tl.arange(0, STEPS)[None, :]
-        tile = tl.load(row[:, None] + each // units_a_group(GROUP, V), mask=each * (4 * V) < W, other=0.0)
-        scales = split_words(tile, STEPS)
-    return scales
+def _ask_input(queue, x, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
+    """The queue with a lane's input of `unit` on its way, two asks, zeros beyond the end; x: its int32 pairs."""
+    place = unit * (4 * V) + lane % 4 * V
+    there = place < W
+    at = x + 4 * place
+    queue = ask(queue, lane, at, at + V, there, there, SLOT, V, not WHOLE, True)
+    return ask(queue, lane, at + 2 * V, at + 3 * V, there, there, SLOT + 1, V, not WHOLE, True)
 
 
 @triton.jit
-def unit_input(x, place, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
-    """4 V planes of a lane's input, x its int32 pairs; zero beyond the end."""
-    planes = ()
-    for v in tl.static_range(V):
-        at = (x + 4 * (place + v))[:, None] + tl.arange(0, 4)[None, :]
-        if WHOLE:
-            tile = tl.load(at)
-        else:
-            tile = tl.load(at, mask=(place < W)[:, None], other=0)
-        planes = planes + split_words(tile, 4)
-    return planes
+def _unit_scales(scales, unit, W: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr):
+    """A lane's scales of `unit` of the row at `scales` and of the eighth row behind it, zero beyond the end."""
+    at = scales + unit // units_a_group(GROUP, V)
+    there = unit * (4 * V) < W
+    return (
+        tl.load(at, mask=there, other=0.0),
+        tl.load(at + 8 * groups_of(W, GROUP), mask=there, other=0.0),
+    )
 
 
 @triton.jit
@@ -189,47 +182,85 @@ def scaled(acc, part, first, second):
 
 
 @triton.jit
-def tile_sums(acc, L: tl.constexpr):
-    """Rows (16) by inputs (8) of a program's tile: the sums of its warps."""
+def _tile_sums(acc, L: tl.constexpr, INPUTS: tl.constexpr):
+    """Rows (16) by inputs (2 or 8) of a program's tile: the sums of its warps."""
     lanes = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))  # (L, row half, input parity)
     total = tl.sum(tl.reshape(lanes, (L // 32, 32, 2, 2)), 0)
-    return tl.reshape(tl.permute(tl.reshape(total, (8, 4, 2, 2)), (2, 0, 1, 3)), (16, 8))
+    if INPUTS == 2:
+        values = tl.permute(tl.sum(tl.reshape(total, (8, 4, 2, 2)), 1), (1, 0, 2))
+    else:
+        values = tl.permute(tl.reshape(total, (8, 4, 2, 2)), (2, 0, 1, 3))
+    return tl.reshape(values, (16, INPUTS))
+
+
+@triton.constexpr_function
+def units_beside(inputs, steps):
+    """How many units of an input lie side by side in the columns of B."""
+    assert inputs in (2, 8)
+    return min(8 // inputs, steps)
+
+
+@triton.constexpr_function
+def tile_bytes(words, group, lanes, steps, inputs):
+    """Shared memory of the queue of an `int4_tile`: words and inputs of the next steps."""
+    return lanes * unit_vector(words, group) * (8 * steps + 16 * (steps // units_beside(inputs, steps)))
 
 
 @triton.jit
-def int4_tile(words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr):
-    """Rows line .. line + 15 times eight inputs, (16, 8) fp32.
+def int4_tile(
+    queue, words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Rows line .. line + 15 times INPUTS = 2 or 8 inputs, (16, INPUTS) fp32.
 
-    x: for each lane (L,) where its input's pairs (4 W int32) begin; lanes of an input too many may read another's.
+    x: for each lane (L,) where input g % INPUTS begins, as pairs (4 W int32). Of two inputs four units each lie side by
+    side in B, so that a lane reads a quarter of them. queue: an empty one of `tile_bytes`. Inputs go through it as
+    well: a load of these into registers is issued 25 instructions before what needs it, which waits.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
     STRIDE: tl.constexpr = L // 32 * STEPS
     WHOLE: tl.constexpr = W % (4 * V * STRIDE) == 0
+    SIDE: tl.constexpr = units_beside(INPUTS, STEPS)
+    ASKS: tl.constexpr = STEPS + 2 * (STEPS // SIDE)
     lane = tl.arange(0, L)
-    row = (line + lane % 32 // 4).to(tl.int64)
+    group = lane % 32 // 4
+    row = (line + group).to(tl.int64)
     at = words + row * W
     scale_at = scales + row * groups_of(W, GROUP)
     unit = lane // 32 * STEPS
-    queue = lane_queue(lane, L * STEPS * 8 * V)
-    for s in tl.static_range(STEPS):
-        queue = _ask_unit(queue, at, unit + s, lane, s, W, V, WHOLE)
-    one = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 0)
-    two = unit_scales(scale_at, unit, lane, W, GROUP, V, STEPS, 1)
+    beside = group // INPUTS % SIDE  # which unit's input this lane reads, and below whose products it takes
+    own = lane % 4 // (INPUTS // 2)
+    now = ()
+    for k in tl.static_range(STEPS // SIDE):
+        queue = _ask_input(queue, x, unit + k * SIDE + beside, lane, STEPS + 2 * k, W, V, WHOLE)
+        for s in tl.static_range(k * SIDE, k * SIDE + SIDE):
+            queue = _ask_unit(queue, at, unit + s, lane, s, W, V, WHOLE)
+        now = now + _unit_scales(scale_at, unit + k * SIDE + own, W, GROUP, V)
     zero = tl.zeros((L,), tl.float32)
     acc = (zero, zero, zero, zero)
     for _ in range(0, UNITS, STRIDE):
-        coming_one = unit_scales(scale_at, unit + STRIDE, lane, W, GROUP, V, STEPS, 0)
-        coming_two = unit_scales(scale_at, unit + STRIDE, lane, W, GROUP, V, STEPS, 1)
-        for s in tl.static_range(STEPS):
-            planes = unit_input(x, (unit + s) * (4 * V) + lane % 4 * V, W, V, WHOLE)
-            w, queue = take(queue, lane, s, V, STEPS - 1)
-            acc = scaled(acc, int4_mma(w, planes, V), one[s], two[s])
-            queue = _ask_unit(queue, at, unit + STRIDE + s, lane, s, W, V, False)
+        coming = ()
+        for k in tl.static_range(STEPS // SIDE):
+            coming = coming + _unit_scales(scale_at, unit + STRIDE + k * SIDE + own, W, GROUP, V)
+        for k in tl.static_range(STEPS // SIDE):
+            first, queue = take(queue, lane, STEPS + 2 * k, V, ASKS - 1)
+            second, queue = take(queue, lane, STEPS + 2 * k + 1, V, ASKS - 2)
+            queue = _ask_input(queue, x, unit + STRIDE + k * SIDE + beside, lane, STEPS + 2 * k, W, V, False)
+            for s in tl.static_range(k * SIDE, k * SIDE + SIDE):
+                w, queue = take(queue, lane, s, V, ASKS - 1)
+                more = scaled(acc, int4_mma(w, first + second, V), now[2 * k], now[2 * k + 1])
+                mine = own == s - k * SIDE
+                acc = (
+                    tl.where(mine, more[0], acc[0]),
+                    tl.where(mine, more[1], acc[1]),
+                    tl.where(mine, more[2], acc[2]),
+                    tl.where(mine, more[3], acc[3]),
+                )
+                queue = _ask_unit(queue, at, unit + STRIDE + s, lane, s, W, V, False)
         unit += STRIDE
-        one = coming_one
-        two = coming_two
-    return tile_sums(acc, L)
+        now = coming
+    return _tile_sums(acc, L, INPUTS)
 
 
 @triton.jit

@@ -28,14 +28,15 @@ def _room(size):
 
 
 @triton.constexpr_function
-def _ask(lanes, slot, vector, partly):
+def _ask(lanes, slot, vector, partly, again):
     """PTX: copies of pieces from $2 and $3 into slot `slot` of $1, of $4 and $5 bytes where `partly`."""
     text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-    kind = "cg" if vector == 4 else "ca"
+    kind = "ca" if again or vector < 4 else "cg"
+    hint, policy = ("", "") if again else (".L2::cache_hint", ", policy")
     for piece in (0, 1):
         place = (2 * slot + piece) * lanes * 4 * vector
         size = f"{4 * vector}, ${4 + piece}" if partly else f"{4 * vector}"
-        text += f"cp.async.{kind}.shared.global.L2::cache_hint [$1 + {place}], [${2 + piece}], {size}, policy;"
+        text += f"cp.async.{kind}.shared.global{hint} [$1 + {place}], [${2 + piece}], {size}{policy};"
     return text + "cp.async.commit_group; mov.u32 $0, $1; }"
 
 
@@ -68,11 +69,12 @@ def lane_queue(lane, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 @triton.jit
 def ask(
     queue, lane, one, two, first, second, SLOT: tl.constexpr, V: tl.constexpr, PARTLY: tl.constexpr,
-    ASM: tl.constexpr = ASSEMBLY,
+    AGAIN: tl.constexpr = False, ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
     """The queue with V words from `one` and V from `two` (pointers, (L,)) on their way into SLOT.
 
-    PARTLY: first and second (L,) say which lanes' words are read; others get zeros.
+    PARTLY: first and second (L,) say which lanes' words are read; others get zeros. AGAIN: other programs read the same
+    words, which the caches should keep.
     """
     L: tl.constexpr = lane.shape[0]
     if ASM:
@@ -80,11 +82,16 @@ def ask(
         if PARTLY:
             sizes = (tl.where(first, 4 * V, 0), tl.where(second, 4 * V, 0))
             tl.inline_asm_elementwise(
-                _ask(L, SLOT, V, True), "=r,r,l,l,r,r", (to, one, two) + sizes, dtype=tl.int32, is_pure=False, pack=1
+                _ask(L, SLOT, V, True, AGAIN),
+                "=r,r,l,l,r,r",
+                (to, one, two) + sizes,
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
             )
         else:
             tl.inline_asm_elementwise(
-                _ask(L, SLOT, V, False), "=r,r,l,l", (to, one, two), dtype=tl.int32, is_pure=False, pack=1
+                _ask(L, SLOT, V, False, AGAIN), "=r,r,l,l", (to, one, two), dtype=tl.int32, is_pure=False, pack=1
             )
     else:
         for v in tl.static_range(V):

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import int4_tile
+from kernels.common.int4_mma import int4_tile, tile_bytes
+from kernels.common.lane_queue import lane_queue
 from kernels.common.launch import use_pdl, wait_for_predecessor
 
 MOST = 8  # inputs
+COLUMNS = tl.constexpr(MOST)
 ROWS = 16  # of a program of `int4_linear`, and inputs of a dot, which takes no fewer
 SPLITS = 8  # of what the other two sum over
 
@@ -75,7 +77,8 @@ def _linear_kernel(
     wait_for_predecessor(PDL)
     line = tl.minimum(tl.program_id(0) * 16, n_rows - 16)  # the last program shares rows with the one before
     its = tl.minimum(tl.arange(0, L) % 32 // 4, batch - 1)
-    values = int4_tile(words, scales, line, x + its.to(tl.int64) * (D // 2), D // 8, GROUP, L, STEPS)
+    queue = lane_queue(tl.arange(0, L), tile_bytes(D // 8, GROUP, L, STEPS, COLUMNS))
+    values = int4_tile(queue, words, scales, line, x + its.to(tl.int64) * (D // 2), D // 8, GROUP, L, STEPS, COLUMNS)
     rows = line + tl.arange(0, 16)
     if HAS_BIAS:
         values += tl.load(bias + rows).to(tl.float32)[:, None]
@@ -100,7 +103,7 @@ def int4_linear(
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    warps, steps = (1, 2) if INTERPRET else (4, 2 if d <= 5120 else 4)
+    warps, steps = (1, 2) if INTERPRET else (4, 2)
     pdl = use_pdl(pdl, x.device)
     _linear_kernel[(triton.cdiv(n, ROWS),)](
         x.view(torch.int32),

@@ -189,6 +189,8 @@ def qkv_select(
     check_shape("q", q, 1, *q.shape[1:])
     check_shape("up", mlp.up, n, rank)
     chunk = min(64, max(16, triton.next_power_of_2(rank)))
+    # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
+    stages = 2 if constants["GROUP"] and mlp.up.element_size() > 1 else 4
     multiplied = dot_type(mlp.up.dtype)
     _qkv_select_kernel[(n_tiles + n_blocks,)](
         *arguments,
@@ -207,7 +209,7 @@ def qkv_select(
         RANK=rank,
         MLP_BLOCK=mlp_selection.block,
         CHUNK=chunk,
-        MLP_STAGES=min(4, triton.cdiv(rank, chunk)),
+        MLP_STAGES=min(stages, triton.cdiv(rank, chunk)),
         TYPE=multiplied,
         PARTS=PARTS[multiplied],
         num_warps=warps,

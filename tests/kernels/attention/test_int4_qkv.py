@@ -105,7 +105,7 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
     tensors = case(device, batch, 2, 16, 384, 128, 1.0, capacity=20)
     position, watermark = tensors[4:]
     watermark[:, 0], watermark[:, 1] = 0, position
-    settings = TileSettings(16, 8, 32 * warps, steps, warps, 8)
+    settings = TileSettings(16, 2, 32 * warps, steps, warps, 8)
     check(qkv, qkv_reference, tensors, settings=settings)
 
 
