@@ -44,7 +44,7 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import OPTShape
 
-EXTRA = 20  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
+EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
     "date gpu torch triton commit model engine batch prompt positions mlp_density row_density head_density live_share "
     "rank options steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms "
