@@ -28,10 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from kernels.attention import out_projection, qkv
 from kernels.common import checks, launch
+from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
 from kernels.lookahead import qkv_select, site_predict
-from kernels.mlp import predict, select, sparse_fc1, sparse_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -223,6 +224,62 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
 
 
+def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Those with 4-bit weights of one width, int8 predictors."""
+
+    def rows(*shape: int) -> Int4Rows:
+        *outer, width = shape
+        return Int4Rows(torch.empty(*outer, width // 8, dtype=torch.int32), halves(*outer, width // min(128, width)))
+
+    ones, limit = torch.ones(1, dtype=torch.int32), torch.ones(1)
+    n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
+    h = d // hd
+    x, y, hidden, z = (torch.empty(1, size) for size in (d, d, n, rank))
+    ln, bias, w = LayerNormWeights(halves(d), halves(d)), halves(n), rows(n, d)
+    q, cache, qkv_bias, qkv_w = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd), rows(h, 3, hd, d)
+    heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
+    sparse = (
+        halves(1, 64, d),
+        qkv_w,
+        qkv_bias,
+        heads,
+        ones,
+        torch.empty(1, h, dtype=torch.int32),
+        None,
+        q,
+        cache,
+        cache,
+    )
+    listed, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
+    predictor = PredictorWeights(
+        torch.empty(rank, d, dtype=torch.int8), torch.empty(n, rank, dtype=torch.int8), torch.empty(n),
+        torch.empty(rank), torch.empty(n),
+    )  # fmt: skip
+    bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
+    by_head = rows(h, d, hd)
+    yield f"4 bits: dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, bias, "relu", hidden, True)
+    yield f"4 bits: qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, qkv_bias, ones, q, cache, cache, True)
+    yield f"4 bits: qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
+    yield (
+        f"4 bits: qkv_select {d}",
+        lambda: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
+    )
+    yield f"4 bits: out {d}", lambda: out_projection.project_heads(x, by_head, halves(d), x, heads, y, True)
+    yield f"4 bits: out all {d}", lambda: out_projection.project_heads(x, by_head, halves(d), x, None, y, True)
+    yield (
+        f"4 bits: sparse_mlp {d}",
+        lambda: sparse_mlp.sparse_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
+    )
+    yield f"4 bits: int4_fc2 {d}", lambda: int4_fc2.int4_fc2(hidden, w, halves(d), x, y, partials, True)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All of them."""
+    yield from fp16_cases()
+    for d in WIDTHS:
+        yield from int4_cases(d)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", metavar="JSON")
@@ -231,7 +288,7 @@ def main() -> int:
     args = parser.parse_args()
     pretend_a_gpu()
     texts: dict[str, str] = {}
-    for name, call in fp16_cases():  # one after the other: a case holds the tensors of its width
+    for name, call in cases():  # one after the other: a case holds the tensors of its width
         if args.only not in name:
             continue
         for function, kernel in compiled_launches(call):

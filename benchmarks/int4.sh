@@ -12,7 +12,7 @@ python3 -m pytest -q -m gpu -n 8 --timeout 200 tests/kernels/common/test_int4.py
 failed=$?
 tail -n 15 "$out/int4_tests.log"
 echo "tests done after $SECONDS s, exit code $failed"
-for op in heads out mlp rows qkv predictor lm-head; do  # a process each: what one breaks, the others do not miss
+for op in heads out mlp fc2 rows qkv predictor lm-head; do  # a process each: what one breaks, the others do not miss
   python3 benchmarks/int4_rows.py --ops "$op" --csv "$out/int4_rows.csv" --seconds $((390 - SECONDS))
 done
 for widths in "9216 4096" "7168 12288"; do  # what is unknown first: 200 s in all

@@ -7,8 +7,9 @@
 One row of input, groups of 128 columns, random codes. Each op is a chain of itself with dependent launches, every step
 on weights of its own. The floor is what must be read at 4.5 TB/s. "rows": LayerNorm, fc1 and ReLU; "qkv": all heads;
 "heads": q/k/v of 85 or 50 % of the heads, two positions of K and V missing; "out": 100 or 50 % of the heads;
-"mlp": fc1, fc2 and residual over a given list, 60 % of it live; "predictor":
-both products, rank d / 16, with the list. PyTorch's kernel multiplies bf16 and neither normalises nor adds a bias.
+"mlp": fc1, fc2 and residual over a given list, 60 % of it live; "fc2": that of a dense step, 60 % of the neurons live;
+"predictor": both products, rank d / 16, with the list. PyTorch's kernel multiplies bf16 and neither normalises nor adds
+a bias.
 """
 
 import argparse
@@ -37,12 +38,13 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.dense_gemv import Int4RowSettings, dense_rows
 from kernels.dense.qkv_dense import qkv_dense
+from kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2
 from kernels.mlp.select import PredictorWeights, Selection, predict_select, quantize_rows
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, packed_block, partial_sums
 from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp
 
 RIVALS = ("torch int4", "gemlite")  # left out, with a line, where one is not installed or refuses a shape
-OPS = ("rows", "lm-head", "qkv", "heads", "out", "mlp", "predictor")
+OPS = ("rows", "lm-head", "qkv", "heads", "out", "mlp", "fc2", "predictor")
 FLOOR = 4.5e6  # bytes a microsecond
 VOCABULARY = 50272
 STEPS = 48  # in a graph: its start-up, 7-11 us, then adds less than 0.3 to a step
@@ -171,6 +173,17 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
             yield Case("mlp", "int4", ffn, density, size, whole,
                        partial(mlp, density, partial(packed, ffn, d, device, group)))  # fmt: skip
 
+    def fc2(sets: int) -> Step:
+        weights = [packed(ffn, d, device, group) for _ in range(sets)]
+        generator = torch.Generator(device).manual_seed(0)
+        h = torch.rand(1, ffn, generator=generator, device=device)
+        h, partials = torch.where(h < 0.6, h, 0.0), partial_sums(d, device)
+        return lambda i, s: int4_fc2(h, weights[i], zero, residual, out, partials, True, s)
+
+    if "fc2" in ops:
+        size = int(quarter * ffn * d)
+        yield Case("fc2", "int4", ffn, 1.0, int(0.6 * size), size, fc2)
+
     rank = max(16, d // 16)
 
     def predictor(kind: str, sets: int) -> Step:
@@ -242,6 +255,9 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
         for programs, lanes, rows in ((264, 128, 2), (264, 256, 2), (132, 256, 4), (264, 128, 4), (132, 512, 2)):
             if rows * d // (8 * lanes) <= 24:
                 yield MlpSettings(programs, lanes, rows, lanes // 32)
+    elif op == "fc2":
+        for warps, ahead, programs in ((8, 4, 264), (8, 4, 132), (4, 4, 528), (4, 8, 264), (16, 4, 132)):
+            yield Int4Fc2Settings(warps, ahead, programs)
     elif op == "out":
         for warps in (4, 8, 16):
             for span in (2, 4, 8):
