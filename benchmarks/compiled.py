@@ -89,6 +89,7 @@ def pretend_a_gpu() -> None:
                 ("check_device", lambda *_: None),
                 ("n_sms", lambda _: 132),
                 ("use_pdl", lambda pdl, _: pdl),
+                ("fetches_rows", lambda _: True),
                 ("programmatic", lambda _, pdl: (True, pdl)),
             ):
                 if hasattr(module, attribute):

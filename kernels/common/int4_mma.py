@@ -335,6 +335,13 @@ def queue_depth(steps, most):
 
 
 @triton.jit
+def _two_rows(line, n_rows, lane):
+    """A lane's rows line + g and line + g + 8; of those beyond the last one, the last."""
+    row = line + lane % 32 // 4
+    return tl.minimum(row, n_rows - 1).to(tl.int64), tl.minimum(row + 8, n_rows - 1).to(tl.int64)
+
+
+@triton.jit
 def _ask_rows(
     queue, words, line, n_rows, lane, STEP: tl.constexpr, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
     THERE: tl.constexpr,
@@ -346,11 +353,10 @@ def _ask_rows(
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     place = (STEP * WARPS + lane // 32) * (4 * V) + lane % 4 * V
-    row = tl.minimum(line + lane % 32 // 4, n_rows - 1)
-    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1)
+    row, other_row = _two_rows(line, n_rows, lane)
     there = place < tl.where(line < n_rows, W, 0)
-    one = words + row.to(tl.int64) * W + place
-    two = words + other_row.to(tl.int64) * W + place
+    one = words + row * W + place
+    two = words + other_row * W + place
     return ask(queue, lane, one, two, there, there, SLOT, V, not (spread_evenly(W, V, WARPS) and THERE))
 
 
@@ -360,8 +366,7 @@ def _row_scales(scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     G: tl.constexpr = groups_of(W, GROUP)
-    row = tl.minimum(line + lane % 32 // 4, n_rows - 1).to(tl.int64)
-    other_row = tl.minimum(line + 8 + lane % 32 // 4, n_rows - 1).to(tl.int64)
+    row, other_row = _two_rows(line, n_rows, lane)
     found = ()
     for octet in tl.static_range((steps_of(W, V, WARPS) + 7) // 8):
         for odd in tl.static_range(2):

@@ -70,6 +70,11 @@ def _knows_pdl(device: torch.device) -> bool:
     return not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def fetches_rows(device: torch.device) -> bool:
+    """Whether kernels may ask the L2 for whole rows (`lane_queue.fetch_ahead`): on chips that know dependents."""
+    return _knows_pdl(device)
+
+
 def use_pdl(pdl: bool, device: torch.device) -> bool:
     """Whether a kernel is launched as a dependent, and then waits and triggers."""
     return pdl and _knows_pdl(device)

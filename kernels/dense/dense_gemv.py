@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, queue_depth, steps_of, unit_vector
-from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
+from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
 
@@ -216,7 +216,7 @@ def row_launch(
         raise ValueError("4-bit rows need Int4RowSettings")
     steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
     constants = {"BLOCK": 32 * chosen.warps, "ROWS": queue_depth(steps, chosen.ahead), "GROUP": weight.group}
-    constants["FETCHED"] = chosen.fetched if use_pdl(True, device) else 0
+    constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 

@@ -9,12 +9,14 @@ from kernels.common.lane_queue import ask, fetch_ahead, lane_queue, take
 
 
 @triton.jit
-def _copy_kernel(words, out, n, V: tl.constexpr, SLOTS: tl.constexpr, STEPS: tl.constexpr, L: tl.constexpr):
+def _copy_kernel(
+    words, out, n, V: tl.constexpr, SLOTS: tl.constexpr, STEPS: tl.constexpr, L: tl.constexpr, AGAIN: tl.constexpr
+):
     lane = tl.arange(0, L)
     queue = lane_queue(lane, L * SLOTS * 8 * V)
     for step in tl.static_range(SLOTS):
         at = words + step * (2 * V * L) + lane * V
-        queue = ask(queue, lane, at, at + V * L, lane < 0, lane < 0, step, V, False)
+        queue = ask(queue, lane, at, at + V * L, lane < 0, lane < 0, step, V, False, AGAIN)
     for step in tl.static_range(STEPS):
         found, queue = take(queue, lane, step % SLOTS, V, SLOTS - 1)
         for piece in tl.static_range(2):
@@ -22,18 +24,20 @@ def _copy_kernel(words, out, n, V: tl.constexpr, SLOTS: tl.constexpr, STEPS: tl.
                 tl.store(out + (2 * step + piece) * V * L + lane * V + v, found[piece * V + v])
         place = (step + SLOTS) * (2 * V * L) + lane * V
         one, two = place < n, place + V * L < n - 8 * V
-        queue = ask(queue, lane, words + place, words + place + V * L, one, two, step % SLOTS, V, True)
+        queue = ask(queue, lane, words + place, words + place + V * L, one, two, step % SLOTS, V, True, AGAIN)
 
 
-@pytest.mark.parametrize(("vector", "slots", "warps"), [(4, 3, 1), (2, 2, 2), (1, 4, 1)])
-def test_words_arrive_in_order_and_zeros_beyond_the_end(device, vector, slots, warps):
+@pytest.mark.parametrize(
+    ("vector", "slots", "warps", "again"), [(4, 3, 1, False), (4, 2, 1, True), (2, 2, 2, True), (1, 4, 1, False)]
+)
+def test_words_arrive_in_order_and_zeros_beyond_the_end(device, vector, slots, warps, again):
     lanes, steps = 32 * warps, 3 * slots - 1
     n = 2 * vector * lanes * (2 * slots + 1) - vector * lanes // 2  # ends within a piece
     words = torch.randint(-(2**31), 2**31 - 1, (2 * vector * lanes * 4 * slots,), dtype=torch.int32, device=device)
     out = torch.full((2 * vector * lanes * steps,), 7, dtype=torch.int32, device=device)
     if device == "cpu":  # without assembly an unmasked ask reads what its masks say
         words[: 2 * vector * lanes * slots] = 0
-    _copy_kernel[(1,)](words, out, n, V=vector, SLOTS=slots, STEPS=steps, L=lanes, num_warps=warps)
+    _copy_kernel[(1,)](words, out, n, V=vector, SLOTS=slots, STEPS=steps, L=lanes, AGAIN=again, num_warps=warps)
     place = torch.arange(len(out), device=device)
     first = place // (2 * vector * lanes) < slots
     piece = place // (vector * lanes) % 2
