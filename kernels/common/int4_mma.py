@@ -26,7 +26,7 @@ import triton.language as tl
 
 from kernels.common.checks import INTERPRET
 from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
-from kernels.common.lane_queue import ask, fetch_ahead, lane_queue, take
+from kernels.common.lane_queue import ask, drain, fetch_ahead, lane_queue, take
 from kernels.common.launch import sums_together
 from kernels.common.layer_norm import mean_and_rstd
 
@@ -260,6 +260,7 @@ def int4_tile(
                 queue = _ask_unit(queue, at, unit + STRIDE + s, lane, s, W, V, False)
         unit += STRIDE
         now = coming
+    drain(lane)  # a program's next tile begins with the same slots
     return _tile_sums(acc, L, INPUTS)
 
 

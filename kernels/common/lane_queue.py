@@ -125,6 +125,15 @@ def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
     return words, queue
 
 
+@triton.jit
+def drain(lane, ASM: tl.constexpr = ASSEMBLY):
+    """Waits for all copies, so that slots may be filled anew: those of nothing write zeros, in no order with others."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @triton.constexpr_function
 def _fetch(size):
     """PTX: asks the L2 for `size` bytes from $1 on where $2."""

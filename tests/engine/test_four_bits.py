@@ -52,6 +52,21 @@ def test_scores_equal_the_masked_forward_pass(model, options, lengths, sparse_fr
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
 
 
+def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
+    own, row = four_bits(random_opt(d_model=256, n_layers=1, d_ffn=40)), rows_of(12)[0]
+    kernels = {"dtype": torch.float16, "device": device, "graph": False}
+    outputs = []
+    for width in (9216, 256):
+        monkeypatch.setattr("kernels.mlp.int4_fc2.PAYS_FROM", width)
+        torch.testing.assert_close(engine(own).score([row])[0], masked_nll(own, None, row), atol=2e-5, rtol=1e-5)
+        core = DecodeEngine(own, context=16, **kernels).core
+        x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).to(device)
+        outputs.append(torch.full_like(x, float("nan")))
+        core.halves[1].body.run(x, outputs[-1])
+        assert core.halves[1].body.one_grid == (width == 9216)
+    torch.testing.assert_close(*outputs, atol=5e-3, rtol=5e-3)
+
+
 @pytest.mark.parametrize("lengths", [(40,), (20, 7, 31)])
 def test_a_head_of_four_bits(lengths):
     own, rows = four_bits(random_opt(), head=True), rows_of(*lengths)

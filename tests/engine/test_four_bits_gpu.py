@@ -80,6 +80,12 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
         assert_as_close_as_plain_torch(model, bundle, rows, expected, where, crossover=False, look_ahead=how)
 
 
+def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
+    monkeypatch.setattr("kernels.mlp.int4_fc2.PAYS_FROM", 0)
+    model, rows = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)), rows_of(70)
+    assert_as_close_as_plain_torch(model, None, rows, [masked_nll(model, None, rows[0])], "fc2 on its own")
+
+
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_policies_and_the_choice_of_batches(batch):
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
