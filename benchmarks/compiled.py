@@ -105,7 +105,8 @@ def plain_ptx(kernel: Any) -> str:
 
 
 def report(kernel: Any) -> SimpleNamespace:
-    """Of a compiled kernel: registers, bytes spilled, shared memory, and its machine code's instructions by name."""
+    """Of a compiled kernel: registers, bytes spilled, shared memory (with 1 KB of the driver's), and its machine code's
+    instructions by name."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -116,7 +117,7 @@ def report(kernel: Any) -> SimpleNamespace:
     return SimpleNamespace(
         registers=int(numbers["REG"]),
         stack=int(numbers["STACK"]),
-        shared=kernel.metadata.shared,
+        shared=int(numbers["SHARED"]) + kernel.metadata.shared,
         code=[(int(at, 16), name, rest) for at, name, rest in lines],
     )
 

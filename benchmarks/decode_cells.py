@@ -23,7 +23,7 @@ class Cell:
         lm_head: float16 or int4.
         site: half-blocks between the site that the MLP's predictor reads and fc1.
         look_ahead: where a predictor of an earlier site runs; see `DecodeEngine`, as the others below.
-        breakdown: time each operation as well, into the note.
+        breakdown: what each kernel adds to the step as well, into the note; see `decode_breakdown`.
     """
 
     engine: str = "sparse"

@@ -249,14 +249,15 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
                     yield Int4RowSettings(programs, warps, ahead)
     elif op == "heads":
         for warps in (1, 2, 4, 8):
-            for steps in (1, 2, 4):
-                yield TileSettings(16, 2, 32 * warps, steps, warps, 8)
+            for steps in (1, 2, 4, 8):
+                if warps * steps <= 16:  # shared memory
+                    yield TileSettings(16, 2, 32 * warps, steps, warps, 8)
     elif op == "mlp":
         for programs, lanes, rows in ((264, 128, 2), (264, 256, 2), (132, 256, 4), (264, 128, 4), (132, 512, 2)):
             if rows * d // (8 * lanes) <= 24:
                 yield MlpSettings(programs, lanes, rows, lanes // 32)
     elif op == "fc2":
-        for warps, ahead, programs in ((8, 4, 264), (8, 4, 132), (4, 4, 528), (4, 8, 264), (16, 4, 132)):
+        for warps, ahead, programs in ((8, 4, 264), (8, 4, 132), (4, 4, 528), (4, 8, 528)):
             yield Int4Fc2Settings(warps, ahead, programs)
     elif op == "out":
         for warps in (4, 8, 16):

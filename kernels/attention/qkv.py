@@ -365,7 +365,7 @@ def qkv_launch(
         settings = settings or int4_qkv_settings(d)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
         require(
-            (settings.rows, settings.pairs, settings.wide) == (16, 2, 8), "4-bit rows go 16 at a time, pairs 2 or 8"
+            (settings.rows, settings.pairs, settings.wide) == (16, 2, 8), "4-bit rows need rows 16, pairs 2 and wide 8"
         )
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())

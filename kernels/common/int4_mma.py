@@ -197,7 +197,9 @@ def _tile_sums(acc, L: tl.constexpr, INPUTS: tl.constexpr):
 def units_beside(inputs, steps):
     """How many units of an input lie side by side in the columns of B."""
     assert inputs in (2, 8)
-    return min(8 // inputs, steps)
+    side = min(8 // inputs, steps)
+    assert steps % side == 0, f"{steps} units at once with {inputs} inputs: expected a multiple of {side}"
+    return side
 
 
 @triton.constexpr_function

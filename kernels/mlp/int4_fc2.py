@@ -4,8 +4,9 @@
     out[j] = residual[j] + b2[j] + sum_i h[i] scale[i, j // group] code[i, j]
 
 h (1, n) fp32, after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Rows whose h is zero are not
-read. For each row and group h * scale * 64 is rounded to fp16 and multiplied with the codes, two rows a tensor-core
-instruction, sums in fp32 (`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
+read, but for the first ones of each warp, which are asked for before h is known. For each row and group h * scale * 64
+is rounded to fp16 and multiplied with the codes, two rows a tensor-core instruction, sums in fp32
+(`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
 
 A program owns 1024 columns, of which each lane of a warp has 32, and takes 32 rows a warp at a time, two by two; what
 comes next is on its way in a queue of each lane (`lane_queue`), words and scales alike. Warps add up in the end, and
