@@ -21,13 +21,16 @@ def collect_and_tell(model, text, tokens, folder, peak):
 
 
 def test_memory_is_flat_while_collecting(text_file, tmp_path):
-    """Four times the tokens, 42 MB more of activations, and less than a third of that in memory."""
+    """Six times the tokens, 70 MB more of activations, and less than half of that in memory.
+
+    The peak of one and the same run differs by up to 15 MB between processes; of what is held, all 70 would be seen.
+    """
     model = save_tiny_opt(tmp_path / "opt", hidden_size=256, word_embed_proj_dim=256, ffn_dim=1024)
     peaks = []
-    for tokens in (6000, 24000):
+    for tokens in (6000, 36000):
         peaks.append(in_a_process(collect_and_tell, model, text_file, tokens, tmp_path / str(tokens)))
         manifest = ActivationManifest.load(tmp_path / str(tokens))
         assert sum(entry.tokens for entry in manifest.shards if entry.set == "train") == tokens
-    more = 18000 * manifest.row_bytes() * 2 / 1e6
-    assert more > 30, more
-    assert peaks[1] - peaks[0] < more / 3, (peaks, more)
+    more = 30000 * manifest.row_bytes() * 2 / 1e6
+    assert more > 60, more
+    assert peaks[1] - peaks[0] < more / 2, (peaks, more)

@@ -59,8 +59,7 @@ def rounded_dot(codes, x):
     return (codes.double() * x.double()).half().double().sum((1, 2))
 
 
-@pytest.mark.parametrize("vector", [1, 2, 4])
-def test_products_of_words(device, vector, asm=False):
+def products_of_words(device, vector, asm=False):
     words, codes = words_and_codes(64, vector)
     x = (torch.randn(64, vector, 8) * 3).half()
     x[::5] *= 50
@@ -70,8 +69,7 @@ def test_products_of_words(device, vector, asm=False):
     return out
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-3])
-def test_words_times_factors(device, factor, asm=False):
+def words_times_factors(device, factor, asm=False):
     (first, codes), (second, more) = words_and_codes(64), words_and_codes(64)
     f = (torch.randn(2, 64) * factor).half()
     acc = torch.randn(64, 8)
@@ -83,19 +81,29 @@ def test_words_times_factors(device, factor, asm=False):
     return out
 
 
+@pytest.mark.parametrize("vector", [1, 2, 4])
+def test_products_of_words(device, vector):
+    products_of_words(device, vector)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-3])
+def test_words_times_factors(device, factor):
+    words_times_factors(device, factor)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vector", [1, 2, 4])
 def test_the_assembly_of_products_equals_its_twin(vector):
     torch.manual_seed(1)
-    twin = test_products_of_words("cuda", vector, False)
+    twin = products_of_words("cuda", vector, False)
     torch.manual_seed(1)
-    torch.testing.assert_close(test_products_of_words("cuda", vector, True), twin, atol=1e-3, rtol=1e-6)
+    torch.testing.assert_close(products_of_words("cuda", vector, True), twin, atol=1e-3, rtol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("factor", [1.0, 1e-3])
 def test_the_assembly_of_outer_products_equals_its_twin(factor):
     torch.manual_seed(1)
-    twin = test_words_times_factors("cuda", factor, False)
+    twin = words_times_factors("cuda", factor, False)
     torch.manual_seed(1)
-    torch.testing.assert_close(test_words_times_factors("cuda", factor, True), twin, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(words_times_factors("cuda", factor, True), twin, atol=1e-6, rtol=1e-6)
