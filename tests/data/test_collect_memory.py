@@ -21,7 +21,7 @@ def collect_and_tell(model, text, tokens, folder, peak):
 
 
 def test_memory_is_flat_while_collecting(text_file, tmp_path):
-    """Six times the tokens, 70 MB more of activations, and less than half of that in memory.
+    """Six times the tokens, 70 MB more of activations, and less than a third of that in memory.
 
     The peak of one and the same run differs by up to 15 MB between processes; of what is held, all 70 would be seen.
     """
@@ -33,4 +33,4 @@ def test_memory_is_flat_while_collecting(text_file, tmp_path):
         assert sum(entry.tokens for entry in manifest.shards if entry.set == "train") == tokens
     more = 30000 * manifest.row_bytes() * 2 / 1e6
     assert more > 60, more
-    assert peaks[1] - peaks[0] < more / 2, (peaks, more)
+    assert peaks[1] - peaks[0] < more / 3, (peaks, more)
