@@ -10,7 +10,15 @@ from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import FusedAttention, MaskedAttention, SparseAttention
-from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, MaskedMlp, SparseMlp, reads_own_site, select_of_several_rows
+from dejavu_train.engine.mlp import (
+    BatchMlp,
+    CascadeMlp,
+    MaskedMlp,
+    SparseMlp,
+    fc2_of_several_rows,
+    reads_own_site,
+    select_of_several_rows,
+)
 from dejavu_train.engine.weights import written_out
 
 
@@ -71,6 +79,6 @@ class GuardedMlp:
                 select_of_several_rows(weights, work, mlp, self.own, x)
                 selected = mlp.selection.to_mask(batch)
             hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
-            work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=work.pdl)
+            fc2_of_several_rows(weights, work, hidden, x, out)
         rows = work.state.row_state == 1
         self.guard.measure((mlp.predictor.layer, "mlp"), rows, candidates, selected, hidden.float() * self.norms)

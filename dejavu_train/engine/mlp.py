@@ -20,6 +20,17 @@ def reads_own_site(mlp: TargetSelection) -> bool:
     return (predictor.site, predictor.site_layer) == ("mlp_in", predictor.layer)
 
 
+def fc2_of_several_rows(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
+    """out = x + fc2(hidden), all neurons of several rows: from the codes, or as a product of numbers."""
+    if isinstance(weights.fc2, Int4Rows) and int4_fc2.takes(weights.fc2, len(x)):
+        if len(x) == 1:  # where quality is watched, one row goes this way as well
+            hidden = hidden.float()
+        work.ops.int4_fc2(hidden, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=work.pdl)
+        return
+    turned = weights.fc2_transposed
+    work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=turned, pdl=work.pdl)
+
+
 class DenseMlp:
     """All neurons. Of one row and 4-bit weights, fc2 leaves out what a ReLU has made zero; up to a width fc1 and fc2
     run in one grid, over the list of all neurons."""
@@ -33,8 +44,7 @@ class DenseMlp:
         ops, hidden, pdl = work.ops, work.hidden, work.pdl
         if self.several:
             several = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
-            turned = weights.fc2_transposed
-            ops.dense_add(several, weights.fc2, weights.fc2_bias, x, out, transposed=turned, pdl=pdl)
+            fc2_of_several_rows(weights, work, several, x, out)
             return
         if self.one_grid:
             ops.sparse_mlp(
@@ -134,7 +144,7 @@ class MaskedMlp:
         select_of_several_rows(weights, work, self.mlp, self.own or weights.cascade is None, x)
         hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
         hidden = hidden.masked_fill((self.mlp.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
-        work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=True, pdl=work.pdl)
+        fc2_of_several_rows(weights, work, hidden, x, out)
 
 
 Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | MaskedMlp

@@ -11,6 +11,7 @@ from dejavu_train.models.opt import OPTShape
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade_batch import InputLevels
+from kernels.mlp.int4_fc2 import MOST_TOKENS
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
 from kernels.mlp.sparse_mlp_batch import BatchActivations
@@ -22,8 +23,8 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), heads_out (B, d), hidden (B, d_ffn) fp32; normalised (B, d) in the model's dtype; attention: for
-    partial results. For one row: packed, the list of its neurons, every_neuron, that of all, and partials of fc2; for
-    several: activations and levels. ahead: the stream of look-ahead predictors, or None.
+    partial results; partials: fc2's of up to eight rows. For one row: packed, the list of its neurons, and every_neuron,
+    that of all; for several: activations and levels. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: SimpleNamespace
@@ -71,7 +72,7 @@ class Workspace:
             hidden=torch.zeros(batch, shape.d_ffn, device=device),
             packed=PackedSelection.empty(one, device),
             every_neuron=_list_of_all(one, device),
-            partials=partial_sums(d if one else 0, device),
+            partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),
             levels=InputLevels.empty(batch if several else 0, d, device),
         )

@@ -67,16 +67,37 @@ def project_head_rows_reference(mixed, weight, bias, residual, selection, out, p
     out.copy_(torch.einsum("bhj,hij->bi", x, weight.dequantised(wide)) + bias.to(wide) + residual)
 
 
+@triton.constexpr_function
+def _tiles_of_heads(entries, warps):
+    """Registers of a lane that hold the heads of a warp's entries, 32 each."""
+    return -(-entries // (32 * warps))
+
+
 @triton.jit
-def _heads(order, begin, n, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, ALL: tl.constexpr):
+def _warps_heads(order, n, lane, UNITS: tl.constexpr, H: tl.constexpr, ALL: tl.constexpr):
+    """The heads of a warp's entries, entry k in lane k % 32 of tile k // 32: a gather, once, is four barriers."""
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    found = ()
+    for k in tl.static_range(_tiles_of_heads(H * UNITS, WARPS)):
+        number = (32 * k + lane % 32) * WARPS + lane // 32
+        entry = tl.minimum(number // UNITS, tl.maximum(n - 1, 0))
+        if ALL:
+            heads = entry
+        else:
+            heads = tl.gather(order, entry, 0)
+        found = found + (tl.where(n > 0, heads, 0),)
+    return found
+
+
+@triton.jit
+def _heads(its, begin, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr):
     """The head of each lane group's entry of the span, (L,): begin + (g % SPAN) warps + warp, g from SPAN on again."""
-    number = begin + lane % 32 // 4 % SPAN * (lane.shape[0] // 32) + lane // 32
-    entry = tl.minimum(number // UNITS, tl.maximum(n - 1, 0))
-    if ALL:
-        heads = entry
-    else:
-        heads = tl.gather(order, entry, 0)
-    return tl.where(n > 0, heads, 0)
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    own = begin // WARPS + lane % 32 // 4 % SPAN  # beyond the last entry any head
+    heads = from_lane(its[0], own % 32)
+    for k in tl.static_range(1, _tiles_of_heads(H * UNITS, WARPS)):
+        heads = tl.where(own // 32 == k, from_lane(its[k], own % 32), heads)
+    return heads
 
 
 @triton.jit
@@ -146,7 +167,8 @@ def _project_head_rows_kernel(
         n = H
     else:
         order, n = selected_heads(row_bits, H, H_TILE)
-    heads = _heads(order, 0, n, lane, UNITS, SPAN, ALL)
+    its = _warps_heads(order, n, lane, UNITS, H, ALL)
+    heads = _heads(its, 0, lane, UNITS, SPAN, H)
     queue = lane_queue(lane, L * SPAN * TILES * 8 * V)
     factors = ()
     for s in tl.static_range(SPAN):
@@ -166,7 +188,7 @@ def _project_head_rows_kernel(
         acc = acc + (tl.zeros((L,), tl.float32),)
     x = _head_input(mixed, heads, 0, n, lane, W, V, UNITS, SPAN)
     for begin in range(0, n * UNITS, SPAN * WARPS):
-        heads = _heads(order, begin + SPAN * WARPS, n, lane, UNITS, SPAN, ALL)
+        heads = _heads(its, begin + SPAN * WARPS, lane, UNITS, SPAN, H)
         coming = _head_input(mixed, heads, begin + SPAN * WARPS, n, lane, W, V, UNITS, SPAN)
         for s in tl.static_range(SPAN):
             for m in tl.static_range(TILES):

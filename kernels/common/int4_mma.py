@@ -103,7 +103,7 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 
 @triton.jit
 def from_lane(values, number, ASM: tl.constexpr = ASSEMBLY):
-    """int32 or fp32 (L,): to all lanes of a warp what its lane `number` holds."""
+    """int32 or fp32 (L,): to all lanes of a warp what its lane `number` holds, a number of all or of each."""
     if ASM:
         found = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
@@ -115,9 +115,9 @@ def from_lane(values, number, ASM: tl.constexpr = ASSEMBLY):
         )
     else:
         L: tl.constexpr = values.shape[0]
-        lanes = tl.reshape(values, (L // 32, 32))
-        one = tl.sum(tl.where((tl.arange(0, 32) == number)[None, :], lanes, 0), 1)
-        found = tl.reshape(tl.broadcast_to(one[:, None], (L // 32, 32)), (L,))
+        lanes = tl.reshape(values, (L // 32, 1, 32))
+        wanted = tl.reshape(tl.zeros((L,), tl.int32) + number, (L // 32, 32, 1))
+        found = tl.reshape(tl.sum(tl.where(tl.arange(0, 32)[None, None, :] == wanted, lanes, 0), 2), (L,))
     return found
 
 

@@ -18,7 +18,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_numbers import numbers_of
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
-from kernels.dense.int4_batch import int4_linear, int4_transposed, takes
+from kernels.dense.int4_batch import int4_linear, takes
 
 BLOCK = 1024
 
@@ -123,9 +123,10 @@ def dense_add(
     transposed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d)."""
-    if takes(weight, len(y)):
-        product = (int4_transposed if transposed else int4_linear)(y.half(), weight, pdl=pdl)
+    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d), whose codes are
+    written out as numbers: for fc2 see `int4_fc2`."""
+    if not transposed and takes(weight, len(y)):
+        product = int4_linear(y.half(), weight, pdl=pdl)
     else:
         weight = numbers_of(weight, pdl)
         y = y.to(weight.dtype)

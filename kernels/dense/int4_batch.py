@@ -2,13 +2,13 @@
 """Two to eight inputs times 4-bit rows, which are read once and as codes.
 
     y[b, i] = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])           `int4_linear`, weight (n, d)
-    y[b, j] = sum_i code[i, j] scale[i, j // group] x[b, i]                          `int4_transposed`, weight (n, d)
     y[b, i] = sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]             `int4_by_head`, (h, d, head_dim)
 
 x (B, .) fp16; sums in fp32. The first is a program for 16 rows, `int4_mma.int4_tile` with an input in each column of B:
-products are exact. The others turn codes into fp16 numbers, rounded, tile by tile in front of a `tl.dot` that the
-compiler's pipeline feeds; programs share out what is summed, and their sums in fp32 are added up in a fixed order.
-More inputs than eight are worth writing the matrix out once (`int4_numbers`).
+products are exact. The second turns codes into fp16 numbers, rounded, tile by tile in front of a `tl.dot` that the
+compiler's pipeline feeds; programs share out the heads, and their sums in fp32 are added up in a fixed order. fc2, whose
+rows are neurons, has a kernel of its own (`int4_fc2`). More inputs than eight are worth writing the matrix out once
+(`int4_numbers`).
 """
 
 from typing import TypeGuard
@@ -27,7 +27,7 @@ from kernels.common.launch import use_pdl, wait_for_predecessor
 MOST = 8  # inputs
 COLUMNS = tl.constexpr(MOST)
 ROWS = 16  # of a program of `int4_linear`, and inputs of a dot, which takes no fewer
-SPLITS = 8  # of what the other two sum over
+SPLITS = 8  # of the heads of `int4_by_head`
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
@@ -37,12 +37,6 @@ def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, acti
     if bias is not None:
         y = y + bias
     return y.relu() if activation == "relu" else y
-
-
-def int4_transposed_reference(x: Tensor, weight: Int4Rows) -> Tensor:
-    """Plain torch, in fp64 where x is."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.to(wide) @ weight.dequantised(wide)
 
 
 def int4_by_head_reference(x: Tensor, weight: Int4Rows) -> Tensor:
@@ -137,74 +131,6 @@ def _numbers(words, scale):
 
 
 @triton.jit
-def _transposed_kernel(
-    x,
-    words,
-    scales,
-    partials,
-    n,
-    share,
-    batch,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_predecessor(PDL)
-    b = tl.arange(0, 16)
-    word = tl.program_id(0) * W + tl.arange(0, W)
-    inside = word < D // 8
-    first = tl.program_id(1) * share
-    end = tl.minimum(first + share, n)
-    sums = tl.zeros((16, 8 * W), tl.float32)
-    for begin in tl.range(first, end, ROWS, num_stages=STAGES):
-        row = begin + tl.arange(0, ROWS)
-        there = row < end
-        mask = there[:, None] & inside[None, :]
-        line = row.to(tl.int64)[:, None]
-        w = tl.load(words + line * (D // 8) + word[None, :], mask=mask, other=0, eviction_policy="evict_first")
-        s = tl.load(scales + line * (D // GROUP) + (word * 8 // GROUP)[None, :], mask=mask, other=0.0)
-        h = tl.load(x + b[:, None] * n + row[None, :], mask=(b < batch)[:, None] & there[None, :], other=0.0)
-        sums = tl.dot(h, _numbers(w, s), sums)
-    column = tl.program_id(0) * (8 * W) + tl.arange(0, 8 * W)
-    at = partials + (tl.program_id(1) * batch + b)[:, None] * D + column[None, :]
-    tl.store(at, sums, mask=(b < batch)[:, None] & (column < D)[None, :])
-
-
-def int4_transposed(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
-    """x (B, n) fp16, weight (n, d) -> (B, d) fp32. Errors: shapes, dtypes, a CPU tensor."""
-    check_device("x", x)
-    batch, n = x.shape
-    d = weight.shape[-1]
-    weight.check("weight", (n, d), x)
-    _check_inputs(x, batch, n)
-    rows = 16 if INTERPRET else 32
-    share, partials = _shares(n, rows, x, d)
-    tile = min(16, triton.next_power_of_2(d // 8))
-    pdl = use_pdl(pdl, x.device)
-    _transposed_kernel[(triton.cdiv(d // 8, tile), len(partials))](
-        x,
-        weight.words,
-        weight.scales,
-        partials,
-        n,
-        share,
-        batch,
-        D=d,
-        GROUP=weight.group,
-        W=max(2, tile),
-        ROWS=rows,
-        STAGES=4,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
-    return partials.sum(0)
-
-
-@triton.jit
 def _by_head_kernel(
     x,
     words,
@@ -251,7 +177,8 @@ def int4_by_head(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
     weight.check("weight", (n_heads, d, head_dim), x)
     check_shape("weight.scales", weight.scales, n_heads, d, 1)
     _check_inputs(x, batch, n_heads * head_dim)
-    share, partials = _shares(n_heads, 1, x, d)
+    share = triton.cdiv(n_heads, SPLITS)
+    partials = torch.empty(triton.cdiv(n_heads, share), batch, d, dtype=torch.float32, device=x.device)
     rows = 16 if INTERPRET else 64
     pdl = use_pdl(pdl, x.device)
     _by_head_kernel[(triton.cdiv(d, rows), len(partials))](
@@ -272,12 +199,6 @@ def int4_by_head(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
         launch_pdl=pdl,
     )
     return partials.sum(0)
-
-
-def _shares(n: int, step: int, x: Tensor, d: int) -> tuple[int, Tensor]:
-    """How many of n summands a program takes, whole steps, and room for the programs' sums: (S, B, d) fp32."""
-    share = step * triton.cdiv(triton.cdiv(n, SPLITS), step)
-    return share, torch.empty(triton.cdiv(n, share), len(x), d, dtype=torch.float32, device=x.device)
 
 
 def _check_inputs(x: Tensor, batch: int, n: int) -> None:

@@ -209,39 +209,41 @@ def _add_kernel(
     residual,
     out,
     D: tl.constexpr,
+    SIZE: tl.constexpr,
     STRIPE: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = residual + bias + the sum of the partial sums."""
+    """out = residual + bias + the sum of the partial sums, of SIZE / D rows."""
     columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
-    inside = columns < D
+    inside = columns < SIZE
     s = tl.arange(0, CHUNK)
-    offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(bias + columns % D, mask=inside, other=0.0).to(tl.float32)
     # Older than the launch before, and rewritten by every step: not out of the L1.
     base = tl.load(residual + columns, mask=inside, other=0.0, cache_modifier=".cg")
     # What comes next reads weights before its own wait.
     start_dependents_and_wait(PDL)
     y = tl.zeros((CHUNK, STRIPE), tl.float32)
     for first in tl.static_range(0, SPLITS, CHUNK):
-        at = partials + (first + s)[:, None] * D + columns[None, :]
+        at = partials + (first + s)[:, None] * SIZE + columns[None, :]
         y += tl.load(at, mask=(first + s < SPLITS)[:, None] & inside[None, :], other=0.0)
     tl.store(out + columns, tl.sum(y, 0) + offset + base, mask=inside)
 
 
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
-    """out (1, d) = residual + bias + the first `splits` rows of d partial sums; pdl as `use_pdl` gives it."""
-    d = out.shape[1]
+    """out (B, d) = residual + bias + the first `splits` times B d partial sums; pdl as `use_pdl` gives it."""
+    batch, d = out.shape
     stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (64 // partials.element_size(), 64, 4)
     if INTERPRET:
         chunk = 4
-    _add_kernel[(triton.cdiv(d, stripe),)](
+    _add_kernel[(triton.cdiv(batch * d, stripe),)](
         partials,
         bias,
         residual,
         out,
         D=d,
+        SIZE=batch * d,
         STRIPE=stripe,
         SPLITS=splits,
         CHUNK=chunk,

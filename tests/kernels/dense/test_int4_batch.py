@@ -10,8 +10,6 @@ from kernels.dense.int4_batch import (
     int4_by_head_reference,
     int4_linear,
     int4_linear_reference,
-    int4_transposed,
-    int4_transposed_reference,
 )
 
 
@@ -35,14 +33,6 @@ def test_int4_linear(device, n, d, group, batch):
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
 
 
-@pytest.mark.parametrize(("n", "d", "group", "batch"), [(37, 640, 128, 2), (300, 96, 32, 8), (16, 64, 64, 3)])
-def test_int4_transposed(device, n, d, group, batch):
-    x, weight = inputs(device, batch, n), random_rows(device, n, d, group=group)
-    got = int4_transposed(x, weight)
-    want = int4_transposed_reference(x.double(), weight)
-    assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight), 2**-10)
-
-
 @pytest.mark.parametrize(("n_heads", "d", "head_dim", "batch"), [(3, 40, 32, 2), (9, 17, 16, 8), (2, 24, 80, 3)])
 def test_int4_by_head(device, n_heads, d, head_dim, batch):
     x = inputs(device, batch, n_heads * head_dim)
@@ -56,8 +46,6 @@ def test_int4_by_head(device, n_heads, d, head_dim, batch):
 @pytest.mark.parametrize("d", [4096, 7168, 9216])
 def test_at_true_shapes(device, d):
     x, weight = inputs(device, 4, d), random_rows(device, d, d)
-    sums = x.double().abs() @ magnitudes(weight)
-    assert_rounded_products(int4_transposed(x, weight), int4_transposed_reference(x.double(), weight), sums, 2**-10)
     want = int4_linear_reference(x.double(), weight, None, "none")
     assert_rounded_products(int4_linear(x, weight), want, x.double().abs() @ magnitudes(weight).T + 1)
     heads = random_rows(device, d // 128, d, 128, group=128)
@@ -72,4 +60,4 @@ def test_errors_name_what_does_not_fit(device):
     with pytest.raises(ValueError, match="weight has 8 rows, expected at least 16"):
         int4_linear(torch.zeros(2, 64, device=device).half(), random_rows(device, 8, 64, group=32))
     with pytest.raises((ValueError, TypeError), match="x"):
-        int4_transposed(torch.zeros(2, 32, device=device), weight)
+        int4_linear(torch.zeros(2, 64, device=device), weight)
