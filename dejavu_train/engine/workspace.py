@@ -23,7 +23,7 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), heads_out (B, d), hidden (B, d_ffn) fp32; normalised (B, d) in the model's dtype; attention: for
-    partial results; partials: fc2's of up to eight rows. For one row: packed, the list of its neurons, and every_neuron,
+    partial results; partials: fc2's of up to eight rows. For one row: packed, the list of its neurons, every_neuron,
     that of all; for several: activations and levels. ahead: the stream of look-ahead predictors, or None.
     """
 
