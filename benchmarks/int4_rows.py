@@ -257,8 +257,8 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
             if rows * d // (8 * lanes) <= 24:
                 yield MlpSettings(programs, lanes, rows, lanes // 32)
     elif op == "fc2":
-        for warps, programs, registers in ((4, 528, 128), (4, 396, 168), (8, 264, 128), (2, 1056, 128)):
-            yield Int4Fc2Settings(warps, programs, registers)
+        for warps, ahead, programs in ((8, 4, 264), (8, 4, 132), (4, 4, 528), (4, 8, 528)):
+            yield Int4Fc2Settings(warps, ahead, programs)
     elif op == "out":
         for warps in (4, 8, 16):
             for span in (2, 4, 8):

@@ -3,7 +3,7 @@
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
-rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/PROGRAMS/REGISTERS, carve=PERCENT of shared
+rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS, carve=PERCENT of shared
 memory, several with "+".
 STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE (own site, int4 predictors), SHARE of the heads;
 10 % of the neurons. A row each in --csv as it comes; one GPU.

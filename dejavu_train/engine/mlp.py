@@ -10,7 +10,7 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.common.int4 import Int4Rows
-from kernels.mlp import int4_fc2
+from kernels.mlp import int4_fc2, int4_fc2_batch
 from kernels.mlp.sparse_mlp import int4_mlp_settings
 
 
@@ -22,10 +22,8 @@ def reads_own_site(mlp: TargetSelection) -> bool:
 
 def fc2_of_several_rows(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
     """out = x + fc2(hidden), all neurons of several rows: from the codes, or as a product of numbers."""
-    if isinstance(weights.fc2, Int4Rows) and int4_fc2.takes(weights.fc2, len(x)):
-        if len(x) == 1:  # where quality is watched, one row goes this way as well
-            hidden = hidden.float()
-        work.ops.int4_fc2(hidden, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=work.pdl)
+    if isinstance(weights.fc2, Int4Rows) and int4_fc2_batch.takes(weights.fc2, len(x)):
+        work.ops.int4_fc2_batch(hidden, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=work.pdl)
         return
     turned = weights.fc2_transposed
     work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=turned, pdl=work.pdl)

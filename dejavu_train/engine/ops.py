@@ -8,7 +8,16 @@ from kernels.attention import flash_decode, head_select, out_projection, qkv
 from kernels.common import layer_norm
 from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense
 from kernels.lookahead import attend_pack, qkv_select, site_predict
-from kernels.mlp import cascade, cascade_batch, int4_fc2, select, sparse_fc2, sparse_mlp, sparse_mlp_batch
+from kernels.mlp import (
+    cascade,
+    cascade_batch,
+    int4_fc2,
+    int4_fc2_batch,
+    select,
+    sparse_fc2,
+    sparse_mlp,
+    sparse_mlp_batch,
+)
 
 
 def operations(kind: str) -> SimpleNamespace:
@@ -36,6 +45,7 @@ def operations(kind: str) -> SimpleNamespace:
             dense_rows=dense_gemv.dense_rows,
             dense_wide=dense_wide.dense_wide,
             int4_fc2=int4_fc2.int4_fc2,
+            int4_fc2_batch=int4_fc2_batch.int4_fc2_batch,
             dense_hidden=dense_batch.dense_hidden,
             dense_add=dense_batch.dense_add,
             advance=sampling.advance,
@@ -62,6 +72,7 @@ def operations(kind: str) -> SimpleNamespace:
         dense_rows=dense_gemv.dense_rows_reference,
         dense_wide=dense_wide.dense_wide_reference,
         int4_fc2=sparse_fc2.sparse_fc2_reference,
+        int4_fc2_batch=sparse_fc2.sparse_fc2_reference,
         dense_hidden=decode_reference.dense_hidden,
         dense_add=decode_reference.dense_add,
         advance=sampling.advance_reference,

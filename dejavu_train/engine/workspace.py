@@ -11,7 +11,7 @@ from dejavu_train.models.opt import OPTShape
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade_batch import InputLevels
-from kernels.mlp.int4_fc2 import MOST_TOKENS
+from kernels.mlp.int4_fc2_batch import MOST_TOKENS
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
 from kernels.mlp.sparse_mlp_batch import BatchActivations

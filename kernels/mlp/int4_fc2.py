@@ -1,25 +1,20 @@
 # mypy: disable-error-code="assignment"
-"""fc2 over all neurons with 4-bit weights, one to eight tokens:
+"""fc2 over all neurons with 4-bit weights, one token:
 
-    out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]
+    out[j] = residual[j] + b2[j] + sum_i h[i] scale[i, j // group] code[i, j]
 
-h (B, n), after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Neurons lie along K of the tensor
-cores' m16n8k16, outputs along M, tokens along N. The factor h * scale * 64 is rounded to fp16; products with the codes
-are exact, sums in fp32: |h * scale| must stay below 1023, or the sum is infinite.
+h (1, n) fp32, after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Rows whose h is zero are not
+read, but for the first ones of each warp, which are asked for before h is known. For each row and group h * scale * 64
+is rounded to fp16 and multiplied with the codes, two rows a tensor-core instruction, sums in fp32
+(`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
 
-No code is converted. A nibble 0..15 in the lowest bits of a half is that many times 2^-24 as an fp16 number, one four
-bits further up 2^-20: numbers below the normal range, which the tensor cores take at full precision. What codes are
-raised by (8) goes off in the end, with the sum of the factors, an instruction on a matrix of ones. By count, of four
-words: four prmt put the codes of two neurons side by side, four shifts and sixteen masks make four operands of A, four
-instructions multiply: 7 a word, and 2.5 for reading words, scales and h.
+A program owns 1024 columns, of which each lane of a warp has 32, and takes 32 rows a warp at a time, two by two; what
+comes next is on its way in a queue of each lane (`lane_queue`), words and scales alike. Warps add up in the end, and
+programs that share columns in `add_partials`, in a fixed order.
 
-A program owns 256 columns: lane (g, t) = (lane / 4, lane % 4) of a warp reads four words of each of the neurons
-4 t .. 4 t + 3 of a unit of sixteen, the eight lanes of a neuron one line of 128 bytes. Columns that share a scale are
-at least those of T lane groups, for T = 1, 2 or 4 tokens at once: column n of B has the factors of token n % T with the
-scale of lane groups n // T * T to n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to
-eight tokens are two programs. Warps take 32 neurons each in turn, the next two units on their way in a queue of each
-lane (`lane_queue`); for one token, rows whose h is zero are not read, but for the first ones. Warps add up in the end,
-and programs that share columns in `add_partials`, in a fixed order.
+Why not in one grid with fc1 (`sparse_mlp` over the list of all rows): there a word takes 29 instructions, and a layer
+of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 21. That pays at 9216 (a dense step of 66B
+12.9 -> 12.2 ms, one H200), not at 4096 (2.12 -> 2.36 ms), where a program has too few rows.
 """
 
 from dataclasses import dataclass
@@ -29,32 +24,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape
+from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs, from_lane
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, split_words
+from kernels.common.int4_mma import from_lane
+from kernels.common.int4_tiles import FACTOR_UNIT, int4_outer, pairs_of
 from kernels.common.lane_queue import ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 PAYS_FROM = 9216
-MOST_TOKENS = 8
-COLUMNS = tl.constexpr(256)  # of a program
-AHEAD = tl.constexpr(2)  # units of sixteen neurons of a warp on their way
+WORDS = tl.constexpr(128)  # of a program's columns
 
 
 @dataclass(frozen=True)
 class Int4Fc2Settings:
-    """warps: of a program; programs: a grid's; registers: of a thread, at most."""
+    """warps: of a program; ahead: pairs of rows of a warp on their way, 1 to 16, a power of two; programs: a grid's."""
 
     warps: int
+    ahead: int
     programs: int
-    registers: int = 128
 
 
 def int4_fc2_settings() -> Int4Fc2Settings:
-    """Launch settings: four programs of four warps a multiprocessor of 132."""
-    return Int4Fc2Settings(1, 4) if INTERPRET else Int4Fc2Settings(4, 528)
+    """Launch settings, from whole steps at 9216 (`benchmarks/int4_settings.py`)."""
+    return Int4Fc2Settings(1, 2, 4) if INTERPRET else Int4Fc2Settings(8, 4, 264)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
@@ -63,20 +56,9 @@ def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False)
     out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
 
 
-def tokens_at_once(batch: int) -> int:
-    """1, 2 or 4: tokens of a program."""
-    return min(4, triton.next_power_of_2(batch))
-
-
-def takes(weight: Int4Rows, batch: int = 1) -> bool:
-    """Whether the kernel multiplies such rows: lane groups of as many tokens share a scale, and scales lie in pairs."""
-    n, d = weight.shape
-    return (
-        batch <= MOST_TOKENS
-        and weight.group % (32 * tokens_at_once(batch)) == 0
-        and d % (2 * weight.group) == 0
-        and (batch == 1 or n % 2 == 0)
-    )
+def takes(weight: Int4Rows) -> bool:
+    """Whether the kernel multiplies such rows: a lane's 32 columns share a scale, and scales lie in pairs."""
+    return weight.group % 32 == 0 and weight.shape[-1] % (2 * weight.group) == 0
 
 
 def pays(weight: Int4Rows) -> bool:
@@ -84,132 +66,27 @@ def pays(weight: Int4Rows) -> bool:
     return takes(weight) and weight.shape[-1] >= PAYS_FROM
 
 
-def _products_asm() -> str:
-    """PTX: $0..$15 = $22..$37 plus a word each of four neurons, $16..$19, times the factors $20 and $21."""
-    text = "{ .reg .b32 x, y, p<4>;"
-    for half, selector in enumerate(("0x5410", "0x7632")):
-        text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
-        for high in (0, 1):
-            if high:
-                text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
-            text += "and.b32 p0, x, 0x000F000F; and.b32 p1, x, 0x00F000F0;"
-            text += "and.b32 p2, y, 0x000F000F; and.b32 p3, y, 0x00F000F0;"
-            first = 4 * (2 * half + high)
-            to, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 22))
-            text += f"{_MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
-    return text + "}"
-
-
-PRODUCTS = tl.constexpr(_products_asm())
-# Outputs are written before the last input is read: "&".
-PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
-ONES = tl.constexpr(
-    "{ .reg .b32 one; mov.b32 one, 0x3C003C00;"
-    f"{_MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
-)
-ONES_OPERANDS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4))
-SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
-
-
-@triton.constexpr_function
-def _nibble_unit(i):
-    """What a raised code of 1 in the masked nibble of column 2 i or 2 i + 1 is as a fp16 number."""
-    return 2.0**-20 if i % 2 else 2.0**-24
-
-
 @triton.jit
-def _factor_numbers(b0, b1):
-    """(warps, 8 columns, 16 neurons) fp32 of the B operands (L,): neurons 4 t .. 4 t + 3 of lane t."""
-    both = tl.join(tl.join(b0, b1) & 0xFFFF, tl.join(b0, b1) >> 16)  # (L, register, half)
-    numbers = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return tl.reshape(numbers, (b0.shape[0] // 32, 8, 16))
-
-
-@triton.jit
-def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
-    """acc (16 tiles (L,)) plus a lane's word of each of four neurons times the factors of the columns of B.
-
-    Tile 8 s + 4 q + 2 r + p of lane (g, t): column 2 (2 q + r) + s of the word of lane group g, column 2 t + p of B,
-    times 2^24 where r is 0 and 2^20 where it is 1; codes are raised ones, 0..15.
-    """
-    if ASM:
-        more = tl.inline_asm_elementwise(
-            PRODUCTS, PRODUCTS_OPERANDS, words + (b0, b1) + acc, dtype=SIXTEEN_FLOATS, is_pure=True, pack=1
-        )
-    else:
-        L: tl.constexpr = b0.shape[0]
-        first = tl.join(codes_of(words[0]), codes_of(words[2]))  # (L, 8, 2)
-        second = tl.join(codes_of(words[1]), codes_of(words[3]))
-        codes = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 3, 1)), (L // 32, 8, 1, 16, 8)) + 8.0
-        factors = tl.reshape(_factor_numbers(b0, b1), (L // 32, 1, 8, 16, 1))
-        total = tl.reshape(tl.sum(codes * factors, 3), (L, 2, 4, 2))  # column of B, then i and s of the word's 2 i + s
-        lowest, highest = tl.split(total)
-        more = ()
-        for s in tl.static_range(2):
-            of = tl.permute(highest if s else lowest, (0, 2, 1))  # (L, i, p)
-            even, odd = tl.split(of)
-            even = split_words(even, 4)
-            odd = split_words(odd, 4)
-            for i in tl.static_range(4):
-                more = more + (acc[8 * s + 2 * i] + even[i] * _nibble_unit(i),)
-                more = more + (acc[8 * s + 2 * i + 1] + odd[i] * _nibble_unit(i),)
-    return more
-
-
-@triton.jit
-def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
-    """acc (4 tiles (L,)) plus the sums of the columns 2 t, 2 t + 1, 2 t and 2 t + 1 of B."""
-    if ASM:
-        more = tl.inline_asm_elementwise(ONES, ONES_OPERANDS, (b0, b1) + acc, dtype=FOUR_FLOATS, is_pure=True, pack=1)
-    else:
-        L: tl.constexpr = b0.shape[0]
-        total = tl.sum(_factor_numbers(b0, b1), 2)
-        total = tl.reshape(tl.broadcast_to(total[:, None, :], (L // 32, 8, 8)), (L, 2))
-        even, odd = tl.split(total)
-        more = (acc[0] + even, acc[1] + odd, acc[2] + even, acc[3] + odd)
-    return more
-
-
-@triton.jit
-def _ask_unit(queue, weight, scales, row, live, word, group, lane, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
-    """The queue with a lane's words of the neurons row .. row + 3 on their way, where `live`, and their scales."""
-    if W % 32 != 0:
-        there = (word < W) & (group < G)
-        live = (live[0] & there, live[1] & there, live[2] & there, live[3] & there)
+def _ask_pair(
+    queue, weight, scales, row, first, second, word, lane, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The queue with a lane's four words of rows `row` and row + 1 on their way, where these are read, and scales."""
+    there = word < W
     at = weight + row.to(tl.int64) * W + word
-    queue = ask(queue, lane, at, at + W, live[0], live[1], 2 * K, 4, True)
-    queue = ask(queue, lane, at + 2 * W, at + 3 * W, live[2], live[3], 2 * K + 1, 4, True)
-    pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (G // 2) + group // 2
-    step: tl.constexpr = G // 2
-    slot: tl.constexpr = 8 * AHEAD + 2 * K  # behind the words, which take as much room as four such slots each
-    queue = ask(queue, lane, pairs, pairs + step, live[0], live[1], slot, 1, True, True)
-    return ask(queue, lane, pairs + 2 * step, pairs + 3 * step, live[2], live[3], slot + 1, 1, True, True)
+    queue = ask(queue, lane, at, at + W, first & there, second & there, SLOT, 4, True)
+    G: tl.constexpr = 8 * W // GROUP
+    pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (G // 2) + word * 8 // (2 * GROUP)
+    return ask(queue, lane, pairs, pairs + G // 2, first & there, second & there, AHEAD * 4 + SLOT, 1, True)
 
 
 @triton.jit
-def _factors(first, second, h, odd):
-    """The two operands of B: h (4 tiles (L,), fp32) times a lane's scale of two, times FACTOR_UNIT, as fp16 pairs."""
-    f = ()
-    for j in tl.static_range(4):
-        pair = first[j] if j < 2 else second[j - 2]
-        scale = (pair >> (16 * odd)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        f = f + (scale * (h[j] * FACTOR_UNIT),)
-    return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
-
-
-@triton.jit
-def _four_from_lanes(values, number):
-    """Of values (L,), one a lane: those of the four lanes from `number` on, a number of each lane."""
-    found = ()
-    for j in tl.static_range(4):
-        found = found + (from_lane(values, number + j),)
-    return found
-
-
-@triton.jit
-def _below(row, n):
-    """Which of the neurons row .. row + 3 there are."""
-    return row < n, row + 1 < n, row + 2 < n, row + 3 < n
+def _factor(scales, word, h, GROUP: tl.constexpr):
+    """A pair of fp16, twice h times a lane's scale of two, times FACTOR_UNIT."""
+    odd = word * 8 // GROUP % 2
+    scale = (scales >> (16 * odd)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    factor = (scale * FACTOR_UNIT * h).to(tl.float16)
+    return pairs_of(factor, factor)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -219,107 +96,63 @@ def _int4_fc2_kernel(
     scales,
     partials,
     n,
-    batch,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     L: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     W: tl.constexpr = D // 8
-    G: tl.constexpr = D // GROUP
-    ASKS: tl.constexpr = 4 if TOKENS == 1 else 5  # of a unit
     lane = tl.arange(0, L)
-    g = lane % 32 // 4
-    column = tl.program_id(0) // BLOCKS * COLUMNS
-    token = tl.program_id(0) % BLOCKS * TOKENS
-    word = column // 8 + 4 * g
-    group = (column + g // TOKENS * (32 * TOKENS)) // GROUP
-    odd = group % 2
-    queue = lane_queue(lane, L * AHEAD * (80 if TOKENS == 1 else 88))
-    step = tl.num_programs(1) * L  # neurons of all programs together, 32 a warp
-    begin = tl.program_id(1) * L + lane // 32 * 32
-    row = begin + 4 * (lane % 4)
-    x = h + tl.minimum(token + g % TOKENS, batch - 1).to(tl.int64) * n
-    if TOKENS > 1:
-        wait_for_predecessor(PDL)
-    for k in tl.static_range(AHEAD):  # for one token: whether these rows are needed is not known yet
-        live = _below(row + 16 * k, n)
-        queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, lane, k, W, G)
-        if TOKENS > 1:
-            at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
-            queue = ask(queue, lane, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
-    now = ()  # h of the units on their way, and of the neurons behind them, a lane's own one of 32
-    own = begin + lane % 32
-    after = tl.zeros((L,), tl.float32)
-    if TOKENS == 1:
-        wait_for_predecessor(PDL)
-        values = tl.load(h + own, mask=own < n, other=0.0)
-        after = tl.load(h + own + step, mask=own + step < n, other=0.0)
-        for k in tl.static_range(AHEAD):
-            now = now + _four_from_lanes(values, 16 * k + 4 * (lane % 4))
-    own += 2 * step
-    zero = tl.zeros((L,), tl.float32)
+    word = tl.program_id(0) * WORDS + lane % 32 * 4
+    queue = lane_queue(lane, AHEAD * L * 40)
+    step = tl.num_programs(1) * L  # rows of all programs together, 32 a warp
+    row = tl.program_id(1) * L + lane // 32 * 32
+    for k in tl.static_range(AHEAD):  # whether these rows are needed is not known yet
+        first = row + 2 * k < n
+        second = row + 2 * k + 1 < n
+        queue = _ask_pair(queue, weight, scales, row + 2 * k, first, second, word, lane, k, W, GROUP, AHEAD)
+    wait_for_predecessor(PDL)
+    own = row + lane % 32
+    values = tl.load(h + own, mask=own < n, other=0.0)
+    coming = ()  # h of the pairs on their way
+    for k in tl.static_range(AHEAD):
+        coming = coming + (from_lane(values, 2 * k), from_lane(values, 2 * k + 1))
     acc = ()
-    for _ in tl.static_range(64):
-        acc = acc + (zero,)
-    ones = (zero, zero, zero, zero)
+    for _ in tl.static_range(32):
+        acc = acc + (tl.zeros((L,), tl.float32),)
     for _ in range(tl.program_id(1) * L, n, step):
-        row += step
-        later = zero
-        if TOKENS == 1:
-            # Carried through a whole round, or the assembler issues the load right before what needs it.
-            later = tl.load(h + own, mask=own < n, other=0.0)
         own += step
-        for k in tl.static_range(AHEAD):
-            w01, queue = take(queue, lane, 2 * k, 4, AHEAD * ASKS - 1)
-            w23, queue = take(queue, lane, 2 * k + 1, 4, AHEAD * ASKS - 2)
-            s01, queue = take(queue, lane, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
-            s23, queue = take(queue, lane, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
-            if TOKENS == 1:
-                b0, b1 = _factors(s01, s23, now[:4], odd)
-            else:
-                pairs, queue = take(queue, lane, 10 * AHEAD + k, 1, AHEAD * ASKS - 5)
-                numbers = ()
-                for j in tl.static_range(4):
-                    half = (pairs[j // 2] >> (16 * (j % 2))).to(tl.int16)
-                    numbers = numbers + (half.to(tl.float16, bitcast=True).to(tl.float32),)
-                b0, b1 = _factors(s01, s23, numbers, odd)
-            ones = factor_sums(ones, b0, b1)
-            for v in tl.static_range(4):
-                words = (w01[v], w01[4 + v], w23[v], w23[4 + v])
-                acc = acc[16:] + fc2_products(acc[:16], words, b0, b1)
-            if TOKENS == 1:
-                four = _four_from_lanes(after, 16 * k + 4 * (lane % 4))
-                live = (four[0] != 0, four[1] != 0, four[2] != 0, four[3] != 0)
-                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, lane, k, W, G)
-                now = now[4:] + four
-            else:
-                live = _below(row + 16 * k, n)
-                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, lane, k, W, G)
-                at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
-                queue = ask(queue, lane, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
-        after = later
-    # Of C[g, 2 t + p], those of this lane group's own columns of B, and of each lane group one lane a token.
-    its_lane = tl.arange(0, 32)
+        after = tl.load(h + own, mask=own < n, other=0.0)
+        for pair in range(0, 16, AHEAD):
+            last = pair == 16 - AHEAD  # the pairs asked for are those of the next rows
+            source = tl.where(last, after, values)
+            start = tl.where(last, row + step, row + 2 * (pair + AHEAD))
+            number = tl.where(last, 0, 2 * (pair + AHEAD))
+            for k in tl.static_range(AHEAD):
+                words, queue = take(queue, lane, k, 4, 2 * AHEAD - 1)
+                both, queue = take(queue, lane, AHEAD * 4 + k, 1, 2 * AHEAD - 2)
+                one = _factor(both[0], word, coming[0], GROUP)
+                two = _factor(both[1], word, coming[1], GROUP)
+                for v in tl.static_range(4):
+                    acc = acc[8:] + int4_outer(acc[:8], words[v], words[4 + v], one, two)
+                h_first = from_lane(source, number + 2 * k)
+                h_second = from_lane(source, number + 2 * k + 1)
+                queue = _ask_pair(
+                    queue, weight, scales, start + 2 * k, h_first != 0, h_second != 0, word, lane, k, W, GROUP, AHEAD
+                )
+                coming = coming[2:] + (h_first, h_second)
+        row += step
+        values = after
+    at = partials + tl.program_id(1) * D + tl.program_id(0) * (WORDS * 8)
+    column = 8 * (4 * tl.arange(0, 32)[:, None]) + tl.arange(0, 8)[None, :]
     for v in tl.static_range(4):
-        for p in tl.static_range(2):
-            part = ()
-            for i in tl.static_range(4):
-                low = acc[16 * v + 2 * i + p] * (1 / _nibble_unit(i)) - ones[p] * 8.0
-                high = acc[16 * v + 8 + 2 * i + p] * (1 / _nibble_unit(i)) - ones[p] * 8.0
-                part = part + (tl.join(low, high),)
-            columns = tl.join(tl.join(part[0], part[2]), tl.join(part[1], part[3]))  # (L, s, i // 2, i % 2)
-            columns = tl.reshape(tl.permute(columns, (0, 2, 3, 1)), (L // 32, 32, 8))
-            total = tl.sum(columns, 0) * (1 / FACTOR_UNIT)
-            at_g = its_lane // 4
-            n_column = 2 * (its_lane % 4) + p
-            own_token = token + n_column % TOKENS
-            meant = (n_column // TOKENS == at_g // TOKENS) & (own_token < batch)
-            output = column + 32 * at_g[:, None] + 8 * v + tl.arange(0, 8)[None, :]
-            to = partials + (tl.program_id(1) * batch + own_token)[:, None] * D + output
-            tl.store(to, total, mask=meant[:, None] & (output < D))
+        c = acc[8 * v : 8 * v + 8]
+        even = tl.join(tl.join(c[0], c[4]), tl.join(c[2], c[6]))
+        odd = tl.join(tl.join(c[1], c[5]), tl.join(c[3], c[7]))
+        total = tl.sum(tl.reshape(tl.join(even, odd), (L // 32, 32, 8)), 0) * (1 / FACTOR_UNIT)
+        inside = tl.program_id(0) * (WORDS * 8) + column + 8 * v < D
+        tl.store(at + column + 8 * v, total, mask=inside)
 
 
 def int4_fc2(
@@ -332,52 +165,39 @@ def int4_fc2(
     pdl: bool = False,
     settings: Int4Fc2Settings | None = None,
 ) -> None:
-    """h (1, n) fp32 or (B, n) fp16, B from 2 to 8; residual and out (B, d) fp32, weight (n, d); bitwise deterministic.
+    """h (1, n), residual and out (1, d) fp32, weight (n, d); bitwise deterministic. See the module's docstring.
 
-    See the module's docstring. Errors: shapes, dtypes, groups and batches that `takes` refuses, a CPU tensor.
+    Errors: shapes, groups that `takes` refuses, a CPU tensor.
     """
     check_device("h", h)
-    batch = len(h)
     n, d = weight.shape
-    check_shape("h", h, batch, n)
-    check_dtype("h", h, (torch.float32,) if batch == 1 else (torch.float16,))
+    check_shape("h", h, 1, n)
     weight.check("weight", (n, d), h)
-    check_shape("residual", residual, batch, d)
-    check_shape("out", out, batch, d)
-    if batch > MOST_TOKENS:
-        raise ValueError(f"{batch} tokens, expected at most {MOST_TOKENS}")
-    if not takes(weight, batch):
-        least = 32 * tokens_at_once(batch)
-        raise ValueError(
-            f"{n} neurons, groups of {weight.group} of {d} columns: expected an even number of multiples of {least}"
-            + (", and an even number of neurons" if batch > 1 else "")
-        )
+    check_shape("residual", residual, 1, d)
+    check_shape("out", out, 1, d)
+    if not takes(weight):
+        raise ValueError(f"groups of {weight.group} of {d} columns: expected an even number of multiples of 32")
     settings = settings or int4_fc2_settings()
-    tokens = tokens_at_once(batch)
-    blocks = triton.cdiv(batch, tokens)
-    stripes = triton.cdiv(d, COLUMNS.value)
+    stripes = triton.cdiv(d, 1024)
     rounds = triton.cdiv(n, 32 * settings.warps)
-    splits = min(MAX_SPLITS // batch, max(1, settings.programs // (stripes * blocks)), rounds)
+    splits = min(MAX_SPLITS, max(1, settings.programs // stripes), rounds)
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # as many rounds each, with as few programs
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
     pdl = use_pdl(pdl, out.device)
-    _int4_fc2_kernel[(stripes * blocks, splits)](
+    _int4_fc2_kernel[(stripes, splits)](
         h,
         weight.words,
         weight.scales,
         partials,
         n,
-        batch,
         D=d,
         GROUP=weight.group,
         L=32 * settings.warps,
-        TOKENS=tokens,
-        BLOCKS=blocks,
+        AHEAD=settings.ahead,
         PDL=pdl,
         num_warps=settings.warps,
-        maxnreg=settings.registers,
         launch_pdl=pdl,
     )
     add_partials(partials, splits, bias, residual, out, pdl)
