@@ -149,3 +149,66 @@ def fetch_ahead(at, there, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
         tl.inline_asm_elementwise(
             _fetch(BYTES), "=r,l,r", [at, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.constexpr_function
+def _add_warps(lanes, tiles):
+    """PTX: $0.. = the sums over warps of the tiles behind them, `tiles` of them, the last operand the queue's address.
+
+    Tiles lie one behind the other, so that neither the lanes that write nor those that read share a bank.
+    """
+    warps = lanes // 32
+    kept = tiles // warps
+    at = f"${kept + tiles}"
+    text = "{ .reg .b32 own, warp; .reg .f32 x; cp.async.wait_all; bar.sync 0;"
+    text += f"mov.u32 own, %tid.x; shr.u32 warp, own, 5; shl.b32 own, own, 2; add.u32 own, own, {at};"
+    text += "".join(f"st.shared.f32 [own + {4 * lanes * k}], ${kept + k};" for k in range(tiles))
+    text += f"mov.u32 own, %laneid; shl.b32 own, own, 2; mad.lo.u32 own, warp, {4 * lanes}, own;"
+    text += f"add.u32 own, own, {at}; bar.sync 0;"
+    for j in range(kept):
+        for warp in range(warps):
+            place = 4 * lanes * warps * j + 128 * warp
+            to = "x" if warp else f"${j}"
+            text += f"ld.shared.f32 {to}, [own + {place}];" + (f"add.f32 ${j}, ${j}, x;" if warp else "")
+    return text + "}"
+
+
+@triton.constexpr_function
+def _floats(n):
+    return (tl.float32,) * n
+
+
+@triton.constexpr_function
+def _add_operands(kept, tiles):
+    return ",".join(["=&f"] * kept + ["f"] * tiles + ["r"])
+
+
+@triton.jit
+def add_warps(queue, lane, tiles, N: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """Sums over the warps of N tiles (L,) fp32, as N / warps tiles (L,): tile j of warp w has those of j warps + w.
+
+    What lies in the queue, of 4 N L bytes at least, is waited for and lost. Triton's own sum over warps puts what
+    a lane has of many tiles side by side: all lanes of a warp then write to one bank, 32 times as long.
+    """
+    L: tl.constexpr = lane.shape[0]
+    WARPS: tl.constexpr = L // 32
+    if WARPS == 1:
+        sums = tiles
+    elif ASM:
+        sums = tl.inline_asm_elementwise(
+            _add_warps(L, N),
+            _add_operands(N // WARPS, N),
+            tiles + (queue[0] + lane * 0,),
+            dtype=_floats(N // WARPS),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        sums = ()
+        for j in tl.static_range(N // WARPS):
+            own = tl.zeros((WARPS, 32), tl.float32)
+            for w in tl.static_range(WARPS):
+                total = tl.sum(tl.reshape(tiles[j * WARPS + w], (WARPS, 32)), 0)
+                own = tl.where(tl.arange(0, WARPS)[:, None] == w, total[None, :], own)
+            sums = sums + (tl.reshape(own, (L,)),)
+    return sums

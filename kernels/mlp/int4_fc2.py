@@ -28,7 +28,7 @@ from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import from_lane
 from kernels.common.int4_tiles import FACTOR_UNIT, int4_outer, pairs_of
-from kernels.common.lane_queue import ask, lane_queue, take
+from kernels.common.lane_queue import add_warps, ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
@@ -105,7 +105,7 @@ def _int4_fc2_kernel(
     W: tl.constexpr = D // 8
     lane = tl.arange(0, L)
     word = tl.program_id(0) * WORDS + lane % 32 * 4
-    queue = lane_queue(lane, AHEAD * L * 40)
+    queue = lane_queue(lane, (AHEAD if AHEAD > 4 else 4) * L * 40)  # and room for the sums
     step = tl.num_programs(1) * L  # rows of all programs together, 32 a warp
     row = tl.program_id(1) * L + lane // 32 * 32
     for k in tl.static_range(AHEAD):  # whether these rows are needed is not known yet
@@ -144,15 +144,11 @@ def _int4_fc2_kernel(
                 coming = coming[2:] + (h_first, h_second)
         row += step
         values = after
-    at = partials + tl.program_id(1) * D + tl.program_id(0) * (WORDS * 8)
-    column = 8 * (4 * tl.arange(0, 32)[:, None]) + tl.arange(0, 8)[None, :]
-    for v in tl.static_range(4):
-        c = acc[8 * v : 8 * v + 8]
-        even = tl.join(tl.join(c[0], c[4]), tl.join(c[2], c[6]))
-        odd = tl.join(tl.join(c[1], c[5]), tl.join(c[3], c[7]))
-        total = tl.sum(tl.reshape(tl.join(even, odd), (L // 32, 32, 8)), 0) * (1 / FACTOR_UNIT)
-        inside = tl.program_id(0) * (WORDS * 8) + column + 8 * v < D
-        tl.store(at + column + 8 * v, total, mask=inside)
+    sums = add_warps(queue, lane, acc, 32)
+    WARPS: tl.constexpr = L // 32
+    for j in tl.static_range(32 // WARPS):
+        column = (tl.program_id(0) * WORDS + lane % 32 * 4) * 8 + WARPS * j + lane // 32
+        tl.store(partials + tl.program_id(1) * D + column, sums[j] * (1 / FACTOR_UNIT), mask=column < D)
 
 
 def int4_fc2(

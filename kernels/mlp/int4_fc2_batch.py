@@ -33,7 +33,7 @@ from kernels.common.checks import INTERPRET, check_device, check_dtype, check_sh
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs, from_lane
 from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, split_words
-from kernels.common.lane_queue import ask, lane_queue, take
+from kernels.common.lane_queue import add_warps, ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
@@ -316,25 +316,25 @@ def _int4_fc2_batch_kernel(
                 at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
                 queue = ask(queue, lane, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
         after = later
-    # Of C[g, 2 t + p], those of this lane group's own columns of B, and of each lane group one lane a token.
-    its_lane = tl.arange(0, 32)
-    for v in tl.static_range(4):
-        for p in tl.static_range(2):
-            part = ()
-            for i in tl.static_range(4):
-                low = acc[16 * v + 2 * i + p] * (1 / _nibble_unit(i)) - ones[p] * 8.0
-                high = acc[16 * v + 8 + 2 * i + p] * (1 / _nibble_unit(i)) - ones[p] * 8.0
-                part = part + (tl.join(low, high),)
-            columns = tl.join(tl.join(part[0], part[2]), tl.join(part[1], part[3]))  # (L, s, i // 2, i % 2)
-            columns = tl.reshape(tl.permute(columns, (0, 2, 3, 1)), (L // 32, 32, 8))
-            total = tl.sum(columns, 0) * (1 / FACTOR_UNIT)
-            at_g = its_lane // 4
-            n_column = 2 * (its_lane % 4) + p
-            own_token = token + n_column % TOKENS
-            meant = (n_column // TOKENS == at_g // TOKENS) & (own_token < batch)
-            output = column + 32 * at_g[:, None] + 8 * v + tl.arange(0, 8)[None, :]
-            to = partials + (tl.program_id(1) * batch + own_token)[:, None] * D + output
-            tl.store(to, total, mask=meant[:, None] & (output < D))
+    # Of C[g, 2 t + p] a lane group's own columns of B, one of one token, else with either p.
+    WARPS: tl.constexpr = L // 32
+    for p in tl.static_range(1 if TOKENS == 1 else 2):
+        n_column = 2 * (lane % 4) + (g % 2 if TOKENS == 1 else p)
+        own_token = token + n_column % TOKENS
+        meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
+        tiles = ()
+        for k in tl.static_range(32):  # columns of a lane group
+            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p]
+            raised = ones[p]
+            if TOKENS == 1:
+                tile = tl.where(g % 2 == 1, acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + 1], tile)
+                raised = tl.where(g % 2 == 1, ones[1], raised)
+            tiles = tiles + (tile * (1 / _nibble_unit(k % 8 // 2)) - raised * 8.0,)
+        sums = add_warps(queue, lane, tiles, 32)
+        to = partials + (tl.program_id(1) * batch + own_token) * D
+        for j in tl.static_range(32 // WARPS):
+            output = column + 32 * g + WARPS * j + lane // 32
+            tl.store(to + output, sums[j] * (1 / FACTOR_UNIT), mask=meant & (output < D))
 
 
 def int4_fc2_batch(
