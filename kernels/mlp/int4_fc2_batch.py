@@ -51,6 +51,8 @@ class Int4Fc2BatchSettings:
     ahead: int
     programs: int
     registers: int
+    across: bool = True
+    spread: bool = True
 
 
 def int4_fc2_batch_settings() -> Int4Fc2BatchSettings:
@@ -225,6 +227,28 @@ def _below(row, n):
     return row < n, row + 1 < n, row + 2 < n, row + 3 < n
 
 
+STORE = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, $6; }"
+)
+
+
+@triton.jit
+def _store_four(at, values, there, ASM: tl.constexpr = ASSEMBLY):
+    """Four numbers of each lane to `at` (pointers (L,), 16 bytes aligned) where `there`, in one piece."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            STORE,
+            "=r,l,f,f,f,f,r",
+            (at.to(tl.int64),) + values + (there.to(tl.int32),),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for j in tl.static_range(4):
+            tl.store(at + j, values[j], mask=there)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _int4_fc2_batch_kernel(
     h,
@@ -239,6 +263,8 @@ def _int4_fc2_batch_kernel(
     AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    SPREAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     W: tl.constexpr = D // 8
@@ -246,25 +272,31 @@ def _int4_fc2_batch_kernel(
     ASKS: tl.constexpr = 4 if TOKENS == 1 else 5  # of a unit
     lane = tl.arange(0, L)
     g = lane % 32 // 4
-    column = tl.program_id(0) // BLOCKS * COLUMNS
+    WARPS: tl.constexpr = L // 32
+    SIDE: tl.constexpr = WARPS if ACROSS else 1
+    DOWN: tl.constexpr = WARPS // SIDE
+    column = (tl.program_id(0) // BLOCKS * SIDE + lane // 32 % SIDE) * COLUMNS
+    place = lane
+    if SPREAD:
+        place = lane // 32 * 32 + lane % 4 * 8 + (g + 2 * (lane % 4)) % 8
     token = tl.program_id(0) % BLOCKS * TOKENS
     word = column // 8 + 4 * g
     group = (column + g // TOKENS * (32 * TOKENS)) // GROUP
     odd = group % 2
     queue = lane_queue(lane, L * AHEAD * (80 if TOKENS == 1 else 88))
     ROUND: tl.constexpr = 16 * AHEAD  # neurons of a warp
-    step = tl.num_programs(1) * (L // 32 * ROUND)  # of all programs together
-    begin = (tl.program_id(1) * (L // 32) + lane // 32) * ROUND
+    step = tl.num_programs(1) * (DOWN * ROUND)  # of all programs together
+    begin = (tl.program_id(1) * DOWN + lane // 32 // SIDE) * ROUND
     row = begin + 4 * (lane % 4)
     x = h + tl.minimum(token + g % TOKENS, batch - 1).to(tl.int64) * n
     if TOKENS > 1:
         wait_for_predecessor(PDL)
     for k in tl.static_range(AHEAD):  # for one token: whether these rows are needed is not known yet
         live = _below(row + 16 * k, n)
-        queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, lane, k, W, G, AHEAD)
+        queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, place, k, W, G, AHEAD)
         if TOKENS > 1:
             at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
-            queue = ask(queue, lane, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
+            queue = ask(queue, place, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
     now = ()  # h of the units on their way, and of the neurons behind them, a lane's own of 32 each
     own = begin + lane % 32
     after = ()
@@ -280,7 +312,7 @@ def _int4_fc2_batch_kernel(
     for _ in tl.static_range(64):
         acc = acc + (zero,)
     ones = (zero, zero, zero, zero)
-    for _ in range(tl.program_id(1) * (L // 32 * ROUND), n, step):
+    for _ in range(tl.program_id(1) * (DOWN * ROUND), n, step):
         row += step
         later = ()
         if TOKENS == 1:
@@ -288,14 +320,14 @@ def _int4_fc2_batch_kernel(
             later = _numbers_of_h(h, own, n, AHEAD)
         own += step
         for k in tl.static_range(AHEAD):
-            w01, queue = take(queue, lane, 2 * k, 4, AHEAD * ASKS - 1)
-            w23, queue = take(queue, lane, 2 * k + 1, 4, AHEAD * ASKS - 2)
-            s01, queue = take(queue, lane, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
-            s23, queue = take(queue, lane, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
+            w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 1)
+            w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 2)
+            s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
+            s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
             if TOKENS == 1:
                 b0, b1 = _factors(s01, s23, now[:4], odd)
             else:
-                pairs, queue = take(queue, lane, 10 * AHEAD + k, 1, AHEAD * ASKS - 5)
+                pairs, queue = take(queue, place, 10 * AHEAD + k, 1, AHEAD * ASKS - 5)
                 numbers = ()
                 for j in tl.static_range(4):
                     half = (pairs[j // 2] >> (16 * (j % 2))).to(tl.int16)
@@ -308,16 +340,15 @@ def _int4_fc2_batch_kernel(
             if TOKENS == 1:
                 four = _four_from_lanes(after[k // 2], 16 * (k % 2) + 4 * (lane % 4))
                 live = (four[0] != 0, four[1] != 0, four[2] != 0, four[3] != 0)
-                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, lane, k, W, G, AHEAD)
+                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, place, k, W, G, AHEAD)
                 now = now[4:] + four
             else:
                 live = _below(row + 16 * k, n)
-                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, lane, k, W, G, AHEAD)
+                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, place, k, W, G, AHEAD)
                 at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
-                queue = ask(queue, lane, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
+                queue = ask(queue, place, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
         after = later
     # Of C[g, 2 t + p] a lane group's own columns of B, one of one token, else with either p.
-    WARPS: tl.constexpr = L // 32
     for p in tl.static_range(1 if TOKENS == 1 else 2):
         n_column = 2 * (lane % 4) + (g % 2 if TOKENS == 1 else p)
         own_token = token + n_column % TOKENS
@@ -329,12 +360,17 @@ def _int4_fc2_batch_kernel(
             if TOKENS == 1:
                 tile = tl.where(g % 2 == 1, acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + 1], tile)
                 raised = tl.where(g % 2 == 1, ones[1], raised)
-            tiles = tiles + (tile * (1 / _nibble_unit(k % 8 // 2)) - raised * 8.0,)
-        sums = add_warps(queue, lane, tiles, 32)
-        to = partials + (tl.program_id(1) * batch + own_token) * D
-        for j in tl.static_range(32 // WARPS):
-            output = column + 32 * g + WARPS * j + lane // 32
-            tl.store(to + output, sums[j] * (1 / FACTOR_UNIT), mask=meant & (output < D))
+            tiles = tiles + ((tile * (1 / _nibble_unit(k % 8 // 2)) - raised * 8.0) * (1 / FACTOR_UNIT),)
+        to = partials + (tl.program_id(1) * batch + own_token) * D + column + 32 * g
+        if DOWN == 1:
+            for k in tl.static_range(8):
+                there = meant & (column + 32 * g + 4 * k < D)
+                _store_four(to + 4 * k, tiles[4 * k : 4 * k + 4], there)
+        else:
+            sums = add_warps(queue, lane, tiles, 32)
+            for j in tl.static_range(32 // WARPS):
+                output = WARPS * j + lane // 32
+                tl.store(to + output, sums[j], mask=meant & (column + 32 * g + output < D))
 
 
 def int4_fc2_batch(
@@ -370,8 +406,9 @@ def int4_fc2_batch(
     settings = settings or int4_fc2_batch_settings()
     tokens = tokens_at_once(batch)
     blocks = triton.cdiv(batch, tokens)
-    stripes = triton.cdiv(d, COLUMNS.value)
-    rounds = triton.cdiv(n, 16 * settings.ahead * settings.warps)
+    side = settings.warps if settings.across else 1
+    stripes = triton.cdiv(d, COLUMNS.value * side)
+    rounds = triton.cdiv(n, 16 * settings.ahead * settings.warps // side)
     splits = min(MAX_SPLITS // batch, max(1, settings.programs // (stripes * blocks)), rounds)
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # as many rounds each, with as few programs
     if partials is None:
@@ -391,6 +428,8 @@ def int4_fc2_batch(
         AHEAD=settings.ahead,
         TOKENS=tokens,
         BLOCKS=blocks,
+        ACROSS=settings.across,
+        SPREAD=settings.spread,
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,
