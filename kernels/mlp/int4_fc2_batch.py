@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""fc2 over all neurons with 4-bit weights, one to eight tokens:
+"""fc2 over all neurons with 4-bit weights, two to eight tokens:
 
     out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]
 
@@ -11,15 +11,15 @@ No code is converted. A nibble 0..15 in the lowest bits of a half is that many t
 bits further up 2^-20: numbers below the normal range, which the tensor cores take at full precision. What codes are
 raised by (8) goes off in the end, with the sum of the factors, an instruction on a matrix of ones. By count, of four
 words: four prmt put the codes of two neurons side by side, four shifts and sixteen masks make four operands of A, four
-instructions multiply: 7 a word, and 2.5 for reading words, scales and h.
+instructions multiply: 7 a word, and 3 to 5 for reading words, scales and h.
 
-A program owns 256 columns: lane (g, t) = (lane / 4, lane % 4) of a warp reads four words of each of the neurons
-4 t .. 4 t + 3 of a unit of sixteen, the eight lanes of a neuron one line of 128 bytes. Columns that share a scale are
-at least those of T lane groups, for T = 1, 2 or 4 tokens at once: column n of B has the factors of token n % T with the
-scale of lane groups n // T * T to n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to
-eight tokens are two programs. Warps take 32 neurons each in turn, the next two units on their way in a queue of each
-lane (`lane_queue`); for one token, rows whose h is zero are not read, but for the first ones. Warps add up in the end,
-and programs that share columns in `add_partials`, in a fixed order.
+A warp owns 256 columns: lane (g, t) = (lane / 4, lane % 4) reads four words of each of the neurons 4 t .. 4 t + 3 of a
+unit of sixteen, the eight lanes of a neuron one line of 128 bytes. Columns that share a scale are at least those of T
+lane groups, for T = 2 or 4 tokens at once: column n of B has the factors of token n % T with the scale of lane groups
+n // T * T to n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two
+programs. A program's warps lie side by side on the same rows, so that a row is read in pieces of several lines; the
+next units are on their way in a queue of each lane (`lane_queue`). Programs that share columns add up in
+`add_partials`, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -31,28 +31,26 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs, from_lane
+from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
 from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, split_words
-from kernels.common.lane_queue import add_warps, ask, lane_queue, take
+from kernels.common.lane_queue import ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
-PAYS_FROM = 9216
 MOST_TOKENS = 8
-COLUMNS = tl.constexpr(256)  # of a program
+COLUMNS = tl.constexpr(256)  # of a warp
+ASKS = tl.constexpr(5)  # of a unit
 
 
 @dataclass(frozen=True)
 class Int4Fc2BatchSettings:
-    """warps: of a program; ahead: units of sixteen neurons of a warp on their way, even; programs: a grid's; registers:
-    of a thread, at most."""
+    """warps: of a program; ahead: units of sixteen neurons on their way; programs: a grid's; registers: of a thread, at
+    most."""
 
     warps: int
     ahead: int
     programs: int
     registers: int
-    across: bool = True
-    spread: bool = True
 
 
 def int4_fc2_batch_settings() -> Int4Fc2BatchSettings:
@@ -67,24 +65,16 @@ def int4_fc2_batch_reference(h, weight, bias, residual, out, partials=None, pdl=
 
 
 def tokens_at_once(batch: int) -> int:
-    """1, 2 or 4: tokens of a program."""
-    return min(4, triton.next_power_of_2(batch))
+    """2 or 4: tokens of a program."""
+    return 2 if batch == 2 else 4
 
 
-def takes(weight: Int4Rows, batch: int = 1) -> bool:
-    """Whether the kernel multiplies such rows: lane groups of as many tokens share a scale, and scales lie in pairs."""
+def takes(weight: Int4Rows, batch: int) -> bool:
+    """Whether the kernel multiplies such rows: lane groups of as many tokens share a scale, and scales and h lie in
+    pairs."""
     n, d = weight.shape
-    return (
-        batch <= MOST_TOKENS
-        and weight.group % (32 * tokens_at_once(batch)) == 0
-        and d % (2 * weight.group) == 0
-        and (batch == 1 or n % 2 == 0)
-    )
-
-
-def pays(weight: Int4Rows) -> bool:
-    """Whether a dense step is faster with it than with `sparse_mlp`. Between 4096 and 9216: not measured."""
-    return takes(weight) and weight.shape[-1] >= PAYS_FROM
+    aligned = n % 2 == 0 and d % (2 * weight.group) == 0
+    return 1 < batch <= MOST_TOKENS and aligned and weight.group % (32 * tokens_at_once(batch)) == 0
 
 
 def _products_asm() -> str:
@@ -175,56 +165,36 @@ def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
 
 @triton.jit
 def _ask_unit(
-    queue, weight, scales, row, live, word, group, lane, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-    AHEAD: tl.constexpr,
+    queue, weight, scales, h, row, n, word, group, place, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+    AHEAD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The queue with a lane's words of the neurons row .. row + 3 on their way, where `live`, and their scales."""
-    if W % 32 != 0:
+    """The queue with a lane's words of the neurons row .. row + 3 on their way, their scales and a token's h."""
+    live = (row < n, row + 1 < n, row + 2 < n, row + 3 < n)
+    at = (h + row).to(tl.pointer_type(tl.int32), bitcast=True)
+    queue = ask(queue, place, at, at + 1, live[1], live[3], 10 * AHEAD + K, 1, True, True)
+    if not WHOLE:
         there = (word < W) & (group < G)
         live = (live[0] & there, live[1] & there, live[2] & there, live[3] & there)
     at = weight + row.to(tl.int64) * W + word
-    queue = ask(queue, lane, at, at + W, live[0], live[1], 2 * K, 4, True)
-    queue = ask(queue, lane, at + 2 * W, at + 3 * W, live[2], live[3], 2 * K + 1, 4, True)
+    queue = ask(queue, place, at, at + W, live[0], live[1], 2 * K, 4, True)
+    queue = ask(queue, place, at + 2 * W, at + 3 * W, live[2], live[3], 2 * K + 1, 4, True)
     pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (G // 2) + group // 2
     step: tl.constexpr = G // 2
     slot: tl.constexpr = 8 * AHEAD + 2 * K  # behind the words, which take as much room as four such slots each
-    queue = ask(queue, lane, pairs, pairs + step, live[0], live[1], slot, 1, True, True)
-    return ask(queue, lane, pairs + 2 * step, pairs + 3 * step, live[2], live[3], slot + 1, 1, True, True)
+    queue = ask(queue, place, pairs, pairs + step, live[0], live[1], slot, 1, True, True)
+    return ask(queue, place, pairs + 2 * step, pairs + 3 * step, live[2], live[3], slot + 1, 1, True, True)
 
 
 @triton.jit
-def _factors(first, second, h, odd):
-    """The two operands of B: h (4 tiles (L,), fp32) times a lane's scale of two, times FACTOR_UNIT, as fp16 pairs."""
+def _factors(first, second, pairs, odd):
+    """The two operands of B: h (two pairs of fp16) times a lane's scale of two, times FACTOR_UNIT, as fp16 pairs."""
     f = ()
     for j in tl.static_range(4):
-        pair = first[j] if j < 2 else second[j - 2]
-        scale = (pair >> (16 * odd)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        f = f + (scale * (h[j] * FACTOR_UNIT),)
+        both = first[j] if j < 2 else second[j - 2]
+        scale = (both >> (16 * odd)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        number = (pairs[j // 2] >> (16 * (j % 2))).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        f = f + (scale * (number * FACTOR_UNIT),)
     return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
-
-
-@triton.jit
-def _four_from_lanes(values, number):
-    """Of values (L,), one a lane: those of the four lanes from `number` on, a number of each lane."""
-    found = ()
-    for j in tl.static_range(4):
-        found = found + (from_lane(values, number + j),)
-    return found
-
-
-@triton.jit
-def _numbers_of_h(h, own, n, AHEAD: tl.constexpr):
-    """A lane's own number of h of each two units."""
-    found = ()
-    for j in tl.static_range(AHEAD // 2):
-        found = found + (tl.load(h + own + 32 * j, mask=own + 32 * j < n, other=0.0),)
-    return found
-
-
-@triton.jit
-def _below(row, n):
-    """Which of the neurons row .. row + 3 there are."""
-    return row < n, row + 1 < n, row + 2 < n, row + 3 < n
 
 
 STORE = tl.constexpr(
@@ -263,114 +233,58 @@ def _int4_fc2_batch_kernel(
     AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    SPREAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     W: tl.constexpr = D // 8
     G: tl.constexpr = D // GROUP
-    ASKS: tl.constexpr = 4 if TOKENS == 1 else 5  # of a unit
+    WHOLE: tl.constexpr = W % L == 0  # 32 words a warp
     lane = tl.arange(0, L)
     g = lane % 32 // 4
-    WARPS: tl.constexpr = L // 32
-    SIDE: tl.constexpr = WARPS if ACROSS else 1
-    DOWN: tl.constexpr = WARPS // SIDE
-    column = (tl.program_id(0) // BLOCKS * SIDE + lane // 32 % SIDE) * COLUMNS
-    place = lane
-    if SPREAD:
-        place = lane // 32 * 32 + lane % 4 * 8 + (g + 2 * (lane % 4)) % 8
+    t = lane % 4
+    # Pieces of a line on different banks, as are those that eight lanes read at a time.
+    place = lane // 32 * 32 + 8 * t + (g + 2 * t) % 8
+    column = tl.program_id(0) // BLOCKS * (L // 32 * COLUMNS) + lane // 32 * COLUMNS + 32 * g
     token = tl.program_id(0) % BLOCKS * TOKENS
-    word = column // 8 + 4 * g
-    group = (column + g // TOKENS * (32 * TOKENS)) // GROUP
+    word = column // 8
+    group = (column - g % TOKENS * 32) // GROUP
     odd = group % 2
-    queue = lane_queue(lane, L * AHEAD * (80 if TOKENS == 1 else 88))
-    ROUND: tl.constexpr = 16 * AHEAD  # neurons of a warp
-    step = tl.num_programs(1) * (DOWN * ROUND)  # of all programs together
-    begin = (tl.program_id(1) * DOWN + lane // 32 // SIDE) * ROUND
-    row = begin + 4 * (lane % 4)
-    x = h + tl.minimum(token + g % TOKENS, batch - 1).to(tl.int64) * n
-    if TOKENS > 1:
-        wait_for_predecessor(PDL)
-    for k in tl.static_range(AHEAD):  # for one token: whether these rows are needed is not known yet
-        live = _below(row + 16 * k, n)
-        queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, place, k, W, G, AHEAD)
-        if TOKENS > 1:
-            at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
-            queue = ask(queue, place, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
-    now = ()  # h of the units on their way, and of the neurons behind them, a lane's own of 32 each
-    own = begin + lane % 32
-    after = ()
-    if TOKENS == 1:
-        wait_for_predecessor(PDL)
-        values = _numbers_of_h(h, own, n, AHEAD)
-        after = _numbers_of_h(h, own + step, n, AHEAD)
-        for k in tl.static_range(AHEAD):
-            now = now + _four_from_lanes(values[k // 2], 16 * (k % 2) + 4 * (lane % 4))
-    own += 2 * step
+    queue = lane_queue(lane, L * AHEAD * 88)
+    step = tl.num_programs(1) * (16 * AHEAD)  # neurons of all programs together
+    row = tl.program_id(1) * (16 * AHEAD) + 4 * t
+    h += tl.minimum(token + g % TOKENS, batch - 1).to(tl.int64) * n
+    wait_for_predecessor(PDL)
+    for k in tl.static_range(AHEAD):
+        queue = _ask_unit(queue, weight, scales, h, row + 16 * k, n, word, group, place, k, W, G, AHEAD, WHOLE)
     zero = tl.zeros((L,), tl.float32)
     acc = ()
     for _ in tl.static_range(64):
         acc = acc + (zero,)
     ones = (zero, zero, zero, zero)
-    for _ in range(tl.program_id(1) * (DOWN * ROUND), n, step):
+    for _ in range(tl.program_id(1) * (16 * AHEAD), n, step):
         row += step
-        later = ()
-        if TOKENS == 1:
-            # Carried through a whole round, or the assembler issues the load right before what needs it.
-            later = _numbers_of_h(h, own, n, AHEAD)
-        own += step
         for k in tl.static_range(AHEAD):
-            w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 1)
-            w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 2)
-            s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
-            s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
-            if TOKENS == 1:
-                b0, b1 = _factors(s01, s23, now[:4], odd)
-            else:
-                pairs, queue = take(queue, place, 10 * AHEAD + k, 1, AHEAD * ASKS - 5)
-                numbers = ()
-                for j in tl.static_range(4):
-                    half = (pairs[j // 2] >> (16 * (j % 2))).to(tl.int16)
-                    numbers = numbers + (half.to(tl.float16, bitcast=True).to(tl.float32),)
-                b0, b1 = _factors(s01, s23, numbers, odd)
+            pairs, queue = take(queue, place, 10 * AHEAD + k, 1, AHEAD * ASKS - 1)
+            w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 2)
+            w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 3)
+            s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 4)
+            s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 5)
+            b0, b1 = _factors(s01, s23, pairs, odd)
             ones = factor_sums(ones, b0, b1)
             for v in tl.static_range(4):
                 words = (w01[v], w01[4 + v], w23[v], w23[4 + v])
                 acc = acc[16:] + fc2_products(acc[:16], words, b0, b1)
-            if TOKENS == 1:
-                four = _four_from_lanes(after[k // 2], 16 * (k % 2) + 4 * (lane % 4))
-                live = (four[0] != 0, four[1] != 0, four[2] != 0, four[3] != 0)
-                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, place, k, W, G, AHEAD)
-                now = now[4:] + four
-            else:
-                live = _below(row + 16 * k, n)
-                queue = _ask_unit(queue, weight, scales, row + 16 * k, live, word, group, place, k, W, G, AHEAD)
-                at = (x + row + 16 * k).to(tl.pointer_type(tl.int32), bitcast=True)
-                queue = ask(queue, place, at, at + 1, live[1], live[3], 10 * AHEAD + k, 1, True, True)
-        after = later
-    # Of C[g, 2 t + p] a lane group's own columns of B, one of one token, else with either p.
-    for p in tl.static_range(1 if TOKENS == 1 else 2):
-        n_column = 2 * (lane % 4) + (g % 2 if TOKENS == 1 else p)
+            queue = _ask_unit(queue, weight, scales, h, row + 16 * k, n, word, group, place, k, W, G, AHEAD, WHOLE)
+    for p in tl.static_range(2):  # of C[g, 2 t + p] a lane group's own columns of B
+        n_column = 2 * t + p
         own_token = token + n_column % TOKENS
         meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
-        tiles = ()
+        numbers = ()
         for k in tl.static_range(32):  # columns of a lane group
-            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p]
-            raised = ones[p]
-            if TOKENS == 1:
-                tile = tl.where(g % 2 == 1, acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + 1], tile)
-                raised = tl.where(g % 2 == 1, ones[1], raised)
-            tiles = tiles + ((tile * (1 / _nibble_unit(k % 8 // 2)) - raised * 8.0) * (1 / FACTOR_UNIT),)
-        to = partials + (tl.program_id(1) * batch + own_token) * D + column + 32 * g
-        if DOWN == 1:
-            for k in tl.static_range(8):
-                there = meant & (column + 32 * g + 4 * k < D)
-                _store_four(to + 4 * k, tiles[4 * k : 4 * k + 4], there)
-        else:
-            sums = add_warps(queue, lane, tiles, 32)
-            for j in tl.static_range(32 // WARPS):
-                output = WARPS * j + lane // 32
-                tl.store(to + output, sums[j], mask=meant & (column + 32 * g + output < D))
+            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / _nibble_unit(k % 8 // 2))
+            numbers = numbers + ((tile - ones[p] * 8.0) * (1 / FACTOR_UNIT),)
+        to = partials + (tl.program_id(1) * batch + own_token) * D + column
+        for k in tl.static_range(8):
+            _store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & (column + 4 * k < D))
 
 
 def int4_fc2_batch(
@@ -383,7 +297,7 @@ def int4_fc2_batch(
     pdl: bool = False,
     settings: Int4Fc2BatchSettings | None = None,
 ) -> None:
-    """h (1, n) fp32 or (B, n) fp16, B from 2 to 8; residual and out (B, d) fp32, weight (n, d); bitwise deterministic.
+    """h (B, n) fp16, B from 2 to 8; residual and out (B, d) fp32, weight (n, d); bitwise deterministic.
 
     See the module's docstring. Errors: shapes, dtypes, groups and batches that `takes` refuses, a CPU tensor.
     """
@@ -391,24 +305,23 @@ def int4_fc2_batch(
     batch = len(h)
     n, d = weight.shape
     check_shape("h", h, batch, n)
-    check_dtype("h", h, (torch.float32,) if batch == 1 else (torch.float16,))
+    check_dtype("h", h, (torch.float16,))
     weight.check("weight", (n, d), h)
     check_shape("residual", residual, batch, d)
     check_shape("out", out, batch, d)
-    if batch > MOST_TOKENS:
-        raise ValueError(f"{batch} tokens, expected at most {MOST_TOKENS}")
+    if not 1 < batch <= MOST_TOKENS:
+        raise ValueError(f"{batch} tokens, expected 2 to {MOST_TOKENS}")
     if not takes(weight, batch):
         least = 32 * tokens_at_once(batch)
         raise ValueError(
-            f"{n} neurons, groups of {weight.group} of {d} columns: expected an even number of multiples of {least}"
-            + (", and an even number of neurons" if batch > 1 else "")
+            f"{n} neurons, groups of {weight.group} of {d} columns: an even number of neurons is expected, and of"
+            f" multiples of {least} columns"
         )
     settings = settings or int4_fc2_batch_settings()
     tokens = tokens_at_once(batch)
     blocks = triton.cdiv(batch, tokens)
-    side = settings.warps if settings.across else 1
-    stripes = triton.cdiv(d, COLUMNS.value * side)
-    rounds = triton.cdiv(n, 16 * settings.ahead * settings.warps // side)
+    stripes = triton.cdiv(d, COLUMNS.value * settings.warps)
+    rounds = triton.cdiv(n, 16 * settings.ahead)
     splits = min(MAX_SPLITS // batch, max(1, settings.programs // (stripes * blocks)), rounds)
     splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # as many rounds each, with as few programs
     if partials is None:
@@ -428,8 +341,6 @@ def int4_fc2_batch(
         AHEAD=settings.ahead,
         TOKENS=tokens,
         BLOCKS=blocks,
-        ACROSS=settings.across,
-        SPREAD=settings.spread,
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,

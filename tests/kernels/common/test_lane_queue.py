@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.lane_queue import ask, fetch_ahead, lane_queue, take
+from kernels.common.lane_queue import add_warps, ask, fetch_ahead, lane_queue, take
 
 
 @triton.jit
@@ -44,6 +44,29 @@ def test_words_arrive_in_order_and_zeros_beyond_the_end(device, vector, slots, w
     end = torch.where(piece == 0, n, n - 8 * vector)
     whole = (place - place % vector) < end  # a piece's V words come together
     assert torch.equal(out, torch.where(first | whole, words[: len(out)], 0))
+
+
+@triton.jit
+def _sums_kernel(words, out, N: tl.constexpr, L: tl.constexpr):
+    lane = tl.arange(0, L)
+    queue = lane_queue(lane, 4 * N * L)
+    tiles = ()
+    for k in tl.static_range(N):
+        tiles = tiles + (tl.load(words + k * L + lane),)
+    for again in tl.static_range(2):  # a second sum in the same room
+        sums = add_warps(queue, lane, tiles, N)
+        for j in tl.static_range(N // (L // 32)):
+            tl.store(out + (again * (N // (L // 32)) + j) * L + lane, sums[j])
+
+
+@pytest.mark.parametrize(("n", "warps"), [(4, 1), (4, 4), (32, 8)])
+def test_sums_over_warps(device, n, warps):
+    tiles = torch.randn(n, warps, 32, device=device)
+    out = torch.full((2, n // warps, warps, 32), float("nan"), device=device)
+    _sums_kernel[(1,)](tiles, out, N=n, L=32 * warps, num_warps=warps)
+    want = tiles.double().sum(1).view(n // warps, warps, 32)
+    for found in out:
+        torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
