@@ -434,9 +434,10 @@ def _block_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
     for weights, predictors, mlp, heads in asked:
         cells, shares, above = [], [], []
         for text in texts:
-            both, alone = kinds.get((text, weights, predictors, mlp, heads)), kinds.get((text, weights, *DENSE))
+            both = kinds.get((text, weights, predictors, mlp, heads), [])
+            alone = _of_the_seeds(kinds.get((text, weights, *DENSE), []), both)
             plain = kinds.get((text, "fp16", "before", mlp, heads))
-            if both is None or alone is None or plain is None:
+            if not both or not alone or plain is None:
                 cells.append("")
                 continue
             shares.append(100 * _mean(both, "block_bytes"))
@@ -458,8 +459,9 @@ def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
     lines = []
     for key, both in sorted(kinds.items(), key=lambda item: (float(item[0][4]) < 1, item[0][3])):
         text, weights, predictors, mlp, heads = key
-        plain, alone = kinds.get((text, "fp16", "before", mlp, heads)), kinds.get((text, weights, *DENSE))
-        if predictors == "none" or weights == "fp16" or plain is None or alone is None:
+        plain = kinds.get((text, "fp16", "before", mlp, heads))
+        alone = _of_the_seeds(kinds.get((text, weights, *DENSE), []), both)
+        if predictors == "none" or weights == "fp16" or plain is None or not alone:
             continue
         excess, error, met = _sum_rule(both)
         small = max(_mean(plain, "increase"), _mean(alone, "increase")) < np.log(1.05)
@@ -478,6 +480,12 @@ def _by_share(key: tuple[str, ...]) -> tuple[bool, float, float, bool, str]:
     """All heads first, then by neurons and heads; of one selection the fp16 model's predictors first."""
     weights, predictors, mlp, heads = key
     return float(heads) < 1, float(mlp), -float(heads), predictors != "before", weights
+
+
+def _of_the_seeds(found: Found, those: Found) -> Found:
+    """Only the rows whose seed is one of those: of some seeds 4 bits alone were scored and no sparse model."""
+    seeds = {row["seed"] for row in those}
+    return [row for row in found if row["seed"] in seeds]
 
 
 def _sum_rule(both: Found) -> tuple[float, float, bool]:
