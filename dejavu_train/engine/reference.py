@@ -95,6 +95,21 @@ def sparse_mlp(
     out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
 
 
+def int4_fc1_list(
+    x: Tensor,
+    ln: LayerNormWeights | None,
+    weight: Tensor,
+    bias: Tensor,
+    rows: PackedSelection,
+    early: bool = False,
+    pdl: bool = False,
+) -> None:
+    """See `kernels.mlp.int4_fc1.int4_fc1_list`."""
+    ids = rows.ids[: int(rows.count)].long()
+    n = x if ln is None else layer_norm_reference(x, ln, weight.dtype)
+    rows.values[: len(ids)] = (F.linear(n.float(), weight[ids].float()) + bias[ids].float()).relu()[0]
+
+
 def cascade(
     x: Tensor,
     weights: CascadeWeights,

@@ -74,7 +74,9 @@ def test_tables_are_means_over_seeds_of_the_newest_rows(tmp_path, capsys):
     assert "| t | 1,000 | 10.00 | 0.4000 | 0.1500 | 0.375 |" in said
     assert "| t | 0.1500 | 0.1600 | 0.1900 |" in said
     assert "| 10 %, 100 % | t | gptq, before | 10.0 %, +1.01" in said and "+0.0040 ± 0.0010 | **missed**, not" in said
-    assert "| 10 %, 100 % | gptq, before | 10.00 %: -5.82\\* | 10.00 %: -5.82 |" in said, "0.04 less 0.1 nats, of seed 0"
+    assert "| 10 %, 100 % | gptq, before | 10.00 %: -5.82\\* | 10.00 %: -5.82 |" in said, (
+        "0.04 less 0.1 nats, of seed 0"
+    )
     append_row(tmp_path / "rows.csv", same | {"seed": 1, "weights": "fp16", "kl": 0, "perplexity": 11}, names)
     with pytest.raises(UserError, match="rows of m are of models with other fp16 weights"):
         main(["show", "--csv", str(tmp_path / "rows.csv")])

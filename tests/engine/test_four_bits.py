@@ -67,6 +67,16 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
     torch.testing.assert_close(*outputs, atol=5e-3, rtol=5e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"lookahead": 1, "means": True}], ids=str)
+def test_a_list_in_two_kernels(monkeypatch, options):
+    monkeypatch.setattr("kernels.mlp.int4_fc1.PAYS_FROM", 256)
+    own, (row,) = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776)), rows_of(30)
+    bundle = random_bundle(own, **options)
+    made = engine(own, bundle)
+    assert not made.core.halves[1].body.one_grid
+    torch.testing.assert_close(made.score([row], 4)[0], masked_nll(own, bundle, row, 4), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [(40,), (20, 7, 31)])
 def test_a_head_of_four_bits(lengths):
     own, rows = four_bits(random_opt(), head=True), rows_of(*lengths)
