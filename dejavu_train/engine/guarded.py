@@ -15,7 +15,7 @@ from dejavu_train.engine.mlp import (
     CascadeMlp,
     MaskedMlp,
     SparseMlp,
-    fc2_of_several_rows,
+    dense_fc2,
     reads_own_site,
     select_of_several_rows,
 )
@@ -79,6 +79,6 @@ class GuardedMlp:
                 select_of_several_rows(weights, work, mlp, self.own, x)
                 selected = mlp.selection.to_mask(batch)
             hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
-            fc2_of_several_rows(weights, work, hidden, x, out)
+            dense_fc2(weights, work, hidden, x, out)
         rows = work.state.row_state == 1
         self.guard.measure((mlp.predictor.layer, "mlp"), rows, candidates, selected, hidden.float() * self.norms)

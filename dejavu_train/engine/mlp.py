@@ -20,13 +20,15 @@ def reads_own_site(mlp: TargetSelection) -> bool:
     return (predictor.site, predictor.site_layer) == ("mlp_in", predictor.layer)
 
 
-def fc2_of_several_rows(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
-    """out = x + fc2(hidden), all neurons of several rows: from the codes, or as a product of numbers."""
-    if isinstance(weights.fc2, Int4Rows) and int4_fc2_batch.takes(weights.fc2, len(x)):
-        work.ops.int4_fc2_batch(hidden, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=work.pdl)
-        return
-    turned = weights.fc2_transposed
-    work.ops.dense_add(hidden, weights.fc2, weights.fc2_bias, x, out, transposed=turned, pdl=work.pdl)
+def dense_fc2(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
+    """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
+    rows = (weights.fc2, weights.fc2_bias, x, out)
+    if isinstance(weights.fc2, Int4Rows) and len(x) == 1 and int4_fc2.takes(weights.fc2):
+        work.ops.int4_fc2(hidden.float(), *rows, work.partials, pdl=work.pdl)
+    elif isinstance(weights.fc2, Int4Rows) and int4_fc2_batch.takes(weights.fc2, len(x)):
+        work.ops.int4_fc2_batch(hidden, *rows, work.partials, pdl=work.pdl)
+    else:
+        work.ops.dense_add(hidden, *rows, transposed=weights.fc2_transposed, pdl=work.pdl)
 
 
 class DenseMlp:
@@ -42,7 +44,7 @@ class DenseMlp:
         ops, hidden, pdl = work.ops, work.hidden, work.pdl
         if self.several:
             several = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
-            fc2_of_several_rows(weights, work, several, x, out)
+            dense_fc2(weights, work, several, x, out)
             return
         if self.one_grid:
             ops.sparse_mlp(
@@ -148,7 +150,7 @@ class MaskedMlp:
         select_of_several_rows(weights, work, self.mlp, self.own or weights.cascade is None, x)
         hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
         hidden = hidden.masked_fill((self.mlp.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
-        fc2_of_several_rows(weights, work, hidden, x, out)
+        dense_fc2(weights, work, hidden, x, out)
 
 
 Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | MaskedMlp

@@ -1,17 +1,23 @@
 """The decode engine with 4-bit weights in plain torch on the CPU, against the masked forward pass of the same model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 from four_bit_models import four_bits
+from int4_helpers import random_rows
 
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, weight_bytes
+from dejavu_train.engine.mlp import dense_fc2
+from dejavu_train.engine.ops import operations
 from dejavu_train.engine.weights import DecodeWeights, load_predictors
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
 from kernels.common.int4 import Int4Rows
+from kernels.mlp.sparse_fc2 import partial_sums
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +71,28 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
         core.halves[1].body.run(x, outputs[-1])
         assert core.halves[1].body.one_grid == (width == 9216)
     torch.testing.assert_close(*outputs, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows):
+    codes, hidden = random_rows(device, 40, 256, group=128), torch.rand(rows, 40, device=device).half()
+    bias, x = torch.randn(256, device=device), torch.randn(rows, 256, device=device)
+    weights = SimpleNamespace(fc2=codes, fc2_bias=bias, fc2_transposed=True)
+    called = []
+
+    def noted(name):
+        def call(*given, **options):
+            called.append(name)
+            return getattr(operations("triton"), name)(*given, **options)
+
+        return call
+
+    ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "int4_fc2_batch", "dense_add")})
+    out = torch.empty_like(x)
+    dense_fc2(weights, SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False), hidden, x, out)
+    want = x + bias + hidden.float() @ codes.dequantised(torch.float32)
+    torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
+    assert called == [{1: "int4_fc2", 2: "int4_fc2_batch"}.get(rows, "dense_add")]
 
 
 @pytest.mark.parametrize("options", [{}, {"lookahead": 1, "means": True}], ids=str)
