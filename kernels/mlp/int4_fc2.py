@@ -50,7 +50,7 @@ class Int4Fc2Settings:
 
 def int4_fc2_settings() -> Int4Fc2Settings:
     """Launch settings, from whole steps at 9216 (`benchmarks/int4_settings.py`)."""
-    return Int4Fc2Settings(1, 2, 4) if INTERPRET else Int4Fc2Settings(8, 4, 264)
+    return Int4Fc2Settings(1, 2, 4, 8) if INTERPRET else Int4Fc2Settings(8, 4, 264)
 
 
 def int4_fc2_list_settings(d: int) -> Int4Fc2Settings:
