@@ -73,6 +73,15 @@ def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, p
     pack(mlp_selection, packed)
 
 
+def _listed_hidden(
+    x: Tensor, ln: LayerNormWeights | None, weight: Tensor, bias: Tensor, rows: PackedSelection
+) -> tuple[Tensor, Tensor]:
+    """The list's rows (count) and fc1 of them after the ReLU (1, count), fp32."""
+    ids = rows.ids[: int(rows.count)].long()
+    n = x if ln is None else layer_norm_reference(x, ln, weight.dtype)
+    return ids, (F.linear(n.float(), weight[ids].float()) + bias[ids].float()).relu()
+
+
 def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
@@ -89,9 +98,7 @@ def sparse_mlp(
     settings: MlpSettings | None = None,
 ) -> None:
     """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
-    ids = rows.ids[: int(rows.count)].long()
-    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
-    h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
+    ids, h = _listed_hidden(x, ln, w1, b1, rows)
     out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
 
 
@@ -105,9 +112,8 @@ def int4_fc1_list(
     pdl: bool = False,
 ) -> None:
     """See `kernels.mlp.int4_fc1.int4_fc1_list`."""
-    ids = rows.ids[: int(rows.count)].long()
-    n = x if ln is None else layer_norm_reference(x, ln, weight.dtype)
-    rows.values[: len(ids)] = (F.linear(n.float(), weight[ids].float()) + bias[ids].float()).relu()[0]
+    ids, h = _listed_hidden(x, ln, weight, bias, rows)
+    rows.values[: len(ids)] = h[0]
 
 
 def cascade(

@@ -156,6 +156,12 @@ def halves_of(plane0, plane1, plane2, plane3):
 
 
 @triton.jit
+def half_of(pairs, number):
+    """The low half of pairs of fp16, or where `number` is 1 the high one, in fp32."""
+    return (pairs >> (16 * number)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def rounded(products):
     """fp32 numbers through fp16."""
     return products.to(tl.float16).to(tl.float32)

@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import from_lane
-from kernels.common.int4_tiles import FACTOR_UNIT, int4_outer, pairs_of
+from kernels.common.int4_tiles import FACTOR_UNIT, half_of, int4_outer, pairs_of
 from kernels.common.lane_queue import add_warps, ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
@@ -59,7 +59,7 @@ def int4_fc2_list_settings(d: int) -> Int4Fc2Settings:
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
-    """Plain torch, in fp64 where h is."""
+    """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
 
@@ -105,8 +105,7 @@ def _ask_pair(
 def _factor(scales, word, h, GROUP: tl.constexpr):
     """A pair of fp16, twice h times a lane's scale of two, times FACTOR_UNIT."""
     odd = word * 8 // GROUP % 2
-    scale = (scales >> (16 * odd)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    factor = (scale * FACTOR_UNIT * h).to(tl.float16)
+    factor = (half_of(scales, odd) * FACTOR_UNIT * h).to(tl.float16)
     return pairs_of(factor, factor)
 
 

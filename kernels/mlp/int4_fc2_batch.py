@@ -19,7 +19,7 @@ lane groups, for T = 2 or 4 tokens at once: column n of B has the factors of tok
 n // T * T to n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two
 programs. A program's warps lie side by side on the same rows, so that a row is read in pieces of several lines; the
 next units are on their way in a queue of each lane (`lane_queue`). Programs that share columns add up in
-`add_partials`, in a fixed order.
+`add_partials`, in a fixed order. In plain torch: `int4_fc2_reference`.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, split_words
+from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, half_of, split_words
 from kernels.common.lane_queue import ask, lane_queue, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
@@ -56,12 +56,6 @@ class Int4Fc2BatchSettings:
 def int4_fc2_batch_settings() -> Int4Fc2BatchSettings:
     """Launch settings: four programs of four warps a multiprocessor of 132."""
     return Int4Fc2BatchSettings(1, 2, 4, 128) if INTERPRET else Int4Fc2BatchSettings(4, 2, 528, 128)
-
-
-def int4_fc2_batch_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
-    """Plain torch, in fp64 where h is."""
-    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-    out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
 
 
 def tokens_at_once(batch: int) -> int:
@@ -191,9 +185,7 @@ def _factors(first, second, pairs, odd):
     f = ()
     for j in tl.static_range(4):
         both = first[j] if j < 2 else second[j - 2]
-        scale = (both >> (16 * odd)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        number = (pairs[j // 2] >> (16 * (j % 2))).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        f = f + (scale * (number * FACTOR_UNIT),)
+        f = f + (half_of(both, odd) * (half_of(pairs[j // 2], j % 2) * FACTOR_UNIT),)
     return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from int4_helpers import random_rows, with_outliers
 
-from kernels.mlp.int4_fc2_batch import Int4Fc2BatchSettings, int4_fc2_batch, int4_fc2_batch_reference, takes
+from kernels.mlp.int4_fc2 import int4_fc2_reference
+from kernels.mlp.int4_fc2_batch import Int4Fc2BatchSettings, int4_fc2_batch, takes
 from kernels.mlp.sparse_fc2 import partial_sums
 
 NAN = float("nan")
@@ -19,7 +20,7 @@ def check(device, n, d, group, batch, pdl=False, settings=None):
     out, partials = torch.full((batch, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
     int4_fc2_batch(h, weight, bias, residual, out, partials, pdl, settings)
     want = torch.empty(batch, d, dtype=torch.float64, device=device)
-    int4_fc2_batch_reference(h.double(), weight, bias, residual, want)
+    int4_fc2_reference(h.double(), weight, bias, residual, want)
     size = h.double() @ weight.dequantised(torch.float64).abs() + bias.abs() + residual.abs()
     assert ((out - want).abs() <= 2**-10 * size).all()  # h * scale is rounded to fp16, products are exact
     return out
