@@ -23,8 +23,8 @@ from kernels.common.checks import INTERPRET, check_device, check_head_dim, check
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import column_sums, float_planes, from_lane, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
-from kernels.common.lane_queue import ask, lane_queue, take
-from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.common.lane_queue import ask, even_room, lane_queue, take
+from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import add_product, dense_add
 from kernels.dense.int4_batch import MOST, int4_by_head
 from kernels.mlp.select import Selection
@@ -153,6 +153,7 @@ def _project_head_rows_kernel(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
     ALL: tl.constexpr,
+    ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     W: tl.constexpr = HEAD_DIM // 8
@@ -169,7 +170,7 @@ def _project_head_rows_kernel(
         order, n = selected_heads(row_bits, H, H_TILE)
     its = _warps_heads(order, n, lane, UNITS, H, ALL)
     heads = _heads(its, 0, lane, UNITS, SPAN, H)
-    queue = lane_queue(lane, L * SPAN * TILES * 8 * V)
+    queue = lane_queue(lane, max(ROOM, L * SPAN * TILES * 8 * V))
     factors = ()
     for s in tl.static_range(SPAN):
         for m in tl.static_range(TILES):
@@ -245,7 +246,8 @@ def project_head_rows(
     settings = settings or head_row_settings(d, selection is None)
     require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
-    _project_head_rows_kernel[(triton.cdiv(d, 16 * settings.tiles),)](
+    programs = triton.cdiv(d, 16 * settings.tiles)
+    _project_head_rows_kernel[(programs,)](
         mixed,
         weight.words,
         weight.scales,
@@ -261,6 +263,7 @@ def project_head_rows(
         SPAN=settings.span,
         TILES=settings.tiles,
         ALL=selection is None,
+        ROOM=even_room(triton.cdiv(programs, n_sms(out.device)), d) if selection is None else 0,
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,

@@ -419,14 +419,16 @@ def _row_scales(scales, tile, lane, W: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def first_rows(
-    words, scales, tile, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr
-):
+    words, scales, tile, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
     """(a queue with the first AHEAD steps of a tile's rows, if there are any, and all their scales).
 
     tile: see `_lane_rows`. Of rows that follow each other the L2 is asked for the FETCHED words of each that come next.
+    ROOM: bytes that the queue takes at least (`lane_queue.even_room`).
     """
     V: tl.constexpr = unit_vector(W, GROUP)
-    queue = lane_queue(lane, lane.shape[0] * AHEAD * 8 * V)
+    queue = lane_queue(lane, max(ROOM, lane.shape[0] * AHEAD * 8 * V))
     for k in tl.static_range(AHEAD):
         queue = _ask_rows(queue, words, tile, lane, k, k, W, GROUP, False)
     BEGIN: tl.constexpr = 4 * V * AHEAD * (lane.shape[0] // 32)

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, queue_depth, steps_of, unit_vector
+from kernels.common.lane_queue import even_room
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
@@ -156,6 +157,7 @@ def _dense_rows_kernel(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     FETCHED: tl.constexpr,
+    ROOM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
     EPS: tl.constexpr,
@@ -163,7 +165,7 @@ def _dense_rows_kernel(
 ):
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, n_rows), c, D // 8, GROUP, ROWS, FETCHED)
+        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, n_rows), c, D // 8, GROUP, ROWS, FETCHED, ROOM)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
@@ -211,7 +213,7 @@ def row_launch(
         if isinstance(settings, Int4RowSettings):
             raise ValueError("Int4RowSettings are for 4-bit rows")
         grid = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
-        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0, "FETCHED": 0}
+        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0, "FETCHED": 0, "ROOM": 0}
         return grid, weight, None, constants, settings.warps_for(d)
     chosen = settings or int4_row_settings(d)
     if not isinstance(chosen, Int4RowSettings):
@@ -219,6 +221,7 @@ def row_launch(
     steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
     constants = {"BLOCK": 32 * chosen.warps, "ROWS": queue_depth(steps, chosen.ahead), "GROUP": weight.group}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
+    constants["ROOM"] = even_room(chosen.programs, d)
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 

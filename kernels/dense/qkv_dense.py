@@ -63,6 +63,7 @@ def _qkv_dense_kernel(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     FETCHED: tl.constexpr,
+    ROOM: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -71,7 +72,7 @@ def _qkv_dense_kernel(
     c = tl.arange(0, BLOCK)
     last = tl.load(position)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, N_ROWS), c, D // 8, GROUP, ROWS, FETCHED)
+        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, N_ROWS), c, D // 8, GROUP, ROWS, FETCHED, ROOM)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16

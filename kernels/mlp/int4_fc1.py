@@ -55,6 +55,7 @@ def _int4_fc1_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
     EPS: tl.constexpr,
@@ -67,7 +68,7 @@ def _int4_fc1_kernel(
         wait_for_predecessor(PDL)
     number = tl.load(count, cache_modifier=".cg")
     tile = listed_rows(ids, first, number, c)
-    w, s = first_rows(weight, scales, tile, c, D // 8, GROUP, ROWS, 0)
+    w, s = first_rows(weight, scales, tile, c, D // 8, GROUP, ROWS, 0, ROOM)
     if EARLY:
         wait_for_predecessor(PDL)
     if NORM:

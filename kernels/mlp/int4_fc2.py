@@ -14,8 +14,7 @@ comes next is on its way in a queue of each lane (`lane_queue`), words and scale
 programs that share columns in `add_partials`, in a fixed order.
 
 Why not in one grid with fc1 (`sparse_mlp` over the list of all rows): there a word takes 29 instructions, and a layer
-of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 21. That pays at 9216 (a dense step of 66B
-12.9 -> 12.2 ms, one H200), not at 4096 (2.12 -> 2.36 ms), where a program has too few rows.
+of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 21.
 """
 
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import from_lane
 from kernels.common.int4_tiles import FACTOR_UNIT, half_of, int4_outer, pairs_of
-from kernels.common.lane_queue import add_warps, ask, lane_queue, take
-from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.common.lane_queue import add_warps, ask, even_room, lane_queue, take
+from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
 
-PAYS_FROM = 9216
+PAYS_FROM = 4096
 WORDS = tl.constexpr(128)  # of a program's columns
 
 
@@ -48,9 +47,11 @@ class Int4Fc2Settings:
     round: int = 32
 
 
-def int4_fc2_settings() -> Int4Fc2Settings:
-    """Launch settings, from whole steps at 9216 (`benchmarks/int4_settings.py`)."""
-    return Int4Fc2Settings(1, 2, 4, 8) if INTERPRET else Int4Fc2Settings(8, 4, 264)
+def int4_fc2_settings(d: int) -> Int4Fc2Settings:
+    """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`)."""
+    if INTERPRET:
+        return Int4Fc2Settings(1, 2, 4, 8)
+    return Int4Fc2Settings(8, 4, 264, 8 if 4096 < d <= 8192 else 32)  # so that all programs have as many rounds
 
 
 def int4_fc2_list_settings(d: int) -> Int4Fc2Settings:
@@ -75,7 +76,7 @@ def takes(weight: Int4Rows) -> bool:
 
 
 def pays(weight: Int4Rows) -> bool:
-    """Whether a dense step is faster with it than with `sparse_mlp`. Between 4096 and 9216: not measured."""
+    """Whether a dense step is faster with it than with `sparse_mlp`. Below 4096: not measured."""
     return takes(weight) and weight.shape[-1] >= PAYS_FROM
 
 
@@ -144,13 +145,14 @@ def _int4_fc2_kernel(
     AHEAD: tl.constexpr,
     ROUND: tl.constexpr,
     LISTED: tl.constexpr,
+    ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     W: tl.constexpr = D // 8
     PAIRS: tl.constexpr = ROUND // 2
     lane = tl.arange(0, L)
     word = tl.program_id(0) * WORDS + lane % 32 * 4
-    queue = lane_queue(lane, (AHEAD if AHEAD > 4 else 4) * L * 40)  # and room for the sums
+    queue = lane_queue(lane, max(ROOM, (AHEAD if AHEAD > 4 else 4) * L * 40))  # and room for the sums
     step = tl.num_programs(1) * (L // 32 * ROUND)  # rows of all programs together
     begin = tl.program_id(1) * (L // 32 * ROUND)
     row = begin + lane // 32 * ROUND
@@ -222,7 +224,7 @@ def int4_fc2(
     check_device("h", h)
     n, d = weight.shape
     check_shape("h", h, 1, n)
-    settings = settings or int4_fc2_settings()
+    settings = settings or int4_fc2_settings(d)
     rounds = triton.cdiv(n, settings.round * settings.warps)
     _launch(h, None, None, weight, bias, residual, out, partials, pdl, settings, rounds)
 
@@ -278,6 +280,7 @@ def _launch(
         AHEAD=settings.ahead,
         ROUND=settings.round,
         LISTED=ids is not None,
+        ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d),
         PDL=pdl,
         num_warps=settings.warps,
         launch_pdl=pdl,

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.lane_queue import add_warps, ask, fetch_ahead, lane_queue, take
+from kernels.common.lane_queue import SHARED_BYTES, add_warps, ask, even_room, fetch_ahead, lane_queue, take
 
 
 @triton.jit
@@ -83,3 +83,11 @@ def test_fetching_ahead_changes_nothing(device):
     out = torch.empty(32, dtype=torch.int32, device=device)
     kernel[(1,)](words, out, L=32, num_warps=1)
     assert torch.equal(out, words[:32])
+
+
+@pytest.mark.parametrize("programs", [2, 3, 4, 6])
+def test_no_more_programs_fit_than_are_meant(programs):
+    reserved = 1024  # of shared memory, by the driver for each program
+    taken = even_room(programs, 9216) + reserved
+    assert programs * taken <= SHARED_BYTES < (programs + 1) * taken
+    assert even_room(programs, 4096) == 0
