@@ -32,7 +32,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
 from kernels.lookahead import qkv_select, site_predict
-from kernels.mlp import int4_fc1, int4_fc2, int4_fc2_batch, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, int4_fc2_batch, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -273,8 +273,6 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         lambda: sparse_mlp.sparse_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
     )
     yield f"4 bits: int4_fc2 {d}", lambda: int4_fc2.int4_fc2(hidden, w, halves(d), x, y, partials, True)
-    yield f"4 bits: int4_fc1_list {d}", lambda: int4_fc1.int4_fc1_list(x, ln, w, bias, listed, True, True)
-    yield f"4 bits: int4_fc2_list {d}", lambda: int4_fc2.int4_fc2_list(listed, w, halves(d), x, y, partials, True)
     eight, several = torch.empty(2, 8, d), halves(8, n)
     yield (
         f"4 bits: int4_fc2_batch {d}",

@@ -3,9 +3,8 @@
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
-rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS,
-apart=0|1 (fc2 of a dense step as a kernel of its own), two=0|1 (fc1 and fc2 of a list as two kernels),
-list=WARPS/AHEAD/PROGRAMS/ROUND (of that fc2), carve=PERCENT of shared memory; with "+" several of them.
+rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS/ROUND,
+apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE (own site, int4 predictors), SHARE of the heads;
 10 % of the neurons. A row each in --csv as it comes; one GPU.
 """
@@ -23,7 +22,7 @@ from benchmarks.rows import append_row, commit, five_digits
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
 from kernels.dense import dense_gemv
-from kernels.mlp import int4_fc1, int4_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, sparse_mlp
 
 COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torch", "commit", "date")
 STEPS = {
@@ -38,8 +37,6 @@ KERNELS = {  # where a kernel's defaults stand, and its settings from their numb
     "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.MlpSettings),
     "fc2": (int4_fc2, "int4_fc2_settings", int4_fc2.Int4Fc2Settings),
     "apart": (int4_fc2, "pays", bool),
-    "list": (int4_fc2, "int4_fc2_list_settings", int4_fc2.Int4Fc2Settings),
-    "two": (int4_fc1, "pays", bool),
     "carve": (launch, "carveout", int),
 }
 DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.common.int4 import Int4Rows
-from kernels.mlp import int4_fc1, int4_fc2, int4_fc2_batch
+from kernels.mlp import int4_fc2, int4_fc2_batch
 from kernels.mlp.sparse_mlp import int4_mlp_settings
 
 
@@ -60,7 +60,7 @@ class DenseMlp:
 
 
 class SparseMlp:
-    """The neurons of one row, fc1 and fc2 in one grid, or in two where 4-bit rows of that width are faster so.
+    """The neurons of one row, fc1 and fc2 in one grid.
 
     packed: whether attention's grid has packed the list already.
     """
@@ -72,7 +72,6 @@ class SparseMlp:
         # its own: x where the predictor normalised it and its list was packed after that; or the list itself where
         # the predictor ran beside attention.
         self.early = "x" if self.own else "list" if packed else None
-        self.one_grid = not (isinstance(weights.fc2, Int4Rows) and int4_fc1.pays(weights.fc2))
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
@@ -80,11 +79,6 @@ class SparseMlp:
         if not self.packed:
             work.ops.pack(self.mlp.selection, work.packed, pdl=work.pdl)
         source, norm = (work.normalised, None) if self.own else (x, weights.norm2)
-        if not self.one_grid:
-            early = self.early == "list"
-            work.ops.int4_fc1_list(source, norm, weights.fc1, weights.fc1_bias, work.packed, early, pdl=work.pdl)
-            work.ops.int4_fc2_list(work.packed, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=work.pdl)
-            return
         work.ops.sparse_mlp(
             source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.packed, out,
             work.partials, self.early, work.pdl,

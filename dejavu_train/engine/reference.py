@@ -73,15 +73,6 @@ def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, p
     pack(mlp_selection, packed)
 
 
-def _listed_hidden(
-    x: Tensor, ln: LayerNormWeights | None, weight: Tensor, bias: Tensor, rows: PackedSelection
-) -> tuple[Tensor, Tensor]:
-    """The list's rows (count) and fc1 of them after the ReLU (1, count), fp32."""
-    ids = rows.ids[: int(rows.count)].long()
-    n = x if ln is None else layer_norm_reference(x, ln, weight.dtype)
-    return ids, (F.linear(n.float(), weight[ids].float()) + bias[ids].float()).relu()
-
-
 def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
@@ -98,22 +89,10 @@ def sparse_mlp(
     settings: MlpSettings | None = None,
 ) -> None:
     """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
-    ids, h = _listed_hidden(x, ln, w1, b1, rows)
+    ids = rows.ids[: int(rows.count)].long()
+    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
+    h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
     out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
-
-
-def int4_fc1_list(
-    x: Tensor,
-    ln: LayerNormWeights | None,
-    weight: Tensor,
-    bias: Tensor,
-    rows: PackedSelection,
-    early: bool = False,
-    pdl: bool = False,
-) -> None:
-    """See `kernels.mlp.int4_fc1.int4_fc1_list`."""
-    ids, h = _listed_hidden(x, ln, weight, bias, rows)
-    rows.values[: len(ids)] = h[0]
 
 
 def cascade(

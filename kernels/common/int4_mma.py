@@ -331,21 +331,6 @@ def normalised_units(x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr,
     return planes
 
 
-@triton.jit
-def given_units(x, lane, W: tl.constexpr, GROUP: tl.constexpr):
-    """x (8 W,) fp16 as `normalised_units` has it, without a LayerNorm."""
-    WARPS: tl.constexpr = lane.shape[0] // 32
-    V: tl.constexpr = unit_vector(W, GROUP)
-    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True)
-    planes = ()
-    for octet in tl.static_range((steps_of(W, V, WARPS) + 7) // 8):
-        place = ((8 * octet + lane % 32 // 4) * WARPS + lane // 32) * (4 * V) + lane % 4 * V
-        for piece in tl.static_range(V):
-            at = pairs + (4 * (place + piece))[:, None] + tl.arange(0, 4)[None, :]
-            planes = planes + split_words(tl.load(at, mask=(place < W)[:, None], other=0), 4)
-    return planes
-
-
 @triton.constexpr_function
 def queue_depth(steps, most):
     """The most units of `most` at once that a warp's `steps` units of a row divide into: slots are then constants."""
@@ -353,99 +338,79 @@ def queue_depth(steps, most):
 
 
 @triton.jit
-def _lane_rows(tile, lane):
-    """A lane's rows g and g + 8 of a tile, of those beyond the last one the last, and whether there are any.
-
-    tile: (line, n_rows), the rows line .. line + 15, found anew wherever they are needed, which takes no registers; or
-    what `listed_rows` has loaded.
-    """
-    if len(tile) == 2:
-        row = tile[0] + lane % 32 // 4
-        found = (
-            tl.minimum(row, tile[1] - 1).to(tl.int64),
-            tl.minimum(row + 8, tile[1] - 1).to(tl.int64),
-            tile[0] < tile[1],
-        )
-    else:
-        found = tile
-    return found
-
-
-@triton.jit
-def listed_rows(ids, entry, count, lane):
-    """The tile of a list's entries entry .. entry + 15; for those from count on its last one stands."""
-    own = entry + lane % 32 // 4
-    last = tl.maximum(count - 1, 0)
-    row = tl.load(ids + tl.minimum(own, last), cache_modifier=".cg").to(tl.int64)
-    return row, tl.load(ids + tl.minimum(own + 8, last), cache_modifier=".cg").to(tl.int64), entry < count
+def _two_rows(line, n_rows, lane):
+    """A lane's rows line + g and line + g + 8; of those beyond the last one, the last."""
+    row = line + lane % 32 // 4
+    return tl.minimum(row, n_rows - 1).to(tl.int64), tl.minimum(row + 8, n_rows - 1).to(tl.int64)
 
 
 @triton.jit
 def _ask_rows(
-    queue, words, tile, lane, STEP: tl.constexpr, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
+    queue, words, line, n_rows, lane, STEP: tl.constexpr, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
     THERE: tl.constexpr,
 ):  # fmt: skip
-    """The queue with the words of a tile's rows for the warp's unit number STEP on their way.
+    """The queue with the words of rows line + g and line + g + 8 for the warp's unit number STEP on their way.
 
-    tile: see `_lane_rows`. THERE: there are such rows, else nothing may be read.
+    Of rows beyond the last one the last is read; THERE: line itself is one of the rows, else nothing may be read.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     place = (STEP * WARPS + lane // 32) * (4 * V) + lane % 4 * V
-    rows = _lane_rows(tile, lane)
-    there = place < tl.where(rows[2], W, 0)
-    one = words + rows[0] * W + place
-    two = words + rows[1] * W + place
+    row, other_row = _two_rows(line, n_rows, lane)
+    there = place < tl.where(line < n_rows, W, 0)
+    one = words + row * W + place
+    two = words + other_row * W + place
     return ask(queue, lane, one, two, there, there, SLOT, V, not (spread_evenly(W, V, WARPS) and THERE))
 
 
 @triton.jit
-def _row_scales(scales, tile, lane, W: tl.constexpr, GROUP: tl.constexpr):
-    """A lane's scales of a tile's rows for each eight steps: those of steps 2 t and 2 t + 1."""
+def _row_scales(scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr):
+    """A lane's scales of rows line + g and line + g + 8 for each eight steps: those of steps 2 t and 2 t + 1."""
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     G: tl.constexpr = groups_of(W, GROUP)
-    rows = _lane_rows(tile, lane)
+    row, other_row = _two_rows(line, n_rows, lane)
     found = ()
     for octet in tl.static_range((steps_of(W, V, WARPS) + 7) // 8):
         for odd in tl.static_range(2):
             unit = (8 * octet + lane % 4 * 2 + odd) * WARPS + lane // 32
-            there = unit * (4 * V) < tl.where(rows[2], W, 0)
+            there = unit * (4 * V) < tl.where(line < n_rows, W, 0)
             place = unit // units_a_group(GROUP, V)
-            found = found + (tl.load(scales + rows[0] * G + place, mask=there, other=0.0),)
-            found = found + (tl.load(scales + rows[1] * G + place, mask=there, other=0.0),)
+            found = found + (tl.load(scales + row * G + place, mask=there, other=0.0),)
+            found = found + (tl.load(scales + other_row * G + place, mask=there, other=0.0),)
     return found
 
 
 @triton.jit
 def first_rows(
-    words, scales, tile, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr,
-    ROOM: tl.constexpr,
+    words, scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    FETCHED: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """(a queue with the first AHEAD steps of a tile's rows, if there are any, and all their scales).
+    """(a queue with the first AHEAD steps of rows line .. line + 15, if there are such rows, and all their scales).
 
-    tile: see `_lane_rows`. Of rows that follow each other the L2 is asked for the FETCHED words of each that come next.
-    ROOM: bytes that the queue takes at least (`lane_queue.even_room`).
+    The L2 is asked for the FETCHED words of each row that come next. ROOM: bytes that the queue takes at least
+    (`lane_queue.even_room`).
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     queue = lane_queue(lane, max(ROOM, lane.shape[0] * AHEAD * 8 * V))
     for k in tl.static_range(AHEAD):
-        queue = _ask_rows(queue, words, tile, lane, k, k, W, GROUP, False)
+        queue = _ask_rows(queue, words, line, n_rows, lane, k, k, W, GROUP, False)
     BEGIN: tl.constexpr = 4 * V * AHEAD * (lane.shape[0] // 32)
     if FETCHED > 0 and BEGIN < W:
-        row = tile[0] + lane
+        row = line + lane
         at = words + row.to(tl.int64) * W + BEGIN
-        fetch_ahead(at, (lane < 16) & (row < tile[1]), 4 * min(W - BEGIN, FETCHED))
-    return queue, _row_scales(scales, tile, lane, W, GROUP)
+        fetch_ahead(at, (lane < 16) & (row < n_rows), 4 * min(W - BEGIN, FETCHED))
+    return queue, _row_scales(scales, line, n_rows, lane, W, GROUP)
 
 
 @triton.jit
 def int4_rows_step(
-    queue, s, x, words, scales, tile, next_tile, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Products (16,) of a tile's rows with x, and queue and scales of the next tile's.
+    queue, s, x, words, scales, line, next_line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Products (16,) of rows line .. line + 15 with x, and queue and scales of the rows from next_line on.
 
-    queue, s: `first_rows` of tile, AHEAD a divisor of a warp's steps; x: `normalised_units`. A slot takes the words
+    queue, s: `first_rows` of line, AHEAD a divisor of a warp's steps; x: `normalised_units`. A slot takes the words
     that come AHEAD steps later as soon as it is empty.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
@@ -453,7 +418,7 @@ def int4_rows_step(
     STEPS: tl.constexpr = steps_of(W, V, WARPS)
     first = tl.zeros(lane.shape, tl.float32)
     second = tl.zeros(lane.shape, tl.float32)
-    coming = _row_scales(scales, next_tile, lane, W, GROUP)
+    coming = _row_scales(scales, next_line, n_rows, lane, W, GROUP)
     for k in tl.static_range(STEPS):
         w, queue = take(queue, lane, k % AHEAD, V, AHEAD - 1)
         part = int4_mma(w, x[k // 8 * 4 * V : k // 8 * 4 * V + 4 * V], V)
@@ -461,7 +426,7 @@ def int4_rows_step(
         first = tl.where(mine, first + part[k % 2] * s[k // 8 * 4 + k % 2 * 2].to(tl.float32), first)
         second = tl.where(mine, second + part[2 + k % 2] * s[k // 8 * 4 + k % 2 * 2 + 1].to(tl.float32), second)
         if k + AHEAD < STEPS:
-            queue = _ask_rows(queue, words, tile, lane, k + AHEAD, k % AHEAD, W, GROUP, True)
+            queue = _ask_rows(queue, words, line, n_rows, lane, k + AHEAD, k % AHEAD, W, GROUP, True)
         else:
-            queue = _ask_rows(queue, words, next_tile, lane, k + AHEAD - STEPS, k % AHEAD, W, GROUP, False)
+            queue = _ask_rows(queue, words, next_line, n_rows, lane, k + AHEAD - STEPS, k % AHEAD, W, GROUP, False)
     return column_sums(first, second, lane.shape[0]), queue, coming

@@ -165,14 +165,12 @@ def _dense_rows_kernel(
 ):
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, n_rows), c, D // 8, GROUP, ROWS, FETCHED, ROOM)
+        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS, FETCHED, ROOM)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, n_rows, step):
-            here = (begin, n_rows)
-            coming = (begin + step, n_rows)
-            values, w, s = int4_rows_step(w, s, n, weight, scales, here, coming, c, D // 8, GROUP, ROWS)
+            values, w, s = int4_rows_step(w, s, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS)
             lines = begin + tl.arange(0, 16)
             if HAS_BIAS:
                 values += tl.load(bias + lines, mask=lines < n_rows, other=0.0).to(tl.float32)

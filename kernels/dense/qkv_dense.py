@@ -72,14 +72,12 @@ def _qkv_dense_kernel(
     c = tl.arange(0, BLOCK)
     last = tl.load(position)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, N_ROWS), c, D // 8, GROUP, ROWS, FETCHED, ROOM)
+        w, s = first_rows(weight, scales, tl.program_id(0) * 16, N_ROWS, c, D // 8, GROUP, ROWS, FETCHED, ROOM)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, N_ROWS, step):
-            here = (begin, N_ROWS)
-            coming = (begin + step, N_ROWS)
-            values, w, s = int4_rows_step(w, s, n, weight, scales, here, coming, c, D // 8, GROUP, ROWS)
+            values, w, s = int4_rows_step(w, s, n, weight, scales, begin, begin + step, N_ROWS, c, D // 8, GROUP, ROWS)
             line = begin + tl.arange(0, 16)
             inside = line < N_ROWS
             values += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)

@@ -1,17 +1,16 @@
 # mypy: disable-error-code="assignment"
-"""fc2 over all neurons, or those of a packed list, with 4-bit weights, one token:
+"""fc2 over all neurons with 4-bit weights, one token:
 
-    out[j] = residual[j] + b2[j] + sum_i h[i] scale[i, j // group] code[i, j]                            `int4_fc2`
-    out[j] = residual[j] + b2[j] + sum_k values[k] scale[ids[k], j // group] code[ids[k], j]             `int4_fc2_list`
+    out[j] = residual[j] + b2[j] + sum_i h[i] scale[i, j // group] code[i, j]
 
 h (1, n) fp32, after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Rows whose h is zero are not
 read, but for the first ones of each warp, which are asked for before h is known. For each row and group h * scale * 64
 is rounded to fp16 and multiplied with the codes, two rows a tensor-core instruction, sums in fp32
 (`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
 
-A program owns 1024 columns, of which each lane of a warp has 32, and takes ROUND rows a warp, two by two; what
-comes next is on its way in a queue of each lane (`lane_queue`), words and scales alike. Warps add up in the end, and
-programs that share columns in `add_partials`, in a fixed order.
+A program owns 1024 columns, of which each lane of a warp has 32, and takes ROUND rows a warp at a time, two by two;
+what comes next is on its way in a queue of each lane (`lane_queue`), words and scales alike. Warps add up in the end,
+and programs that share columns in `add_partials`, in a fixed order.
 
 Why not in one grid with fc1 (`sparse_mlp` over the list of all rows): there a word takes 29 instructions, and a layer
 of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 21.
@@ -30,7 +29,7 @@ from kernels.common.int4_mma import from_lane
 from kernels.common.int4_tiles import FACTOR_UNIT, half_of, int4_outer, pairs_of
 from kernels.common.lane_queue import add_warps, ask, even_room, lane_queue, take
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
-from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
+from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 PAYS_FROM = 4096
 WORDS = tl.constexpr(128)  # of a program's columns
@@ -54,20 +53,10 @@ def int4_fc2_settings(d: int) -> Int4Fc2Settings:
     return Int4Fc2Settings(8, 4, 264, 8 if 4096 < d <= 8192 else 32)  # so that all programs have as many rounds
 
 
-def int4_fc2_list_settings(d: int) -> Int4Fc2Settings:
-    """Launch settings for a list: as many rows a warp that a tenth of 9216's neurons are one round. Not measured."""
-    return Int4Fc2Settings(1, 2, 4, 8) if INTERPRET else Int4Fc2Settings(8, 4, 264, 8 if d <= 5120 else 16)
-
-
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
-
-
-def int4_fc2_list_reference(rows, weight, bias, residual, out, partials=None, pdl=False) -> None:
-    """Plain torch over a packed list."""
-    int4_fc2_reference(rows.to_dense(), weight, bias, residual, out)
 
 
 def takes(weight: Int4Rows) -> bool:
@@ -82,24 +71,16 @@ def pays(weight: Int4Rows) -> bool:
 
 @triton.jit
 def _ask_pair(
-    queue, weight, scales, row, other, first, second, word, lane, SLOT: tl.constexpr, W: tl.constexpr,
-    GROUP: tl.constexpr, AHEAD: tl.constexpr, LISTED: tl.constexpr,
+    queue, weight, scales, row, first, second, word, lane, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The queue with a lane's four words of rows `row` and `other` on their way, and scales; not LISTED: row + 1.
-
-    first, second: whether they are read.
-    """
+    """The queue with a lane's four words of rows `row` and row + 1 on their way, where these are read, and scales."""
     there = word < W
-    G: tl.constexpr = 8 * W // GROUP
     at = weight + row.to(tl.int64) * W + word
+    queue = ask(queue, lane, at, at + W, first & there, second & there, SLOT, 4, True)
+    G: tl.constexpr = 8 * W // GROUP
     pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (G // 2) + word * 8 // (2 * GROUP)
-    at_other = at + W
-    other_pairs = pairs + G // 2
-    if LISTED:
-        at_other = weight + other.to(tl.int64) * W + word
-        other_pairs = pairs + (other - row).to(tl.int64) * (G // 2)
-    queue = ask(queue, lane, at, at_other, first & there, second & there, SLOT, 4, True)
-    return ask(queue, lane, pairs, other_pairs, first & there, second & there, AHEAD * 4 + SLOT, 1, True)
+    return ask(queue, lane, pairs, pairs + G // 2, first & there, second & there, AHEAD * 4 + SLOT, 1, True)
 
 
 @triton.jit
@@ -110,31 +91,9 @@ def _factor(scales, word, h, GROUP: tl.constexpr):
     return pairs_of(factor, factor)
 
 
-@triton.jit
-def _names(ids, own, n, LISTED: tl.constexpr):
-    """A lane's own entry of the list as a row, the last one's beyond it; without a list of no use."""
-    found = own
-    if LISTED:
-        found = tl.load(ids + tl.minimum(own, tl.maximum(n - 1, 0)))
-    return found
-
-
-@triton.jit
-def _two_rows(names, number, row, LISTED: tl.constexpr):
-    """The rows of a warp's entries `number` and number + 1; without a list `row` and the next one."""
-    one = row
-    two = row + 1
-    if LISTED:
-        one = from_lane(names, number)
-        two = from_lane(names, number + 1)
-    return one, two
-
-
 @triton.jit(do_not_specialize=["n"])
 def _int4_fc2_kernel(
     h,
-    ids,
-    count,
     weight,
     scales,
     partials,
@@ -144,7 +103,6 @@ def _int4_fc2_kernel(
     L: tl.constexpr,
     AHEAD: tl.constexpr,
     ROUND: tl.constexpr,
-    LISTED: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -156,16 +114,12 @@ def _int4_fc2_kernel(
     step = tl.num_programs(1) * (L // 32 * ROUND)  # rows of all programs together
     begin = tl.program_id(1) * (L // 32 * ROUND)
     row = begin + lane // 32 * ROUND
-    own = row + lane % 32
-    if LISTED:  # the list was complete before the launch before this one
-        n = tl.load(count)
-    names = _names(ids, own, n, LISTED)
     for k in tl.static_range(AHEAD):  # whether these rows are needed is not known yet
-        live = row + 2 * k < n
-        also = row + 2 * k + 1 < n
-        one, two = _two_rows(names, 2 * k, row + 2 * k, LISTED)
-        queue = _ask_pair(queue, weight, scales, one, two, live, also, word, lane, k, W, GROUP, AHEAD, LISTED)
+        first = row + 2 * k < n
+        second = row + 2 * k + 1 < n
+        queue = _ask_pair(queue, weight, scales, row + 2 * k, first, second, word, lane, k, W, GROUP, AHEAD)
     wait_for_predecessor(PDL)
+    own = row + lane % 32
     values = tl.load(h + own, mask=own < n, other=0.0)
     coming = ()  # h of the pairs on their way
     for k in tl.static_range(AHEAD):
@@ -176,30 +130,26 @@ def _int4_fc2_kernel(
     for _ in range(begin, n, step):
         own += step
         after = tl.load(h + own, mask=own < n, other=0.0)
-        names_after = _names(ids, own, n, LISTED)
         for pair in range(0, PAIRS, AHEAD):
             last = pair == PAIRS - AHEAD  # the pairs asked for are those of the next rows
             source = tl.where(last, after, values)
             start = tl.where(last, row + step, row + 2 * (pair + AHEAD))
             number = tl.where(last, 0, 2 * (pair + AHEAD))
-            those = tl.where(last, names_after, names)
             for k in tl.static_range(AHEAD):
                 words, queue = take(queue, lane, k, 4, 2 * AHEAD - 1)
                 both, queue = take(queue, lane, AHEAD * 4 + k, 1, 2 * AHEAD - 2)
-                first = _factor(both[0], word, coming[0], GROUP)
-                second = _factor(both[1], word, coming[1], GROUP)
+                one = _factor(both[0], word, coming[0], GROUP)
+                two = _factor(both[1], word, coming[1], GROUP)
                 for v in tl.static_range(4):
-                    acc = acc[8:] + int4_outer(acc[:8], words[v], words[4 + v], first, second)
+                    acc = acc[8:] + int4_outer(acc[:8], words[v], words[4 + v], one, two)
                 h_first = from_lane(source, number + 2 * k)
                 h_second = from_lane(source, number + 2 * k + 1)
-                one, two = _two_rows(those, number + 2 * k, start + 2 * k, LISTED)
                 queue = _ask_pair(
-                    queue, weight, scales, one, two, h_first != 0, h_second != 0, word, lane, k, W, GROUP, AHEAD, LISTED
+                    queue, weight, scales, start + 2 * k, h_first != 0, h_second != 0, word, lane, k, W, GROUP, AHEAD
                 )
                 coming = coming[2:] + (h_first, h_second)
         row += step
         values = after
-        names = names_after
     sums = add_warps(queue, lane, acc, 32)
     WARPS: tl.constexpr = L // 32
     for j in tl.static_range(32 // WARPS):
@@ -224,52 +174,22 @@ def int4_fc2(
     check_device("h", h)
     n, d = weight.shape
     check_shape("h", h, 1, n)
-    settings = settings or int4_fc2_settings(d)
-    rounds = triton.cdiv(n, settings.round * settings.warps)
-    _launch(h, None, None, weight, bias, residual, out, partials, pdl, settings, rounds)
-
-
-def int4_fc2_list(
-    rows: PackedSelection,
-    weight: Int4Rows,
-    bias: Tensor,
-    residual: Tensor,
-    out: Tensor,
-    partials: Tensor | None = None,
-    pdl: bool = False,
-    settings: Int4Fc2Settings | None = None,
-) -> None:
-    """rows: a list (n) whose values the launch before may write, the rest an earlier one; else as `int4_fc2`."""
-    check_device("rows.ids", rows.ids)
-    n, d = weight.shape
-    check_shape("rows.ids", rows.ids, n)
-    check_shape("rows.values", rows.values, n)
-    settings = settings or int4_fc2_list_settings(d)
-    _launch(rows.values, rows.ids, rows.count, weight, bias, residual, out, partials, pdl, settings, MAX_SPLITS)
-
-
-def _launch(
-    h: Tensor, ids: Tensor | None, count: Tensor | None, weight: Int4Rows, bias: Tensor, residual: Tensor, out: Tensor,
-    partials: Tensor | None, pdl: bool, settings: Int4Fc2Settings, rounds: int,
-) -> None:  # fmt: skip
-    n, d = weight.shape
     weight.check("weight", (n, d), h)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
     if not takes(weight):
         raise ValueError(f"groups of {weight.group} of {d} columns: expected an even number of multiples of 32")
+    settings = settings or int4_fc2_settings(d)
     stripes = triton.cdiv(d, 1024)
+    rounds = triton.cdiv(n, settings.round * settings.warps)
     splits = min(MAX_SPLITS, max(1, settings.programs // stripes), rounds)
-    if ids is None:
-        splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # as many rounds each, with as few programs
+    splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # as many rounds each, with as few programs
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
     pdl = use_pdl(pdl, out.device)
     _int4_fc2_kernel[(stripes, splits)](
         h,
-        ids,
-        count,
         weight.words,
         weight.scales,
         partials,
@@ -279,7 +199,6 @@ def _launch(
         L=32 * settings.warps,
         AHEAD=settings.ahead,
         ROUND=settings.round,
-        LISTED=ids is not None,
         ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d),
         PDL=pdl,
         num_warps=settings.warps,

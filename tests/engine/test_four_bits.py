@@ -95,16 +95,6 @@ def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, r
     assert called == [{1: "int4_fc2", 2: "int4_fc2_batch"}.get(rows, "dense_add")]
 
 
-@pytest.mark.parametrize("options", [{}, {"lookahead": 1, "means": True}], ids=str)
-def test_a_list_in_two_kernels(monkeypatch, options):
-    monkeypatch.setattr("kernels.mlp.int4_fc1.PAYS_FROM", 256)
-    own, (row,) = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776)), rows_of(30)
-    bundle = random_bundle(own, **options)
-    made = engine(own, bundle)
-    assert not made.core.halves[1].body.one_grid
-    torch.testing.assert_close(made.score([row], 4)[0], masked_nll(own, bundle, row, 4), atol=2e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("lengths", [(40,), (20, 7, 31)])
 def test_a_head_of_four_bits(lengths):
     own, rows = four_bits(random_opt(), head=True), rows_of(*lengths)

@@ -86,14 +86,6 @@ def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
     assert_as_close_as_plain_torch(model, None, rows, [masked_nll(model, None, rows[0])], "fc2 on its own")
 
 
-@pytest.mark.parametrize("options", [{}, {"lookahead": 1, "means": True}], ids=str)
-def test_a_list_in_two_kernels(monkeypatch, options):
-    monkeypatch.setattr("kernels.mlp.int4_fc1.PAYS_FROM", 256)
-    model, rows = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)), rows_of(70)
-    bundle = random_bundle(model, rank=16, **options)
-    assert_as_close_as_plain_torch(model, bundle, rows, [masked_nll(model, bundle, rows[0])], f"two kernels {options}")
-
-
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_policies_and_the_choice_of_batches(batch):
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
