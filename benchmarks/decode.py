@@ -76,8 +76,8 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
     return {"steps": len(times), "p20_ms": cuts[0], "p50_ms": p50, "p80_ms": cuts[3], "tokens_per_s": 1e3 * batch / p50}
 
 
-def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dict[str, Any]:
-    """One cell of our engine: row values."""
+def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> DecodeEngine:
+    """A cell's engine behind its prompt, thresholds set, with room for so many steps and EXTRA; takes the layers."""
     shape, rank = weights.shape, cell.rank or RANKS[name]
     predictors = None
     if cell.engine == "sparse":
@@ -94,6 +94,13 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         start(engine, cell.prompt, steps + EXTRA, prefilled=cell.weights != RIVAL)
         if engine.predictors:
             set_thresholds(engine, cell.mlp_density, cell.head_density)
+    return engine
+
+
+def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dict[str, Any]:
+    """One cell of our engine: row values."""
+    engine = started_engine(cell, name, weights, steps)
+    with torch.no_grad():
         row = measured(engine)
         row |= summary(step_times(engine.step, steps), cell.batch)
         notes = [describe_memory(engine.memory)]
@@ -103,7 +110,7 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         if cell.breakdown:
             notes += [f"{name}={time:.2f}us" for name, time in breakdown(engine).items()]
     row["positions"] = f"{cell.prompt}-{cell.prompt + steps}"
-    row["rank"] = rank if engine.predictors else 0
+    row["rank"] = (cell.rank or RANKS[name]) if engine.predictors else 0
     row["note"] = " ".join(notes)
     return row
 
