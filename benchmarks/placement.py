@@ -5,9 +5,10 @@
 
 SETTINGS:STEPS words as in `int4_settings`. Programs of one kernel start while those of the one before it end, so that
 neither a grid's size nor a chain of one kernel says how evenly a step's work lies. Before anything is compiled each
-kernel's source gets statements that note a program's multiprocessor and its times of start, wait and end
-(%globaltimer); the step's own time is printed with them, to be compared with one without. A line for each kernel of
-the middle layer, microseconds after all earlier kernels have ended.
+kernel's source gets statements that note a program's multiprocessor, when its first thread starts, has waited for the
+kernel before it (where the kernel itself says that, not a function it calls) and ends (%globaltimer). That takes
+registers and time; a step that notes is timed, counters set back included, to be compared with one that does not. A
+line for each kernel of the middle layer, microseconds after all earlier kernels have ended.
 """
 
 import argparse
@@ -26,16 +27,18 @@ import dejavu_train.engine.ops  # noqa: F401  (imports all kernels that a step m
 from benchmarks import decode, int4_settings
 from benchmarks.decode_cells import read_cells
 from benchmarks.harness import step_times
+from dejavu_train.engine.decode import DecodeEngine
 
 PROGRAMS, LAUNCHES = 4096, 128  # of a kernel in a step; those beyond are not noted
-NUMBERS = 4  # of an entry: start, wait, end, multiprocessor
+NUMBERS = 4  # of an entry: start, wait (0: not known), end, multiprocessor and above it the grid's size
+GRID = 1 << 16
 ENTRIES = tl.constexpr(0)  # addresses, set before anything is compiled
 COUNTS = tl.constexpr(0)
 _PLACE = (
     "mov.u32 i, %ctaid.x; mov.u32 j, %ctaid.y; mov.u32 n, %nctaid.x; mad.lo.u32 i, j, n, i;"
     f"setp.lt.u32 q, i, {PROGRAMS}; mov.u32 j, %tid.x; setp.eq.and.u32 q, j, 0, q;"
 )
-_REGISTERS = ".reg .pred q; .reg .u32 i, j, n; .reg .u64 a, t;"
+_REGISTERS = ".reg .pred q; .reg .u32 i, j, n; .reg .u64 a, s, t;"
 
 
 @triton.constexpr_function
@@ -55,7 +58,9 @@ def _end_text(entries, counts, kernel):
     return (
         f"{{ {_REGISTERS} {_PLACE} setp.lt.and.u32 q, $1, {LAUNCHES}, q; mad.lo.u32 j, i, {LAUNCHES}, $1;"
         f"mul.wide.u32 a, j, {8 * NUMBERS}; add.u64 a, a, {at}; @q st.global.v2.u64 [a], {{$2, $3}};"
-        "mov.u32 n, %smid; cvt.u64.u32 t, n; @q st.global.u64 [a + 24], t; mov.u64 t, %globaltimer;"
+        "mov.u32 n, %nctaid.x; mov.u32 j, %nctaid.y; mul.lo.u32 n, n, j; mov.u32 j, %smid;"
+        f"mad.wide.u32 t, n, {GRID}, 0; cvt.u64.u32 s, j; add.u64 t, t, s;"
+        "@q st.global.u64 [a + 24], t; mov.u64 t, %globaltimer;"
         f"@q st.global.u64 [a + 16], t; mul.wide.u32 a, i, 4; add.u64 a, a, {counts + 4 * PROGRAMS * kernel};"
         "add.u32 n, $1, 1; @q st.volatile.global.u32 [a], n; mov.u32 $0, n; }"
     )
@@ -88,7 +93,7 @@ def noting(source: str, kernel: int) -> str:
     assert head and not re.search(r"^ +return", source, re.M), "not a kernel that can be timed"
     wait = r"^( +)((?:wait_for_predecessor|start_dependents_and_wait)\(PDL\))$"
     body = re.sub(wait, r"\1\2\n\1_waited = time_now()", source[head.end() :].rstrip("\n"), flags=re.M)
-    begin = f"    _number = launch_number({kernel})\n    _began = time_now()\n    _waited = _began\n"
+    begin = f"    _number = launch_number({kernel})\n    _began = time_now()\n    _waited = _began * 0\n"
     return source[: head.end()] + begin + body + f"\n    note_end(_number, _began, _waited, {kernel})\n"
 
 
@@ -98,9 +103,9 @@ def note_all_kernels() -> list[str]:
     for name, module in sorted(sys.modules.items()):
         functions = vars(module).values() if name.startswith("kernels.") else ()
         for function in [each for each in functions if isinstance(each, triton.JITFunction)]:
-            own = function.fn.__name__.startswith("_") and function.fn.__name__.endswith("_kernel")
-            if own and function.fn.__module__ == name:
-                found[f"{name.rpartition('.')[2]}.{function.fn.__name__[1:].removesuffix('_kernel')}"] = function
+            if function.fn.__name__.endswith("_kernel") and function.fn.__module__ == name:
+                short = function.fn.__name__.removeprefix("_").removesuffix("_kernel")
+                found[f"{name.rpartition('.')[2]}.{short}"] = function
     for number, function in enumerate(found.values()):
         vars(inspect.getmodule(function.fn)).update(launch_number=launch_number, time_now=time_now, note_end=note_end)
         function._unsafe_update_src(noting(function.src, number))
@@ -120,13 +125,21 @@ class Launch:
 
 
 def launches(entries: torch.Tensor, counts: torch.Tensor, names: list[str]) -> list[Launch]:
-    """entries (kernels, programs, launches, 4) int64, counts (kernels, programs); in the order of their ends."""
-    found = []
+    """entries (kernels, programs, launches, 4) int64, counts (kernels, programs); in the order of their ends.
+
+    Launches of one kernel may differ in the size of their grids, as those of the layers and of the LM head do: what a
+    program notes k-th of one size belongs to the k-th launch of that size.
+    """
+    found: dict[tuple[str, int, int], Launch] = {}
     for kernel, name in enumerate(names):
-        for number in range(int(counts[kernel].max())):
-            rows = entries[kernel, counts[kernel] > number, number].tolist()
-            found.append(Launch(name, [(start, wait, end, place) for start, wait, end, place in rows]))
-    return sorted(found, key=lambda each: each.end)
+        for program in counts[kernel].nonzero()[:, 0].tolist():
+            of_size: dict[int, int] = {}
+            for start, wait, end, place in entries[kernel, program, : int(counts[kernel, program])].tolist():
+                size = place // GRID
+                number = of_size[size] = of_size.get(size, -1) + 1
+                launch = found.setdefault((name, size, number), Launch(name, []))
+                launch.programs.append((start, wait, end, place % GRID))
+    return sorted(found.values(), key=lambda each: each.end)
 
 
 def quantiles(numbers: list[int]) -> list[int]:
@@ -145,8 +158,9 @@ def described(steps: list[Launch], multiprocessors: int) -> list[str]:
         for _, _, end, place in each.programs:
             last[place] = max(last.get(place, 0), end)
         waits = [wait for _, wait, _, _ in each.programs]
-        times = (min(waits), *quantiles(sorted(last.values())), each.end)
-        said = " ".join(f"{(time - ended) / 1e3:6.1f}" for time in times)
+        times = (*quantiles(sorted(last.values())), each.end)
+        said = f"{(min(waits) - ended) / 1e3:6.1f} " if min(waits) else "     - "
+        said += " ".join(f"{(time - ended) / 1e3:6.1f}" for time in times)
         share = ", ".join(f"{a_place.count(count)} of {count}" for count in sorted(set(a_place)))
         lines.append(f"{each.kernel:42} {len(places):5} {said}   {share}")
         ended = max(ended, each.end)
@@ -185,18 +199,20 @@ def main() -> int:
             if weights is None or not weights.layers:
                 weights = decode.made_weights(cell, decode.SHAPES[args.model], 0.6)
             engine = decode.started_engine(cell, args.model, weights, 40)
-            took = statistics.median(step_times(engine.step, 20))
-            counts.zero_()
+
+            def noted(engine: DecodeEngine = engine) -> None:
+                counts.zero_()
+                engine.step()
+
+            took = statistics.median(step_times(noted, 20))
             torch.cuda.synchronize()
-            engine.step()
-            torch.cuda.synchronize()
-            print(f"{args.model} {settings} {step}: {took:.3f} ms a step with times noted")
+            print(f"{args.model} {settings} {step}: {took:.3f} ms a step that notes")
             print("kernel, programs; us: wait over, first tenth, half, nine tenths of the multiprocessors done, end")
             print("multiprocessors by their number of programs")
             every = launches(entries.cpu(), counts.cpu(), names)
             shared = torch.cuda.get_device_properties(0).multi_processor_count
             print(*described(middle_layer(every, engine.shape.n_layers), shared), sep="\n", flush=True)
-            del engine
+            del engine, noted
     return 0
 
 

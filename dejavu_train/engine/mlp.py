@@ -32,8 +32,8 @@ def dense_fc2(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor,
 
 
 class DenseMlp:
-    """All neurons. Of one row and 4-bit weights, fc2 leaves out what a ReLU has made zero; up to a width fc1 and fc2
-    run in one grid, over the list of all neurons."""
+    """All neurons. Of one row and 4-bit weights, fc2 leaves out what a ReLU has made zero; where no kernel of its own
+    pays (`int4_fc2.pays`), fc1 and fc2 run in one grid, over the list of all neurons."""
 
     def __init__(self, weights: LayerWeights, work: Workspace) -> None:
         self.weights, self.work, self.several = weights, work, len(work.hidden) > 1

@@ -263,7 +263,7 @@ def project_head_rows(
         SPAN=settings.span,
         TILES=settings.tiles,
         ALL=selection is None,
-        ROOM=even_room(triton.cdiv(programs, n_sms(out.device)), d) if selection is None else 0,
+        ROOM=even_room(triton.cdiv(programs, n_sms(out.device)), d, pdl and selection is None),
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,

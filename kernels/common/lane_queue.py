@@ -22,15 +22,17 @@ SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where
 EVEN_FROM = 5120
 
 
-def even_room(programs: int, d: int) -> int:
-    """Bytes that a kernel's queue takes at least, so that no more than `programs` fit on a multiprocessor; 0: as it is.
+def even_room(programs: int, d: int, dependent: bool) -> int:
+    """Bytes that a kernel's queue takes at least, so that at most `programs`, two or more, fit on a multiprocessor.
 
-    A grid that starts while its predecessor ends fills the multiprocessors that are free first, each with as many
-    programs as fit, and leaves the last ones without any: at d = 9216 of 132 multiprocessors 44 had none of the 264
-    programs of q/k/v, 43 none of fc2's. For grids of a dense step. Narrower matrices than EVEN_FROM are read so soon
-    that room for the next kernel's programs is worth more (4096, a dense step of 6.7B: 1.89 ms without, 1.95 with).
+    0: what it needs. dependent: the grid starts while its predecessor ends. Such a grid fills the
+    multiprocessors that are free first, each with as many programs as fit, and leaves the last ones without any: at
+    d = 9216 of 132 multiprocessors 44 had none of the 264 programs of q/k/v, 43 none of fc2's. For grids of a dense
+    step. Narrower matrices than EVEN_FROM are read so soon that room for the next kernel's programs is worth more
+    (4096, a dense step of 6.7B: 1.89 ms without, 1.95 with). One program alone may not declare enough to keep a second
+    one out.
     """
-    return min(MOST_BYTES, SHARED_BYTES // (programs + 1)) if d >= EVEN_FROM else 0
+    return min(MOST_BYTES, SHARED_BYTES // (programs + 1)) if dependent and d >= EVEN_FROM else 0
 
 
 @triton.constexpr_function

@@ -219,7 +219,7 @@ def row_launch(
     steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
     constants = {"BLOCK": 32 * chosen.warps, "ROWS": queue_depth(steps, chosen.ahead), "GROUP": weight.group}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
-    constants["ROOM"] = even_room(chosen.programs, d)
+    constants["ROOM"] = even_room(chosen.programs, d, fetches_rows(device))
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 

@@ -199,7 +199,7 @@ def int4_fc2(
         L=32 * settings.warps,
         AHEAD=settings.ahead,
         ROUND=settings.round,
-        ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d),
+        ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl),
         PDL=pdl,
         num_warps=settings.warps,
         launch_pdl=pdl,

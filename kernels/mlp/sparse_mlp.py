@@ -18,7 +18,7 @@ w2_t these columns are outputs. BLOCK is then the threads of a row. fc1: n is ro
 and group value * scale * 64 is rounded to fp16 and multiplied with the codes, two entries a tensor-core instruction,
 sums in fp32: |value * scale| must stay below 127, or the sum is infinite. A program's sum is rounded to fp16, and must
 stay below 65504: in fp32 those of 264 programs are a third of all bytes at 10 % of 9216's rows. A dense step is the
-list of all rows, up to a width (`int4_fc2.PAYS_FROM`).
+list of all rows, where `int4_fc2.pays` does not say otherwise.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ import textwrap
 import torch
 import triton
 
-from benchmarks.placement import NUMBERS, Launch, described, launches, middle_layer, noting
+from benchmarks.placement import GRID, NUMBERS, Launch, described, launches, middle_layer, noting
 
 KERNEL = '''\
 def _rows_kernel(
@@ -29,7 +29,7 @@ def test_a_kernel_notes_its_start_wait_and_end():
             """A docstring."""
             _number = launch_number(3)
             _began = time_now()
-            _waited = _began
+            _waited = _began * 0
             if n > 0:
                 wait_for_predecessor(PDL)
                 _waited = time_now()
@@ -50,29 +50,40 @@ def test_every_kernel_can_be_noted():
     ]
     sources = {k.fn.__name__: k for k in kernels if hasattr(k, "fn") and k.fn.__name__.endswith("_kernel")}
     assert {"_dense_rows_kernel", "_sparse_mlp_kernel", "_qkv_select_kernel"} <= set(sources)
+    waits = set()
     for name, kernel in sources.items():
-        source = triton.JITFunction(kernel.fn).src
-        assert noting(source, 0).startswith(f"def {name}("), name
-        compile(noting(source, 0), name, "exec")
+        source = noting(triton.JITFunction(kernel.fn).src, 0)
+        assert source.startswith(f"def {name}("), name
+        compile(source, name, "exec")
+        waits |= {name} if "_waited = time_now()" in source else set()
+    assert {"_dense_rows_kernel", "_sparse_mlp_kernel", "_int4_fc2_kernel", "_project_head_rows_kernel"} <= waits
 
 
 def test_launches_in_the_order_of_their_ends_and_a_layer_of_them():
     entries = torch.zeros(2, 3, 4, NUMBERS, dtype=torch.int64)
-    counts = torch.tensor([[2, 2, 0], [2, 1, 1]], dtype=torch.int32)
-    for launch in range(2):
-        for program in range(2):
-            entries[0, program, launch] = torch.tensor([100 * launch, 5, 100 * launch + 20 + program, 7])
-    entries[1, 0] = torch.tensor([[1, 2, 40, 0], [1, 2, 150, 0], [0] * 4, [0] * 4])
-    entries[1, 1, 0], entries[1, 2, 0] = torch.tensor([1, 2, 41, 1]), torch.tensor([1, 2, 42, 1])
+    counts = torch.zeros(2, 3, dtype=torch.int32)
+
+    def note(kernel, programs, end):
+        for program in range(programs):
+            number = int(counts[kernel, program])
+            entries[kernel, program, number] = torch.tensor([1, 2, end + program, programs * GRID + 7])
+            counts[kernel, program] += 1
+
+    for layer in range(2):
+        note(0, 2, 100 * layer + 20)
+        note(1, 1, 100 * layer + 50)
+    note(0, 3, 300)  # the LM head: the layers' kernel in a larger grid
     found = launches(entries, counts, ["rows", "add"])
     assert [(each.kernel, each.end, len(each.programs)) for each in found] == [
-        ("rows", 21, 2), ("add", 42, 3), ("rows", 121, 2), ("add", 150, 1),
+        ("rows", 21, 2), ("add", 50, 1), ("rows", 121, 2), ("add", 150, 1), ("rows", 302, 3),
     ]  # fmt: skip
     assert [each.kernel for each in middle_layer(found, 2)] == ["add", "rows", "add"]
+    assert found[0].programs == [(1, 2, 20, 7), (1, 2, 21, 7)]
 
 
 def test_a_line_says_where_programs_ran_and_when_they_ended():
     first = Launch("add", [(0, 0, 1000, 0)])
-    rows = Launch("rows", [(900, 1500, 3000 + 1000 * k, k % 3) for k in range(4)])
-    (line,) = described([first, rows], 4)
-    assert line.split() == "rows 4 0.5 3.0 4.0 4.0 5.0 1 of 0, 2 of 1, 1 of 2".split()
+    for wait, said in ((1500, "0.5"), (0, "-")):
+        rows = Launch("rows", [(900, wait, 3000 + 1000 * k, k % 3) for k in range(4)])
+        (line,) = described([first, rows], 4)
+        assert line.split() == f"rows 4 {said} 3.0 4.0 4.0 5.0 1 of 0, 2 of 1, 1 of 2".split()

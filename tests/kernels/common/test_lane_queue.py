@@ -88,6 +88,6 @@ def test_fetching_ahead_changes_nothing(device):
 @pytest.mark.parametrize("programs", [2, 3, 4, 6])
 def test_no_more_programs_fit_than_are_meant(programs):
     reserved = 1024  # of shared memory, by the driver for each program
-    taken = even_room(programs, 9216) + reserved
+    taken = even_room(programs, 9216, True) + reserved
     assert programs * taken <= SHARED_BYTES < (programs + 1) * taken
-    assert even_room(programs, 4096) == 0
+    assert even_room(programs, 4096, True) == even_room(programs, 9216, False) == 0
