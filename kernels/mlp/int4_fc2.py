@@ -3,14 +3,15 @@
 
     out[j] = residual[j] + b2[j] + sum_i h[i] scale[i, j // group] code[i, j]
 
-h (1, n) fp32, after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Rows whose h is zero are not
-read, but for the first ones of each warp, which are asked for before h is known. For each row and group h * scale * 64
-is rounded to fp16 and multiplied with the codes, two rows a tensor-core instruction, sums in fp32
-(`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
+h (1, n) fp32, after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Rows whose h is zero are
+neither read nor multiplied, but for the first ones of each warp, which are asked for before h is known. For each row
+and group h * scale * 64 is rounded to fp16 and multiplied with the codes, two rows a tensor-core instruction, sums in
+fp32 (`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
 
-A program owns 1024 columns, of which each lane of a warp has 32, and takes ROUND rows a warp at a time, two by two;
-what comes next is on its way in a queue of each lane (`lane_queue`), words and scales alike. Warps add up in the end,
-and programs that share columns in `add_partials`, in a fixed order.
+A program owns 1024 columns, of which each lane of a warp has 32, and a range of rows. It lists those whose h is not
+zero (`shared_list`), and its warps take them two by two; what comes next is on its way in a queue of each lane
+(`lane_queue`), words and scales alike. Warps add up in the end, and programs that share columns in `add_partials`, in
+a fixed order.
 
 Why not in one grid with fc1 (`sparse_mlp` over the list of all rows): there a word takes 29 instructions, and a layer
 of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 21.
@@ -23,34 +24,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.checks import INTERPRET, check_device, check_shape, require
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import from_lane
-from kernels.common.int4_tiles import FACTOR_UNIT, half_of, int4_outer, pairs_of
+from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of, int4_outer, pairs_of
 from kernels.common.lane_queue import add_warps, ask, even_room, lane_queue, take
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
+from kernels.common.shared_list import list_bytes, list_pair, write_list
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 PAYS_FROM = 4096
 WORDS = tl.constexpr(128)  # of a program's columns
+MOST_ROUNDS = 10  # rows of each thread, of which a list holds those to be read
 
 
 @dataclass(frozen=True)
 class Int4Fc2Settings:
-    """warps: of a program; ahead: pairs of rows of a warp on their way, 1 to 16, a power of two; programs: a grid's;
-    round: rows of a warp at a time, 2 ahead to 32, a power of two."""
+    """warps: of a program; ahead: pairs of rows of a warp on their way, at most 16; programs: a grid's."""
 
     warps: int
     ahead: int
     programs: int
-    round: int = 32
 
 
-def int4_fc2_settings(d: int) -> Int4Fc2Settings:
-    """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`)."""
+def int4_fc2_settings() -> Int4Fc2Settings:
+    """Launch settings from whole steps of several widths (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
-        return Int4Fc2Settings(1, 2, 4, 8)
-    return Int4Fc2Settings(8, 4, 264, 8 if 4096 < d <= 8192 else 32)  # so that all programs have as many rounds
+        return Int4Fc2Settings(1, 2, 4)
+    return Int4Fc2Settings(8, 4, 264)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
@@ -71,16 +72,27 @@ def pays(weight: Int4Rows) -> bool:
 
 @triton.jit
 def _ask_pair(
-    queue, weight, scales, row, first, second, word, lane, SLOT: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
-    AHEAD: tl.constexpr,
+    queue, weight, scales, row, other_row, first, second, word, lane, SLOT: tl.constexpr, W: tl.constexpr,
+    GROUP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The queue with a lane's four words of rows `row` and row + 1 on their way, where these are read, and scales."""
-    there = word < W
-    at = weight + row.to(tl.int64) * W + word
-    queue = ask(queue, lane, at, at + W, first & there, second & there, SLOT, 4, True)
+    """The queue with a lane's four words of two rows on their way, where these are read, and their scales."""
+    first = first & (word < W)
+    second = second & (word < W)
+    row = row.to(tl.int64)
+    other_row = other_row.to(tl.int64)
+    at = weight + word
+    queue = ask(queue, lane, at + row * W, at + other_row * W, first, second, SLOT, 4, True)
     G: tl.constexpr = 8 * W // GROUP
-    pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (G // 2) + word * 8 // (2 * GROUP)
-    return ask(queue, lane, pairs, pairs + G // 2, first & there, second & there, AHEAD * 4 + SLOT, 1, True)
+    pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + word * 8 // (2 * GROUP)
+    one = pairs + row * (G // 2)
+    two = pairs + other_row * (G // 2)
+    return ask(queue, lane, one, two, first, second, AHEAD * 4 + SLOT, 1, True)
+
+
+@triton.constexpr_function
+def queue_bytes(lanes, ahead):
+    """Shared memory of the words and scales on their way, and in the end of the sums over warps."""
+    return lanes * max(40 * ahead, 128)
 
 
 @triton.jit
@@ -91,67 +103,75 @@ def _factor(scales, word, h, GROUP: tl.constexpr):
     return pairs_of(factor, factor)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "n_own"])
 def _int4_fc2_kernel(
     h,
     weight,
     scales,
     partials,
     n,
+    n_own,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     L: tl.constexpr,
     AHEAD: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # The rows begin .. begin + n_own - 1, of which each warp has the next 32 ROUNDS.
     W: tl.constexpr = D // 8
-    PAIRS: tl.constexpr = ROUND // 2
+    WARPS: tl.constexpr = L // 32
+    QUEUE: tl.constexpr = queue_bytes(L, AHEAD)
     lane = tl.arange(0, L)
+    warp = lane // 32
     word = tl.program_id(0) * WORDS + lane % 32 * 4
-    queue = lane_queue(lane, max(ROOM, (AHEAD if AHEAD > 4 else 4) * L * 40))  # and room for the sums
-    step = tl.num_programs(1) * (L // 32 * ROUND)  # rows of all programs together
-    begin = tl.program_id(1) * (L // 32 * ROUND)
-    row = begin + lane // 32 * ROUND
+    queue = lane_queue(lane, max(ROOM, QUEUE + list_bytes(L, ROUNDS)))
+    begin = tl.program_id(1) * n_own
+    end = tl.minimum(begin + n_own, n)
+    row = begin + warp * (32 * ROUNDS)
     for k in tl.static_range(AHEAD):  # whether these rows are needed is not known yet
-        first = row + 2 * k < n
-        second = row + 2 * k + 1 < n
-        queue = _ask_pair(queue, weight, scales, row + 2 * k, first, second, word, lane, k, W, GROUP, AHEAD)
+        one = row + 2 * k
+        queue = _ask_pair(queue, weight, scales, one, one + 1, one < end, one + 1 < end, word, lane, k, W, GROUP, AHEAD)
     wait_for_predecessor(PDL)
-    own = row + lane % 32
-    values = tl.load(h + own, mask=own < n, other=0.0)
-    coming = ()  # h of the pairs on their way
-    for k in tl.static_range(AHEAD):
-        coming = coming + (from_lane(values, 2 * k), from_lane(values, 2 * k + 1))
+    wanted = ()
+    for r in tl.static_range(ROUNDS):
+        own = row + 32 * r + lane % 32
+        value = tl.load(h + own, mask=own < end, other=0.0)
+        if r == 0:
+            coming = ()  # h of the pairs on their way
+            for k in tl.static_range(AHEAD):
+                coming = coming + (from_lane(value, 2 * k), from_lane(value, 2 * k + 1))
+            wanted = wanted + ((value != 0) & (lane % 32 >= 2 * AHEAD),)
+        else:
+            wanted = wanted + (value != 0,)
+    at = lane
+    if ASSEMBLY:
+        at = queue[0] + QUEUE
+    items, count = write_list(at, wanted, lane, ROUNDS)
     acc = ()
     for _ in tl.static_range(32):
         acc = acc + (tl.zeros((L,), tl.float32),)
-    for _ in range(begin, n, step):
-        own += step
-        after = tl.load(h + own, mask=own < n, other=0.0)
-        for pair in range(0, PAIRS, AHEAD):
-            last = pair == PAIRS - AHEAD  # the pairs asked for are those of the next rows
-            source = tl.where(last, after, values)
-            start = tl.where(last, row + step, row + 2 * (pair + AHEAD))
-            number = tl.where(last, 0, 2 * (pair + AHEAD))
-            for k in tl.static_range(AHEAD):
-                words, queue = take(queue, lane, k, 4, 2 * AHEAD - 1)
-                both, queue = take(queue, lane, AHEAD * 4 + k, 1, 2 * AHEAD - 2)
-                one = _factor(both[0], word, coming[0], GROUP)
-                two = _factor(both[1], word, coming[1], GROUP)
-                for v in tl.static_range(4):
-                    acc = acc[8:] + int4_outer(acc[:8], words[v], words[4 + v], one, two)
-                h_first = from_lane(source, number + 2 * k)
-                h_second = from_lane(source, number + 2 * k + 1)
-                queue = _ask_pair(
-                    queue, weight, scales, start + 2 * k, h_first != 0, h_second != 0, word, lane, k, W, GROUP, AHEAD
-                )
-                coming = coming[2:] + (h_first, h_second)
-        row += step
-        values = after
+    pair = warp  # of the list: warps take pairs in turn
+    for _ in range(0, (tl.max(count, 0) + 2 * WARPS - 1) // (2 * WARPS) + AHEAD, AHEAD):
+        for k in tl.static_range(AHEAD):
+            words, queue = take(queue, lane, k, 4, 2 * AHEAD - 1)
+            both, queue = take(queue, lane, AHEAD * 4 + k, 1, 2 * AHEAD - 2)
+            one = _factor(both[0], word, coming[0], GROUP)
+            two = _factor(both[1], word, coming[1], GROUP)
+            for v in tl.static_range(4):
+                acc = acc[8:] + int4_outer(acc[:8], words[v], words[4 + v], one, two)
+            first, second = list_pair(items, pair, lane, ROUNDS)
+            there = 2 * pair < count
+            other = 2 * pair + 1 < count
+            queue = _ask_pair(
+                queue, weight, scales, begin + first, begin + second, there, other, word, lane, k, W, GROUP, AHEAD
+            )
+            h_first = tl.load(h + begin + first, mask=there, other=0.0)
+            h_second = tl.load(h + begin + second, mask=other, other=0.0)
+            coming = coming[2:] + (h_first, h_second)
+            pair += WARPS
     sums = add_warps(queue, lane, acc, 32)
-    WARPS: tl.constexpr = L // 32
     for j in tl.static_range(32 // WARPS):
         column = (tl.program_id(0) * WORDS + lane % 32 * 4) * 8 + WARPS * j + lane // 32
         tl.store(partials + tl.program_id(1) * D + column, sums[j] * (1 / FACTOR_UNIT), mask=column < D)
@@ -179,11 +199,15 @@ def int4_fc2(
     check_shape("out", out, 1, d)
     if not takes(weight):
         raise ValueError(f"groups of {weight.group} of {d} columns: expected an even number of multiples of 32")
-    settings = settings or int4_fc2_settings(d)
+    settings = settings or int4_fc2_settings()
+    require(1 <= settings.ahead <= 16, f"1 to 16 pairs of rows are on their way, not {settings.ahead}")
+    lanes = 32 * settings.warps
     stripes = triton.cdiv(d, 1024)
-    rounds = triton.cdiv(n, settings.round * settings.warps)
-    splits = min(MAX_SPLITS, max(1, settings.programs // stripes), rounds)
-    splits = triton.cdiv(rounds, triton.cdiv(rounds, splits))  # as many rounds each, with as few programs
+    # No program without rows to read ahead, none with more than its list should hold.
+    splits = min(settings.programs // stripes, triton.cdiv(n, 2 * settings.ahead * settings.warps))
+    splits = min(MAX_SPLITS, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
+    n_own = triton.cdiv(n, splits)
+    splits = triton.cdiv(n, n_own)
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
@@ -194,11 +218,12 @@ def int4_fc2(
         weight.scales,
         partials,
         n,
+        n_own,
         D=d,
         GROUP=weight.group,
-        L=32 * settings.warps,
+        L=lanes,
         AHEAD=settings.ahead,
-        ROUND=settings.round,
+        ROUNDS=triton.cdiv(n_own, lanes),
         ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl),
         PDL=pdl,
         num_warps=settings.warps,
