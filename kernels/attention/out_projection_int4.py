@@ -4,9 +4,11 @@
     y[i] = residual[i] + bias[i] + sum_h scale[h, i] sum_j code[h, i, j] mixed[h head_dim + j],   h selected
 
 The weight lies head by head, Int4Rows of shape (h, d, head_dim) with one scale a head and output, so that a skipped
-head skips codes and scales alike, and 16 outputs of a head are one range of memory; fp16 weights (`out_projection`)
-keep rows of all heads. mixed (1, h * head_dim) fp32 is rounded to fp16; products are exact, sums in fp32.
-A program owns 16 outputs; its warps take heads in turn, SPAN at a time, as units of `int4_mma` with one input.
+head skips codes and scales alike, and a head's outputs are one range of memory; fp16 weights (`out_projection`) keep
+rows of all heads. mixed (1, h * head_dim) fp32 is rounded to fp16; products are exact, sums in fp32.
+A program owns TILES times 8 outputs; its warps take heads in turn, SPAN at a time, two beside each other as a unit of
+`int4_mma`: its rows 0 to 7 are 8 outputs of one head, rows 8 to 15 the same outputs of another one, and the heads'
+inputs lie in two columns. Tiles of 8 outputs let all multiprocessors have as many at widths such as 9216.
 The first span is read before the wait: selection, bias and residual are older than the launch before, see
 `out_projection`.
 """
@@ -29,19 +31,19 @@ from kernels.dense.dense_batch import add_product, dense_add
 from kernels.dense.int4_batch import MOST, int4_by_head
 from kernels.mlp.select import Selection
 
-ROWS = tl.constexpr(16)
+ROWS = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
 class HeadRowSettings:
-    """warps: of a program; span: heads of a warp that are on their way, at most 8; tiles: of 16 outputs of a program.
+    """warps: of a program; span: heads of a warp that are on their way, 2, 4 or 8; tiles: of 8 outputs of a program.
 
     registers: of a thread, at most: programs that are not resident at once wait for a second round.
     """
 
     warps: int
     span: int
-    tiles: int = 1
+    tiles: int = 2
     registers: int = 128
 
 
@@ -50,8 +52,8 @@ def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
     if INTERPRET:
         return HeadRowSettings(1, 2)
     if d > 5120:
-        return HeadRowSettings(4, 4, 2, 168)
-    return HeadRowSettings(4, 4, 1, 128) if all_heads else HeadRowSettings(8, 2, 1, 128)
+        return HeadRowSettings(4, 4, 3 if 8192 < d <= 9504 else 4, 168)  # 9504: 24 for each of 3 programs on all of 132
+    return HeadRowSettings(4, 4, 2, 128) if all_heads else HeadRowSettings(8, 2, 2, 128)
 
 
 def by_head(weight: Tensor, n_heads: int) -> Tensor:
@@ -114,26 +116,27 @@ def _head_input(
 
 
 @triton.jit
-def _ask_head(
+def _ask_heads(
     queue, weight, scales, heads, begin, n, rows, n_rows, lane,
-    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, NUMBER: tl.constexpr, SLOT: tl.constexpr,
+    W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, PAIR: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """The queue with the words of entry begin + NUMBER warps + warp on their way, and two scales of a lane's rows.
+    """The queue with a lane's words of two entries on their way, and the scales of its row of them.
 
-    NUMBER: of the lane group whose entry in `heads` is meant; rows: g of a tile's 16.
+    Entries 2 PAIR and 2 PAIR + 1 of the span, whose heads the lane groups of these numbers hold in `heads`; the inputs
+    of the two are columns of the lanes t = PAIR, and other lanes' scales zero. rows: a tile's, g of 8.
     """
-    number = begin + NUMBER * (lane.shape[0] // 32) + lane // 32
-    there = number < n * UNITS
-    place = number % UNITS * (4 * V) + lane % 4 * V
-    line = from_lane(heads, 4 * NUMBER) * n_rows + rows
-    at = weight + line.to(tl.int64) * W + place
-    inside = there & (place < W)
-    queue = ask(queue, lane, at, at + 8 * W, inside & (rows < n_rows), inside & (rows + 8 < n_rows), SLOT, V, True)
     found = ()
+    at = ()
+    there = ()
     for half in tl.static_range(2):
-        mask = there & (rows + 8 * half < n_rows) & (lane % 4 == NUMBER // 2)
-        found = found + (tl.load(scales + line + 8 * half, mask=mask, other=0.0),)
-    return queue, found
+        number = begin + (2 * PAIR + half) * (lane.shape[0] // 32) + lane // 32
+        place = number % UNITS * (4 * V) + lane % 4 * V
+        line = from_lane(heads, 4 * (2 * PAIR + half)) * n_rows + rows
+        inside = (number < n * UNITS) & (rows < n_rows)
+        at = at + (weight + line.to(tl.int64) * W + place,)
+        there = there + (inside & (place < W),)
+        found = found + (tl.load(scales + line, mask=inside & (lane % 4 == PAIR), other=0.0),)
+    return ask(queue, lane, at[0], at[1], there[0], there[1], SLOT, V, True), found
 
 
 @triton.jit
@@ -160,6 +163,7 @@ def _project_head_rows_kernel(
     V: tl.constexpr = unit_vector(W, HEAD_DIM)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
     WARPS: tl.constexpr = L // 32
+    PAIRS: tl.constexpr = SPAN // 2
     lane = tl.arange(0, L)
     line = tl.program_id(0) * (ROWS * TILES)
     rows = line + lane % 32 // 4
@@ -170,44 +174,46 @@ def _project_head_rows_kernel(
         order, n = selected_heads(row_bits, H, H_TILE)
     its = _warps_heads(order, n, lane, UNITS, H, ALL)
     heads = _heads(its, 0, lane, UNITS, SPAN, H)
-    queue = lane_queue(lane, max(ROOM, L * SPAN * TILES * 8 * V))
+    queue = lane_queue(lane, max(ROOM, L * PAIRS * TILES * 8 * V))
     factors = ()
-    for s in tl.static_range(SPAN):
+    for p in tl.static_range(PAIRS):
         for m in tl.static_range(TILES):
-            queue, found = _ask_head(
-                queue, weight, scales, heads, 0, n, rows + ROWS * m, n_rows, lane, W, V, UNITS, s, s * TILES + m
+            queue, found = _ask_heads(
+                queue, weight, scales, heads, 0, n, rows + ROWS * m, n_rows, lane, W, V, UNITS, p, p * TILES + m
             )
             factors = factors + found
     offsets = ()
-    for m in tl.static_range(TILES):
+    for m in tl.static_range(0, TILES, 2):
         own = line + ROWS * m + tl.arange(0, 16)
-        offset = tl.load(bias + own, mask=own < n_rows, other=0.0).to(tl.float32)
-        offsets = offsets + (offset + tl.load(residual + own, mask=own < n_rows, other=0.0, cache_modifier=".cg"),)
+        inside = own < tl.minimum(n_rows, line + ROWS * TILES)
+        offset = tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
+        offsets = offsets + (offset + tl.load(residual + own, mask=inside, other=0.0, cache_modifier=".cg"),)
     wait_for_predecessor(PDL)
     acc = ()
-    for _ in tl.static_range(2 * TILES):
+    for _ in tl.static_range(TILES):
         acc = acc + (tl.zeros((L,), tl.float32),)
     x = _head_input(mixed, heads, 0, n, lane, W, V, UNITS, SPAN)
     for begin in range(0, n * UNITS, SPAN * WARPS):
         heads = _heads(its, begin + SPAN * WARPS, lane, UNITS, SPAN, H)
         coming = _head_input(mixed, heads, begin + SPAN * WARPS, n, lane, W, V, UNITS, SPAN)
-        for s in tl.static_range(SPAN):
+        for p in tl.static_range(PAIRS):
             for m in tl.static_range(TILES):
-                w, queue = take(queue, lane, s * TILES + m, V, SPAN * TILES - 1)
+                w, queue = take(queue, lane, p * TILES + m, V, PAIRS * TILES - 1)
                 part = int4_mma(w, x, V)
-                # The tiles' sums in turn: the first two of the tuple are this tile's.
-                first = acc[0] + part[s % 2] * factors[0].to(tl.float32)
-                second = acc[1] + part[2 + s % 2] * factors[1].to(tl.float32)
-                acc = acc[2:] + (first, second)
-                queue, found = _ask_head(
+                # The tiles' sums in turn: the first of the tuple is this tile's.
+                more = acc[0] + part[0] * factors[0].to(tl.float32) + part[3] * factors[1].to(tl.float32)
+                acc = acc[1:] + (more,)
+                queue, found = _ask_heads(
                     queue, weight, scales, heads, begin + SPAN * WARPS, n, rows + ROWS * m, n_rows, lane, W, V, UNITS,
-                    s, s * TILES + m,
+                    p, p * TILES + m,
                 )  # fmt: skip
                 factors = factors[2:] + found
         x = coming
-    for m in tl.static_range(TILES):
+    acc = acc + (tl.zeros((L,), tl.float32),)  # beside the last of an odd number of tiles
+    for m in tl.static_range(0, TILES, 2):
         own = line + ROWS * m + tl.arange(0, 16)
-        tl.store(out + own, column_sums(acc[2 * m], acc[2 * m + 1], L) + offsets[m], mask=own < n_rows)
+        inside = own < tl.minimum(n_rows, line + ROWS * TILES)
+        tl.store(out + own, column_sums(acc[m], acc[m + 1], L) + offsets[m // 2], mask=inside)
 
 
 def project_head_rows(
@@ -244,9 +250,9 @@ def project_head_rows(
             dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
     settings = settings or head_row_settings(d, selection is None)
-    require(settings.span in (1, 2, 4, 8), f"a span is of 1, 2, 4 or 8 heads, not {settings.span}")
+    require(settings.span in (2, 4, 8), f"a span is of 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
-    programs = triton.cdiv(d, 16 * settings.tiles)
+    programs = triton.cdiv(d, 8 * settings.tiles)
     _project_head_rows_kernel[(programs,)](
         mixed,
         weight.words,

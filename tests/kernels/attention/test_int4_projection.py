@@ -42,8 +42,8 @@ def check(out, mixed, weight, bias, residual, selection):
 
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "density", "settings"),
-    [(3, 32, 20, 0.5, (1, 2)), (2, 64, 9, 0.0, (1, 1)), (3, 80, 9, None, (2, 4)), (2, 80, 17, 1.0, (1, 2)),
-     (2, 128, 16, None, (1, 8)), (5, 16, 12, 0.6, (2, 1))],
+    [(3, 32, 20, 0.5, (1, 2, 3)), (2, 64, 9, 0.0, (1, 2, 1)), (3, 80, 9, None, (2, 4)), (2, 80, 17, 1.0, (1, 2)),
+     (2, 128, 16, None, (1, 8)), (5, 16, 12, 0.6, (2, 2)), (3, 128, 40, None, (1, 4, 4))],
 )  # fmt: skip
 def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
     mixed, weight, *rest = case(device, n_heads, head_dim, d, density)
