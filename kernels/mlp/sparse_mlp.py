@@ -77,14 +77,15 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
 def int4_mlp_settings(d: int, dense: bool = False) -> MlpSettings:
     """Launch settings for 4-bit rows, from `benchmarks/int4_rows.py --sweep` up to 9216; block is the threads of a row.
 
-    dense: for the list of all rows.
+    dense: for the list of all rows. At 4096 two rows a step leave room for a third program on a multiprocessor, and
+    those that are free first then take three, the last ones none.
     """
     if INTERPRET:
         return MlpSettings(5, 4 if d < 512 else 16, 2, 1)
     if d < 2048:
         return MlpSettings(132, 128 if d >= 1024 else 32, 4, 4)
     if d <= 5120:
-        return MlpSettings(264, 128, 4, 4) if dense else MlpSettings(264, 256, 2, 8)
+        return MlpSettings(264, 128, 4, 4) if dense else MlpSettings(264, 256, 4 if 2048 < d <= 4096 else 2, 8)
     return MlpSettings(264, 128, 2, 4) if d <= 9216 else MlpSettings(132, 256, 4, 8)
 
 
