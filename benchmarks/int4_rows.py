@@ -244,7 +244,7 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
                 yield MlpSettings(132, block, rows, warps)
     elif op in ("rows", "lm-head", "qkv"):
         for programs, warps in ((6, 4), (4, 4), (3, 4), (2, 4), (3, 8), (2, 8), (1, 8), (1, 16)):
-            for ahead in (8, 12, 16):
+            for ahead in (2, 3, 5, 10):
                 if d <= 7168 or programs * warps <= 16:
                     yield Int4RowSettings(programs, warps, ahead)
     elif op == "heads":

@@ -3,7 +3,8 @@
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
-rows=PROGRAMS/WARPS/AHEAD/FETCHED, mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS,
+rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
+mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE (own site, int4 predictors), SHARE of the heads;
 10 % of the neurons. A row each in --csv as it comes; one GPU.

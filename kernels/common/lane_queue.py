@@ -1,14 +1,19 @@
 # mypy: disable-error-code="assignment"
-"""Words on their way from memory: a queue for each lane, in shared memory that only this lane reads again.
+"""Words on their way from memory: a queue for each lane or each warp, in shared memory that no one else reads.
 
 Loads into registers do not stay where they are written: the assembler moves them behind the products of the words
 before them, and of sixteen loads that were meant to be on their way five were, none at times. `cp.async` keeps its
-place among the waits. A lane takes back what it asked for itself, so no barrier is needed, and what is on its way is
-bounded by shared memory, not by registers.
+place among the waits, and what is on its way is bounded by shared memory, not by registers.
 
-A slot holds two pieces of V words of each lane. Slots are numbers known when compiling; what was asked for first is
-taken first, and every `ask` counts for `take`, also one for nothing. The state is a tuple that loops hand on: with ASM
-the queue's address in shared memory, without it, in the interpreter, the words themselves.
+`ask` and `take`: a lane takes back what it asked for itself, so no barrier is needed; a slot holds two pieces of V
+words of each lane. `ask_lines` and `take_unit`: the lanes of a warp read each other's copies, because a load should
+cover whole cache lines, which are not the words that a lane of the tensor cores wants: they wait for each other, and a
+slot holds 8 V words of sixteen rows for each warp. Such a row's line is eight chunks of V words, two units of four; in
+odd rows the units change places, so that lanes that take together find no bank shared (V = 4).
+
+Slots are numbers known when compiling; what was asked for first is taken first, and every `ask` counts for `take`, also
+one for nothing. The state is a tuple that loops hand on: with ASM the queue's address in shared memory, without it, in
+the interpreter, the words themselves.
 """
 
 import triton
@@ -132,6 +137,115 @@ def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
         else:
             words = tl.inline_asm_elementwise(
                 _take(L, SLOT, V, BEHIND), _take_operands(2), at, dtype=TWO_WORDS, is_pure=False, pack=1
+            )
+    else:
+        words = queue[: 2 * V]
+        queue = queue[2 * V :]
+    return words, queue
+
+
+@triton.constexpr_function
+def line_slot_bytes(lanes, vector):
+    """Shared memory of a slot of `ask_lines`: 8 `vector` words of sixteen rows for each warp."""
+    return lanes // 32 * 16 * 8 * vector * 4
+
+
+@triton.constexpr_function
+def _ask_lines(lanes, slot, vector, words, start, partly):
+    """PTX: when all lanes of the warp are here, copies from every fourth row of `words` words into slot `slot` of $1.
+
+    $2: a lane's first row, `start` words before what it copies; $3..$6: how many bytes, where `partly`.
+    """
+    text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
+    for four in range(4):
+        to = slot * line_slot_bytes(lanes, vector) + 4 * four * 32 * vector
+        size = f"{4 * vector}, ${3 + four}" if partly else f"{4 * vector}"
+        text += f"cp.async.{'cg' if vector == 4 else 'ca'}.shared.global.L2::cache_hint [$1 + {to}], "
+        text += f"[$2 + {4 * (start + 4 * four * words)}], {size}, policy;"
+    return text + "cp.async.commit_group; mov.u32 $0, $1; }"
+
+
+@triton.constexpr_function
+def _take_unit(lanes, slot, unit, vector, behind):
+    """PTX: the words of a unit of rows g and g + 8; first waits, for the copies and the other lanes, where it is 0."""
+    text = f"cp.async.wait_group {behind}; bar.warp.sync 0xffffffff;" if unit == 0 else ""
+    for half in (0, 1):
+        names = ", ".join(f"${half * vector + v}" for v in range(vector))
+        kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[vector]
+        names = f"{{{names}}}" if vector > 1 else names
+        place = slot * line_slot_bytes(lanes, vector) + 8 * half * 32 * vector
+        text += f"ld.shared.{kind} {names}, [${2 * vector} + {place}];"
+    return text
+
+
+@triton.jit
+def _line_place(lane, row, chunk, V: tl.constexpr):
+    """Bytes from a slot's beginning to a chunk of a row of this lane's warp."""
+    return lane // 32 * (16 * 32 * V) + row * (32 * V) + (chunk ^ (row % 2 * 4)) * (4 * V)
+
+
+@triton.jit
+def ask_lines(
+    queue, lane, at, rows, left, SLOT: tl.constexpr, V: tl.constexpr, W: tl.constexpr, START: tl.constexpr,
+    PARTLY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY,
+):  # fmt: skip
+    """The queue with 8 V words of each of sixteen rows, W words apart, on their way into SLOT, for each warp.
+
+    at: pointers (L,), the same for a warp, START words before its line of the first row. What was in SLOT must have
+    been taken. PARTLY: of the rows only `rows` are read and of their lines only `left` words, a multiple of V; zeros
+    stand for the others. A load is four rows of 32 V bytes each.
+    """
+    L: tl.constexpr = lane.shape[0]
+    if ASM:
+        row = lane % 32 // 8
+        chunk = lane % 8
+        operands = (queue[0] + _line_place(lane, row, chunk, V), at + row * W + chunk * V)
+        if PARTLY:
+            for four in tl.static_range(4):
+                there = (4 * four + row < rows) & (chunk * V < left)
+                operands = operands + (tl.where(there, 4 * V, 0),)
+            tl.inline_asm_elementwise(
+                _ask_lines(L, SLOT, V, W, START, True), "=r,r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                _ask_lines(L, SLOT, V, W, START, False), "=r,r,l", operands, dtype=tl.int32, is_pure=False, pack=1
+            )
+    else:
+        for unit in tl.static_range(2):
+            place = (4 * unit + lane % 4) * V
+            for half in tl.static_range(2):
+                row = lane % 32 // 4 + 8 * half
+                for v in tl.static_range(V):
+                    there = (row < rows) & (place < left)
+                    queue = queue + (tl.load(at + START + row * W + place + v, mask=there, other=0),)
+    return queue
+
+
+@triton.jit
+def take_unit(
+    queue, lane, SLOT: tl.constexpr, UNIT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
+    ASM: tl.constexpr = ASSEMBLY,
+):  # fmt: skip
+    """(2 V tiles of words, the queue): lane (g, t) = (lane / 4, lane % 4) takes chunk 4 UNIT + t of rows g and g + 8.
+
+    UNIT 0, which comes first, waits for the ask that BEHIND more have followed.
+    """
+    L: tl.constexpr = lane.shape[0]
+    if ASM:
+        at = [queue[0] + _line_place(lane, lane % 32 // 4, 4 * UNIT + lane % 4, V)]
+        if V == 4:
+            words = tl.inline_asm_elementwise(
+                _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(8), at, dtype=EIGHT_WORDS, is_pure=False, pack=1
+            )
+        elif V == 2:
+            words = tl.inline_asm_elementwise(
+                _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(4), at, dtype=FOUR_WORDS, is_pure=False, pack=1
+            )
+        else:
+            words = tl.inline_asm_elementwise(
+                _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2), at, dtype=TWO_WORDS, is_pure=False, pack=1
             )
     else:
         words = queue[: 2 * V]

@@ -8,7 +8,7 @@ width such as 7168 is seven pieces of 1024, where two powers of two would pad it
 
 GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_mma`; n is
 then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns; of words, a program's threads, and ROWS
-how many units of a warp are on their way.
+how many rounds through its queue a warp's part of a row takes. WHOLE: there are a multiple of sixteen rows.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,15 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import first_rows, int4_rows_step, normalised_units, queue_depth, steps_of, unit_vector
-from kernels.common.lane_queue import even_room
+from kernels.common.int4_mma import (
+    first_rows,
+    int4_rows_step,
+    normalised_units,
+    pairs_of_a_warp,
+    rounds_of,
+    unit_vector,
+)
+from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
@@ -54,8 +61,11 @@ def row_settings(d: int) -> RowSettings:
 
 @dataclass(frozen=True)
 class Int4RowSettings:
-    """programs: per multiprocessor; warps: of one; ahead: units of a warp that are on their way, at most.
+    """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most.
 
+    A pair is 128 bytes of 16 rows, 2 KB (`int4_mma`). The queue is as long as all rounds through it need where they
+    are as few and as even as they can be (`rounds_of`): 9 pairs with room for 5 go in rounds of 5 and 4, and 4 are on
+    their way; 12 go in three rounds of 4, 7 in 4 and 3. So a slot is a constant even where no number divides the pairs.
     fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
     """
 
@@ -69,7 +79,7 @@ def int4_row_settings(d: int) -> Int4RowSettings:
     """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return Int4RowSettings(1, 1, 2)
-    return Int4RowSettings(3 if d <= 8192 else 2, 4, 9, 288)
+    return Int4RowSettings(3 if d <= 8192 else 2, 4, 5, 288)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
@@ -156,6 +166,7 @@ def _dense_rows_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
     FETCHED: tl.constexpr,
     ROOM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -165,12 +176,14 @@ def _dense_rows_kernel(
 ):
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS, FETCHED, ROOM)
+        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, n_rows, step):
-            values, w, s = int4_rows_step(w, s, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS)
+            values, w, s = int4_rows_step(
+                w, s, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS, WHOLE
+            )
             lines = begin + tl.arange(0, 16)
             if HAS_BIAS:
                 values += tl.load(bias + lines, mask=lines < n_rows, other=0.0).to(tl.float32)
@@ -211,13 +224,16 @@ def row_launch(
         if isinstance(settings, Int4RowSettings):
             raise ValueError("Int4RowSettings are for 4-bit rows")
         grid = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
-        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows, "GROUP": 0, "FETCHED": 0, "ROOM": 0}
+        constants = {"BLOCK": settings.block(d), "ROWS": settings.rows}
+        constants |= {"GROUP": 0, "WHOLE": 0, "FETCHED": 0, "ROOM": 0}
         return grid, weight, None, constants, settings.warps_for(d)
     chosen = settings or int4_row_settings(d)
     if not isinstance(chosen, Int4RowSettings):
         raise ValueError("4-bit rows need Int4RowSettings")
-    steps = steps_of(d // 8, unit_vector(d // 8, weight.group), chosen.warps)
-    constants = {"BLOCK": 32 * chosen.warps, "ROWS": queue_depth(steps, chosen.ahead), "GROUP": weight.group}
+    vector, threads = unit_vector(d // 8, weight.group), 32 * chosen.warps
+    ahead = min(chosen.ahead, MOST_BYTES // line_slot_bytes(threads, vector))
+    constants = {"BLOCK": threads, "ROWS": rounds_of(pairs_of_a_warp(d // 8, vector, chosen.warps), ahead)}
+    constants |= {"GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
     constants["ROOM"] = even_room(chosen.programs, d, fetches_rows(device))
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))

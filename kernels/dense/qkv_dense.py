@@ -62,6 +62,7 @@ def _qkv_dense_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
     FETCHED: tl.constexpr,
     ROOM: tl.constexpr,
     EPS: tl.constexpr,
@@ -72,12 +73,14 @@ def _qkv_dense_kernel(
     c = tl.arange(0, BLOCK)
     last = tl.load(position)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, tl.program_id(0) * 16, N_ROWS, c, D // 8, GROUP, ROWS, FETCHED, ROOM)
+        w, s = first_rows(weight, scales, tl.program_id(0) * 16, N_ROWS, c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, N_ROWS, step):
-            values, w, s = int4_rows_step(w, s, n, weight, scales, begin, begin + step, N_ROWS, c, D // 8, GROUP, ROWS)
+            values, w, s = int4_rows_step(
+                w, s, n, weight, scales, begin, begin + step, N_ROWS, c, D // 8, GROUP, ROWS, WHOLE
+            )
             line = begin + tl.arange(0, 16)
             inside = line < N_ROWS
             values += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)

@@ -1,11 +1,23 @@
-"""The queue of words in shared memory: what a lane takes is what it asked for, in order, zero where it did not."""
+"""The queue of words in shared memory: what is taken is what was asked for, in order, zero where it was not."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from kernels.common.lane_queue import SHARED_BYTES, add_warps, ask, even_room, fetch_ahead, lane_queue, take
+from kernels.common.int4_mma import pair_slot, round_slots, rounds_of
+from kernels.common.lane_queue import (
+    SHARED_BYTES,
+    add_warps,
+    ask,
+    ask_lines,
+    even_room,
+    fetch_ahead,
+    lane_queue,
+    line_slot_bytes,
+    take,
+    take_unit,
+)
 
 
 @triton.jit
@@ -44,6 +56,60 @@ def test_words_arrive_in_order_and_zeros_beyond_the_end(device, vector, slots, w
     end = torch.where(piece == 0, n, n - 8 * vector)
     whole = (place - place % vector) < end  # a piece's V words come together
     assert torch.equal(out, torch.where(first | whole, words[: len(out)], 0))
+
+
+@triton.jit
+def _lines_kernel(words, out, N: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, L: tl.constexpr):
+    lane = tl.arange(0, L)
+    queue = lane_queue(lane, SLOTS * line_slot_bytes(L, V))
+    BESIDE: tl.constexpr = L // 4 * V  # words of a row that the warps take at once
+    PAIRS: tl.constexpr = (W + BESIDE - 1) // BESIDE
+    place = lane // 32 * (8 * V)
+    for k in tl.static_range(PAIRS + SLOTS):
+        if k >= SLOTS:
+            for unit in tl.static_range(2):
+                found, queue = take_unit(queue, lane, k % SLOTS, unit, V, SLOTS - 1)
+                for j in tl.static_range(2 * V):
+                    tl.store(out + (((k - SLOTS) * 2 + unit) * 2 * V + j) * L + lane, found[j])
+        left = W - k * BESIDE - place
+        queue = ask_lines(
+            queue, lane, words + place, N, left, k % SLOTS, V, W, k * BESIDE, (k + 1) * BESIDE > W or N < 16
+        )
+
+
+@pytest.mark.parametrize(
+    ("vector", "n_rows", "width", "slots", "warps"),
+    [
+        (4, 16, 256, 3, 1),
+        (4, 16, 336, 2, 2),
+        (4, 11, 144, 2, 1),
+        (2, 5, 150, 4, 4),
+        (2, 16, 64, 1, 2),
+        (1, 16, 51, 2, 2),
+    ],
+)
+def test_units_of_lines_arrive_in_order_and_zeros_beyond_the_matrix(device, vector, n_rows, width, slots, warps):
+    lanes, line = 32 * warps, 8 * vector
+    pairs = -(-width // (line * warps))
+    words = torch.randint(-(2**31), 2**31 - 1, (n_rows, width), dtype=torch.int32, device=device)
+    out = torch.full((pairs, 2, 2, vector, warps, 8, 4), 7, dtype=torch.int32, device=device)
+    _lines_kernel[(1,)](words, out, n_rows, vector, width, slots, lanes, num_warps=warps)
+    whole = torch.zeros(16, pairs * warps * line, dtype=torch.int32, device=device)
+    whole[:n_rows, :width] = words
+    want = whole.view(2, 8, pairs, warps, 2, 4, vector).permute(2, 4, 0, 6, 3, 1, 5)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 20])
+def test_a_slot_is_free_when_it_is_asked_for_anew(most):
+    """A pair's slot is asked for when the pair `ahead` before it was taken, whose predecessors are gone as well."""
+    for pairs in range(1, 20):
+        rounds = rounds_of(pairs, most)
+        ahead, slots = pairs // rounds, round_slots(pairs, rounds)
+        assert 1 <= ahead <= slots <= min(most, pairs)
+        places = [pair_slot(pair, pairs, rounds) for pair in range(pairs)] * 2
+        assert set(places) == set(range(slots))
+        assert all(len(set(places[first : first + ahead])) == ahead for first in range(pairs))
 
 
 @triton.jit

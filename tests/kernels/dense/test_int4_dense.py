@@ -24,8 +24,9 @@ def rounding(x, ln, weight):
 
 @pytest.mark.parametrize(
     ("n", "d", "group", "warps", "ahead"),
-    [(20, 1280, 128, 1, 4), (70, 128, 32, 2, 1), (5, 40, 40, 1, 2), (16, 512, 128, 2, 8), (9, 192, 64, 1, 3)],
-)
+    [(20, 1280, 128, 1, 2), (70, 128, 32, 2, 1), (5, 40, 40, 1, 2), (16, 512, 128, 2, 8), (9, 192, 64, 1, 3),
+     (48, 640, 128, 2, 2), (33, 896, 128, 1, 3), (16, 1152, 128, 4, 5), (64, 288, 32, 4, 2), (50, 320, 64, 2, 2)],
+)  # fmt: skip
 def test_dense_rows(device, n, d, group, warps, ahead):
     x, ln = with_outliers(torch.randn(1, d, device=device) * 2 + 1), norm(d, device)
     weight = random_rows(device, n, d, group=group)
