@@ -69,7 +69,7 @@ def int4_qkv_settings(d: int) -> TileSettings:
     (`benchmarks/int4_settings.py`): eight units of a tile on their way, by one warp or by two."""
     warps, stages = (1, 8) if d <= 5120 else (2, 4)
     if INTERPRET:
-        warps, stages = 1, 2
+        warps, stages = 1, 4  # half of them for heads that lack many positions, and pairs
     return TileSettings(rows=16, pairs=2, block=32 * warps, stages=stages, warps=warps, wide=8)
 
 

@@ -154,11 +154,13 @@ def float_planes(at, mask):
 
 
 @triton.jit
-def _ask_unit(queue, at, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
-    """The queue with a lane's words of rows g and g + 8 for `unit`, zeros beyond the row; at: row g of 16."""
-    place = unit * (4 * V) + lane % 4 * V
-    there = place < W
-    return ask(queue, lane, at + place, at + 8 * W + place, there, there, SLOT, V, not WHOLE)
+def _ask_pair(queue, at, unit, lane, PAIR: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
+    """The queue with a warp's words of its units `unit` + 2 PAIR and the next of 16 rows on their way, in slot PAIR.
+
+    at: where `unit` begins in the first row; beyond the rows' end zeros.
+    """
+    left = W - (unit + 2 * PAIR) * (4 * V)
+    return ask_lines(queue, lane, at, 16, left, PAIR, V, W, PAIR * 8 * V, not WHOLE)
 
 
 @triton.jit
@@ -207,13 +209,14 @@ def units_beside(inputs, steps):
     """How many units of an input lie side by side in the columns of B."""
     assert inputs in (2, 8)
     side = min(8 // inputs, steps)
-    assert steps % side == 0, f"{steps} units at once with {inputs} inputs: expected a multiple of {side}"
+    least = max(side, 2)  # pairs of units are read together
+    assert steps % least == 0, f"{steps} units at once with {inputs} inputs: expected a multiple of {least}"
     return side
 
 
 @triton.constexpr_function
 def tile_bytes(words, group, lanes, steps, inputs):
-    """Shared memory of the queue of an `int4_tile`: words and inputs of the next steps."""
+    """Shared memory of the queue of an `int4_tile`: pairs of units and inputs of the next steps."""
     return lanes * unit_vector(words, group) * (8 * steps + 16 * (steps // units_beside(inputs, steps)))
 
 
@@ -233,42 +236,52 @@ def int4_tile(
     STRIDE: tl.constexpr = L // 32 * STEPS
     WHOLE: tl.constexpr = W % (4 * V * STRIDE) == 0
     SIDE: tl.constexpr = units_beside(INPUTS, STEPS)
-    ASKS: tl.constexpr = STEPS + 2 * (STEPS // SIDE)
+    CHUNK: tl.constexpr = max(SIDE, 2)  # units whose inputs are taken before their words, of which two are one ask
+    EACH: tl.constexpr = CHUNK // SIDE  # inputs of a chunk
+    ASKS: tl.constexpr = STEPS // 2 + 2 * (STEPS // SIDE)
     lane = tl.arange(0, L)
     group = lane % 32 // 4
-    row = (line + group).to(tl.int64)
-    at = words + row * W
-    scale_at = scales + row * groups_of(W, GROUP)
+    scale_at = scales + (line + group).to(tl.int64) * groups_of(W, GROUP)
     unit = lane // 32 * STEPS
+    at = words + line.to(tl.int64) * W + unit * (4 * V)
     beside = group // INPUTS % SIDE  # which unit's input this lane reads, and below whose products it takes
     own = lane % 4 // (INPUTS // 2)
     now = ()
-    for k in tl.static_range(STEPS // SIDE):
-        queue = _ask_input(queue, x, unit + k * SIDE + beside, lane, STEPS + 2 * k, W, V, WHOLE)
-        for s in tl.static_range(k * SIDE, k * SIDE + SIDE):
-            queue = _ask_unit(queue, at, unit + s, lane, s, W, V, WHOLE)
-        now = now + _unit_scales(scale_at, unit + k * SIDE + own, W, GROUP, V)
+    for chunk in tl.static_range(STEPS // CHUNK):
+        for k in tl.static_range(chunk * EACH, chunk * EACH + EACH):
+            queue = _ask_input(queue, x, unit + k * SIDE + beside, lane, STEPS + 2 * k, W, V, WHOLE)
+            now = now + _unit_scales(scale_at, unit + k * SIDE + own, W, GROUP, V)
+        for pair in tl.static_range(chunk * CHUNK // 2, (chunk + 1) * CHUNK // 2):
+            queue = _ask_pair(queue, at, unit, lane, pair, W, V, WHOLE)
     zero = tl.zeros((L,), tl.float32)
     acc = (zero, zero, zero, zero)
     for _ in range(0, UNITS, STRIDE):
+        at += STRIDE * 4 * V
         coming = ()
         for k in tl.static_range(STEPS // SIDE):
             coming = coming + _unit_scales(scale_at, unit + STRIDE + k * SIDE + own, W, GROUP, V)
-        for k in tl.static_range(STEPS // SIDE):
-            first, queue = take(queue, lane, STEPS + 2 * k, V, ASKS - 1)
-            second, queue = take(queue, lane, STEPS + 2 * k + 1, V, ASKS - 2)
-            queue = _ask_input(queue, x, unit + STRIDE + k * SIDE + beside, lane, STEPS + 2 * k, W, V, False)
-            for s in tl.static_range(k * SIDE, k * SIDE + SIDE):
-                w, queue = take(queue, lane, s, V, ASKS - 1)
-                more = scaled(acc, int4_mma(w, first + second, V), now[2 * k], now[2 * k + 1])
-                mine = own == s - k * SIDE
+        for chunk in tl.static_range(STEPS // CHUNK):
+            inputs = ()
+            for k in tl.static_range(chunk * EACH, chunk * EACH + EACH):
+                first, queue = take(queue, lane, STEPS + 2 * k, V, ASKS - 1)
+                second, queue = take(queue, lane, STEPS + 2 * k + 1, V, ASKS - 2)
+                inputs = inputs + first + second
+                queue = _ask_input(queue, x, unit + STRIDE + k * SIDE + beside, lane, STEPS + 2 * k, W, V, False)
+            for s in tl.static_range(chunk * CHUNK, chunk * CHUNK + CHUNK):
+                w, queue = take_unit(queue, lane, s // 2, s % 2, V, ASKS - 1)
+                part = int4_mma(
+                    w, inputs[(s - chunk * CHUNK) // SIDE * 4 * V : ((s - chunk * CHUNK) // SIDE + 1) * 4 * V], V
+                )
+                more = scaled(acc, part, now[s // SIDE * 2], now[s // SIDE * 2 + 1])
+                mine = own == s % SIDE
                 acc = (
                     tl.where(mine, more[0], acc[0]),
                     tl.where(mine, more[1], acc[1]),
                     tl.where(mine, more[2], acc[2]),
                     tl.where(mine, more[3], acc[3]),
                 )
-                queue = _ask_unit(queue, at, unit + STRIDE + s, lane, s, W, V, False)
+                if s % 2 == 1:
+                    queue = _ask_pair(queue, at, unit + STRIDE, lane, s // 2, W, V, False)
         unit += STRIDE
         now = coming
     drain(lane)  # a program's next tile begins with the same slots

@@ -100,7 +100,7 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, group, density):
     check(qkv, qkv_reference, case(device, batch, n_heads, head_dim, d, group, density), policy)
 
 
-@pytest.mark.parametrize(("batch", "warps", "steps"), [(1, 2, 1), (2, 1, 4)])
+@pytest.mark.parametrize(("batch", "warps", "steps"), [(1, 2, 4), (2, 1, 8)])
 def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
     tensors = case(device, batch, 2, 16, 384, 128, 1.0, capacity=20)
     position, watermark = tensors[4:]

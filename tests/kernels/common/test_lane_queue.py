@@ -156,4 +156,4 @@ def test_no_more_programs_fit_than_are_meant(programs):
     reserved = 1024  # of shared memory, by the driver for each program
     taken = even_room(programs, 9216, True) + reserved
     assert programs * taken <= SHARED_BYTES < (programs + 1) * taken
-    assert even_room(programs, 4096, True) == even_room(programs, 9216, False) == 0
+    assert even_room(programs, 2048, True) == even_room(programs, 9216, False) == 0
