@@ -43,7 +43,7 @@ def even_room(programs: int, d: int, dependent: bool) -> int:
 def _room(size):
     """PTX: $0 = the address of `size` bytes of shared memory."""
     assert size <= MOST_BYTES, f"{size} bytes of shared memory for a queue, of {MOST_BYTES}"
-    return f"{{ .shared .align 16 .b8 room[{size}]; mov.u32 $0, room; }}"
+    return f"{{ .shared .align 128 .b8 room[{size}]; mov.u32 $0, room; }}"
 
 
 @triton.constexpr_function
@@ -179,9 +179,13 @@ def _take_unit(lanes, slot, unit, vector, behind):
 
 
 @triton.jit
-def _line_place(lane, row, chunk, V: tl.constexpr):
-    """Bytes from a slot's beginning to a chunk of a row of this lane's warp."""
-    return lane // 32 * (16 * 32 * V) + row * (32 * V) + (chunk ^ (row % 2 * 4)) * (4 * V)
+def _line_place(queue, lane, row, chunk, V: tl.constexpr):
+    """The address in the first slot of a chunk of a row of this lane's warp.
+
+    Put together with OR, which no compiler folds into an instruction's address: of a sum, the assembler of CUDA 12.8
+    keeps the queue's address in a uniform register and writes a copy that the GPU refuses as an illegal instruction.
+    """
+    return (queue[0] + (lane // 32 * 16 + row) * (32 * V)) | (chunk ^ (row % 2 * 4)) * (4 * V)
 
 
 @triton.jit
@@ -199,7 +203,7 @@ def ask_lines(
     if ASM:
         row = lane % 32 // 8
         chunk = lane % 8
-        operands = (queue[0] + _line_place(lane, row, chunk, V), at + row * W + chunk * V)
+        operands = (_line_place(queue, lane, row, chunk, V), at + row * W + chunk * V)
         if PARTLY:
             for four in tl.static_range(4):
                 there = (4 * four + row < rows) & (chunk * V < left)
@@ -234,7 +238,7 @@ def take_unit(
     """
     L: tl.constexpr = lane.shape[0]
     if ASM:
-        at = [queue[0] + _line_place(lane, lane % 32 // 4, 4 * UNIT + lane % 4, V)]
+        at = [_line_place(queue, lane, lane % 32 // 4, 4 * UNIT + lane % 4, V)]
         if V == 4:
             words = tl.inline_asm_elementwise(
                 _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(8), at, dtype=EIGHT_WORDS, is_pure=False, pack=1

@@ -79,7 +79,7 @@ def int4_row_settings(d: int) -> Int4RowSettings:
     """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return Int4RowSettings(1, 1, 2)
-    return Int4RowSettings(3 if d <= 8192 else 2, 4, 5, 288)
+    return Int4RowSettings(3 if d <= 4096 else 2, 4, 5, 288)
 
 
 def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:

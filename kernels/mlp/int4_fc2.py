@@ -51,7 +51,7 @@ def int4_fc2_settings() -> Int4Fc2Settings:
     """Launch settings from whole steps of several widths (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return Int4Fc2Settings(1, 2, 4)
-    return Int4Fc2Settings(8, 4, 264)
+    return Int4Fc2Settings(8, 2, 264)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
