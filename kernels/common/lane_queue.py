@@ -259,11 +259,15 @@ def take_unit(
 
 @triton.jit
 def drain(lane, ASM: tl.constexpr = ASSEMBLY):
-    """Waits for all copies, so that slots may be filled anew: those of nothing write zeros, in no order with others."""
+    """Waits for all copies, so that slots may be filled anew: those of nothing write zeros, in no order with others.
+
+    For those of a warp's other lanes as well: what was a slot of lines may become one of each lane's own words.
+    """
     if ASM:
         tl.inline_asm_elementwise(
-            "cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
-        )
+            "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [lane], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.constexpr_function
