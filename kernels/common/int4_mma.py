@@ -331,6 +331,20 @@ def _unit_of(step, warp, WARPS: tl.constexpr):
 
 
 @triton.jit
+def fetch_vector(vector, lane, D: tl.constexpr):
+    """Asks the L2 for `vector` (D,): the first four programs for a quarter each.
+
+    A layer's gains were last read a token ago. Nothing happens where a quarter is no multiple of 16 bytes. It need not
+    begin at one: up to 15 bytes before `vector` are asked for as well, which lie in the same allocation.
+    """
+    BYTES: tl.constexpr = D * vector.dtype.element_ty.primitive_bitwidth // 8
+    if BYTES % 64 == 0:
+        if tl.program_id(0) < 4:
+            at = (vector + tl.program_id(0) * (D // 4) + lane).to(tl.int64) & -16  # lane 0's
+            fetch_ahead(at, lane < 1, BYTES // 4)
+
+
+@triton.jit
 def _own_unit_sums(x, place, there, V: tl.constexpr):
     """Sums of a lane's 8 V columns of x and of their squares."""
     total = tl.zeros(place.shape, tl.float32)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import pair_slot, round_slots, rounds_of
+from kernels.common.int4_mma import fetch_vector, pair_slot, round_slots, rounds_of
 from kernels.common.lane_queue import (
     SHARED_BYTES,
     add_warps,
@@ -141,6 +141,7 @@ def test_fetching_ahead_changes_nothing(device):
     def kernel(words, out, L: tl.constexpr):
         lane = tl.arange(0, L)
         fetch_ahead(words + lane * 64, lane < 16, 256)
+        fetch_vector(words + 1, lane, 512)
         tl.store(out + lane, tl.load(words + lane))
 
     if torch.cuda.get_device_capability() < (9, 0):
