@@ -122,6 +122,12 @@ def report(kernel: Any) -> SimpleNamespace:
     )
 
 
+def refused_copies(code: list[tuple[int, str, str]]) -> int:
+    """Copies to shared memory at a uniform register plus another one: what the assembler of CUDA 12.8 makes of them
+    ends a kernel with an illegal instruction on compute capability 9.0 (seen on an H200)."""
+    return sum(name.startswith("LDGSTS") and "+UR" in rest.partition("]")[0] for _, name, rest in code)
+
+
 def loops(code: list[tuple[int, str, str]]) -> list[list[tuple[str, str]]]:
     """Instructions of each innermost loop, (name, operands): what lies between a backward branch and its target."""
     found = []
@@ -310,7 +316,8 @@ def main() -> int:
                 print(
                     f"{key}: {found.registers} registers, {found.stack} B stack, {found.shared} B shared, "
                     f"loops of {sizes or 'none'} instructions"
-                    + (f"; of {loads} loads {mean:.1f} on their way, at least {least}" if loads else ""),
+                    + (f"; of {loads} loads {mean:.1f} on their way, at least {least}" if loads else "")
+                    + (f"; {refused} COPIES THAT A GPU REFUSES" if (refused := refused_copies(found.code)) else ""),
                     flush=True,
                 )
     if args.save:

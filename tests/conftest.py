@@ -103,6 +103,18 @@ def pytest_collection_modifyitems(items):
                 raise pytest.UsageError("triton was imported before conftest.py: run with TRITON_INTERPRET=1")
 
 
+@pytest.fixture(params=[True, False], ids=["assembly", "plain"])
+def asm(request, device, monkeypatch):
+    """Whether a kernel of kernels/common runs its assembly; on a CPU that is carried out here (tests/assembly.py)."""
+    if request.param and device == "cpu":
+        from assembly import carried_out
+
+        carried_out(monkeypatch)
+    if not request.param and device == "cuda":
+        pytest.skip("plain arithmetic is for the interpreter")
+    return request.param
+
+
 @pytest.fixture
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"

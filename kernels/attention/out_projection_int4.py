@@ -70,6 +70,12 @@ def project_head_rows_reference(mixed, weight, bias, residual, selection, out, p
 
 
 @triton.constexpr_function
+def queue_bytes(lanes, span, tiles, head_dim):
+    """Shared memory of the words on their way: of two heads of a tile 8 V of each lane."""
+    return lanes * (span // 2) * tiles * 8 * unit_vector(head_dim // 8, head_dim)
+
+
+@triton.constexpr_function
 def _tiles_of_heads(entries, warps):
     """Registers of a lane that hold the heads of a warp's entries, 32 each."""
     return -(-entries // (32 * warps))
@@ -174,7 +180,7 @@ def _project_head_rows_kernel(
         order, n = selected_heads(row_bits, H, H_TILE)
     its = _warps_heads(order, n, lane, UNITS, H, ALL)
     heads = _heads(its, 0, lane, UNITS, SPAN, H)
-    queue = lane_queue(lane, max(ROOM, L * PAIRS * TILES * 8 * V))
+    queue = lane_queue(lane, max(ROOM, queue_bytes(L, SPAN, TILES, HEAD_DIM)))
     factors = ()
     for p in tl.static_range(PAIRS):
         for m in tl.static_range(TILES):
@@ -253,6 +259,7 @@ def project_head_rows(
     require(settings.span in (2, 4, 8), f"a span is of 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
     programs = triton.cdiv(d, 8 * settings.tiles)
+    needed = queue_bytes(32 * settings.warps, settings.span, settings.tiles, head_dim)
     _project_head_rows_kernel[(programs,)](
         mixed,
         weight.words,
@@ -269,7 +276,7 @@ def project_head_rows(
         SPAN=settings.span,
         TILES=settings.tiles,
         ALL=selection is None,
-        ROOM=even_room(triton.cdiv(programs, n_sms(out.device)), d, pdl and selection is None),
+        ROOM=even_room(triton.cdiv(programs, n_sms(out.device)), d, pdl and selection is None, needed),
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,

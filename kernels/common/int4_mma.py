@@ -315,6 +315,13 @@ def round_slots(pairs, rounds):
 
 
 @triton.constexpr_function
+def row_queue_bytes(words, group, lanes, rounds):
+    """Shared memory of the queue of `first_rows`."""
+    vector = unit_vector(words, group)
+    return round_slots(pairs_of_a_warp(words, vector, lanes // 32), rounds) * line_slot_bytes(lanes, vector)
+
+
+@triton.constexpr_function
 def pair_slot(pair, pairs, rounds):
     """The slot of a warp's pair, the same in every tile: each round begins with slot 0, longer rounds come first.
 
@@ -453,7 +460,7 @@ def first_rows(
     L: tl.constexpr = lane.shape[0]
     PAIRS: tl.constexpr = pairs_of_a_warp(W, V, L // 32)
     AHEAD: tl.constexpr = PAIRS // ROUNDS
-    queue = lane_queue(lane, max(ROOM, round_slots(PAIRS, ROUNDS) * line_slot_bytes(L, V)))
+    queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, ROUNDS)))
     for k in tl.static_range(AHEAD):
         queue = _ask_rows(queue, words, line, n_rows, lane, k, W, GROUP, ROUNDS, WHOLE, False)
     BEGIN: tl.constexpr = 8 * V * AHEAD * (L // 32)

@@ -24,19 +24,22 @@ from kernels.common.int4_tiles import ASSEMBLY
 EIGHT_WORDS, FOUR_WORDS, TWO_WORDS = (tl.constexpr((tl.int32,) * n) for n in (8, 4, 2))
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take
 SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where `launch.carveout` asks for half
+BESIDE_QUEUE = 2 * 1024  # of a program: for the driver, and for sums of one column of numbers
 EVEN_FROM = 4096
 
 
-def even_room(programs: int, d: int, dependent: bool) -> int:
+def even_room(programs: int, d: int, dependent: bool, needed: int = 0) -> int:
     """Bytes that a kernel's queue takes at least, so that at most `programs`, two or more, fit on a multiprocessor.
 
-    0: what it needs. dependent: the grid starts while its predecessor ends. Such a grid fills the
-    multiprocessors that are free first, each with as many programs as fit, and leaves the last ones without any: at
-    d = 9216 of 132 multiprocessors 44 had none of the 264 programs of q/k/v, 43 none of fc2's. For grids of a dense
-    step. Narrower matrices than EVEN_FROM: not measured. One program alone may not declare enough to keep a second
-    one out.
+    0: the bytes `needed` see to that already, or none are asked for. dependent: the grid starts while its predecessor
+    ends. Such a grid fills the multiprocessors that are free first, each with as many programs as fit, and leaves the
+    last ones without any: at d = 9216 of 132 multiprocessors 44 had none of the 264 programs of q/k/v, 43 none of
+    fc2's. For grids of a dense step. More than that keeps out the next kernel's programs, which should start early.
+    Narrower matrices than EVEN_FROM: not measured. One program alone may not declare enough to keep a second one out.
     """
-    return min(MOST_BYTES, SHARED_BYTES // (programs + 1)) if dependent and d >= EVEN_FROM else 0
+    if not dependent or d < EVEN_FROM or (programs + 1) * (needed + BESIDE_QUEUE) > SHARED_BYTES:
+        return 0
+    return min(MOST_BYTES, SHARED_BYTES // (programs + 1))
 
 
 @triton.constexpr_function

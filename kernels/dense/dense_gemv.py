@@ -27,6 +27,7 @@ from kernels.common.int4_mma import (
     normalised_units,
     pairs_of_a_warp,
     rounds_of,
+    row_queue_bytes,
     unit_vector,
 )
 from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
@@ -237,10 +238,11 @@ def row_launch(
         raise ValueError("4-bit rows need Int4RowSettings")
     vector, threads = unit_vector(d // 8, weight.group), 32 * chosen.warps
     ahead = min(chosen.ahead, MOST_BYTES // line_slot_bytes(threads, vector))
-    constants = {"BLOCK": threads, "ROWS": rounds_of(pairs_of_a_warp(d // 8, vector, chosen.warps), ahead)}
-    constants |= {"GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
+    rounds = rounds_of(pairs_of_a_warp(d // 8, vector, chosen.warps), ahead)
+    constants = {"BLOCK": threads, "ROWS": rounds, "GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
-    constants["ROOM"] = even_room(chosen.programs, d, fetches_rows(device))
+    needed = row_queue_bytes(d // 8, weight.group, threads, rounds)
+    constants["ROOM"] = even_room(chosen.programs, d, fetches_rows(device), needed)
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 

@@ -212,6 +212,8 @@ def int4_fc2(
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
     pdl = use_pdl(pdl, out.device)
+    list_rounds = triton.cdiv(n_own, lanes)
+    needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
     _int4_fc2_kernel[(stripes, splits)](
         h,
         weight.words,
@@ -223,8 +225,8 @@ def int4_fc2(
         GROUP=weight.group,
         L=lanes,
         AHEAD=settings.ahead,
-        ROUNDS=triton.cdiv(n_own, lanes),
-        ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl),
+        ROUNDS=list_rounds,
+        ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl, needed),
         PDL=pdl,
         num_warps=settings.warps,
         launch_pdl=pdl,

@@ -1,0 +1,159 @@
+"""Carries out the assembly of the queues and lists of kernels/common on a CPU, all threads of a program in step.
+
+Triton's interpreter takes no assembly. `carried_out(monkeypatch)` lets it take the PTX instructions below, those of
+one program at a time. A copy (`cp.async`) writes garbage at once and its words when they are waited for, so that words
+that are taken too early, or a slot that is asked for anew before it was taken, are found. Barriers do nothing: what
+this cannot find is a missing one.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+GARBAGE = 0xA5
+BASE = 1 << 10  # of the queue in shared memory
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes assembly, the state of which begins anew with each queue."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    state = Program()
+
+    def inline_asm(_self: Any, text: str, constraints: str, values: list[Any], *_rest: Any) -> SimpleNamespace:
+        n = sum(word.startswith("=") for word in constraints.split(","))
+        results = state.run(text, n, [value.data for value in values])
+        kinds = [word.strip("=&") for word in constraints.split(",")[:n]]
+        arrays = [each.view(np.float32 if kind == "f" else np.int32) for each, kind in zip(results, kinds, strict=True)]
+        import triton.language as tl
+
+        handles = [TensorHandle(each, tl.float32 if kind == "f" else tl.int32)
+                   for each, kind in zip(arrays, kinds, strict=True)]  # fmt: skip
+        return SimpleNamespace(get_result=lambda i: handles[i])
+
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline_asm)
+
+
+class Program:
+    """Shared memory of one program, its threads' copies on their way, and the registers of one piece of assembly."""
+
+    def __init__(self) -> None:
+        self.shared = np.zeros(0, np.uint8)
+        self.groups: list[list[Callable[[], None]]] = []
+        self.open: list[Callable[[], None]] = []
+        self.registers: dict[str, np.ndarray] = {}
+        self.threads = 0
+
+    def run(self, text: str, n_outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """The outputs, uint32 for each thread."""
+        self.threads = max(each.size for each in inputs)
+        thread = np.arange(self.threads, dtype=np.uint32)
+        self.registers = {
+            "%tid.x": thread,
+            "%laneid": thread % 32,
+            "%lanemask_lt": (1 << (thread % 32)) - 1,
+            "room": BASE,
+        }
+        for i, each in enumerate(inputs):
+            bits = each.view(np.uint32) if each.dtype.itemsize == 4 else each.astype(np.uint64)
+            self.registers[f"${n_outputs + i}"] = bits
+        for line in text.strip().removeprefix("{").removesuffix("}").split(";"):
+            if line.strip() and not line.strip().startswith(".reg"):
+                self.instruction(line.strip())
+        return [np.broadcast_to(self.value(f"${i}"), self.threads).astype(np.uint32) for i in range(n_outputs)]
+
+    def value(self, name: str) -> np.ndarray:
+        """A register or a number, for all threads."""
+        found = self.registers.get(name)
+        return np.broadcast_to(np.asarray(int(name, 0) if found is None else found), self.threads)
+
+    def address(self, text: str) -> np.ndarray:
+        register, _, offset = text.strip("[] ").partition("+")
+        return self.value(register.strip()).astype(np.int64) + int(offset or 0)
+
+    def instruction(self, line: str) -> None:
+        if line.startswith(".shared"):
+            self.shared = np.full(BASE + int(re.findall(r"room\[(\d+)\]", line)[0]), GARBAGE, np.uint8)
+            self.groups, self.open = [], []
+            return
+        guard = np.ones(self.threads, bool)
+        if line.startswith("@"):
+            name, line = line[1:].split(" ", 1)
+            guard = self.value(name).astype(bool)
+        code, _, rest = line.partition(" ")
+        names = [each.strip() for each in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)]
+        kind, *more = code.split(".")
+        if kind == "cp":
+            self.copy(more, names)
+        elif kind in ("ld", "st"):
+            self.move(kind, more, names, guard)
+        elif kind not in ("createpolicy", "bar"):
+            new = self.computed(kind, more, [self.value(name) for name in names[1:]])
+            old = self.registers.get(names[0], np.zeros(self.threads, np.uint32))
+            self.registers[names[0]] = np.where(guard, new, old)
+
+    def computed(self, kind: str, more: list[str], of: list[np.ndarray]) -> np.ndarray:
+        bits = [each.astype(np.uint32) for each in of]
+        if kind == "add" and "f32" in more:
+            return (bits[0].view(np.float32) + bits[1].view(np.float32)).view(np.uint32)
+        if kind == "setp":
+            return {"ne": np.not_equal, "gt": np.greater, "eq": np.equal}[more[0]](bits[0], bits[1])
+        if kind == "vote":
+            votes = of[0].astype(bool).reshape(-1, 32) @ (1 << np.arange(32, dtype=np.uint64))
+            return np.repeat(votes, 32).astype(np.uint32)
+        if kind == "popc":
+            return np.array([int(each).bit_count() for each in bits[0]], np.uint32)
+        if kind in ("mov", "cvt"):
+            return bits[0]
+        if kind == "mad":
+            return bits[0] * bits[1] + bits[2]
+        operations = {"add": np.add, "and": np.bitwise_and, "shl": np.left_shift, "shr": np.right_shift}
+        return operations[kind](bits[0], bits[1])
+
+    def copy(self, more: list[str], names: list[str]) -> None:
+        if "commit_group" in more:
+            self.groups.append(self.open)
+            self.open = []
+        elif "wait_group" in more or "wait_all" in more:
+            if "wait_all" in more:
+                self.groups.append(self.open)
+                self.open = []
+            keep = int(names[0]) if names else 0
+            while len(self.groups) > keep:
+                for each in self.groups.pop(0):
+                    each()
+        else:
+            size = int(names[2])
+            to, at = self.address(names[0]), self.address(names[1])
+            read = self.value(names[3]).astype(int) if len(names) > 3 and names[3] != "policy" else None
+            assert not (to % size).any() and (at % size == 0)[slice(None) if read is None else read > 0].all(), (
+                "aligned"
+            )
+            assert "cg" not in more or size == 16
+            for thread in range(self.threads):
+                length = size if read is None else int(read[thread])
+                self.shared[to[thread] : to[thread] + size] = GARBAGE
+                self.open.append(lambda to=to[thread], at=int(at[thread]), n=length: self.arrive(to, at, n, size))
+
+    def arrive(self, to: int, at: int, length: int, size: int) -> None:
+        words = ctypes.string_at(at, length) if length else b""
+        self.shared[to : to + size] = np.frombuffer(words.ljust(size, b"\0"), np.uint8)
+
+    def move(self, kind: str, more: list[str], names: list[str], guard: np.ndarray) -> None:
+        bytes_each = int(more[-1][1:]) // 8
+        place, registers = (names[1], names[0]) if kind == "ld" else (names[0], names[1])
+        at = self.address(place)
+        for number, name in enumerate(registers.strip("{}").replace(" ", "").split(",")):
+            view = self.shared[(at + number * bytes_each)[:, None] + np.arange(bytes_each)]
+            if kind == "ld":
+                self.registers[name] = np.ascontiguousarray(view).view(UNSIGNED[bytes_each])[:, 0].astype(np.uint32)
+            else:
+                data = self.value(name).astype(np.uint32).astype(UNSIGNED[bytes_each])
+                for thread in np.flatnonzero(guard):
+                    self.shared[at[thread] : at[thread] + bytes_each] = data[thread : thread + 1].view(np.uint8)
