@@ -249,7 +249,7 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
                     yield Int4RowSettings(programs, warps, ahead)
     elif op == "heads":
         for warps in (1, 2, 4, 8):
-            for steps in (1, 2, 4, 8):
+            for steps in (4, 8):  # pairs of two units, of which heads that lack many positions have half
                 if warps * steps <= 16:  # shared memory
                     yield TileSettings(16, 2, 32 * warps, steps, warps, 8)
     elif op == "mlp":

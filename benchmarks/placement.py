@@ -6,9 +6,10 @@
 SETTINGS:STEPS words as in `int4_settings`. Programs of one kernel start while those of the one before it end, so that
 neither a grid's size nor a chain of one kernel says how evenly a step's work lies. Before anything is compiled each
 kernel's source gets statements that note a program's multiprocessor, when its first thread starts, has waited for the
-kernel before it (where the kernel itself says that, not a function it calls) and ends (%globaltimer). That takes
-registers and time; a step that notes is timed, counters set back included, to be compared with one that does not. A
-line for each kernel of the middle layer, microseconds after all earlier kernels have ended.
+kernel before it (where the kernel itself says that, not a function it calls) and ends (%globaltimer). That takes time,
+and registers, for want of which fewer programs may fit on a multiprocessor than without: a step that notes is timed,
+counters set back included, and says little where it takes less time than one that does not (`int4_settings`). A line
+for each kernel of the middle layer, microseconds after all earlier kernels have ended.
 """
 
 import argparse
