@@ -8,6 +8,7 @@ this cannot find is a missing one.
 
 import ctypes
 import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,27 @@ def carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(get_result=lambda i: handles[i])
 
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline_asm)
+
+
+def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that import a queue's functions run their assembly, all other arithmetic stays plain."""
+    import triton.language as tl
+
+    import kernels.attention.qkv
+    import kernels.dense.dense_gemv  # noqa: F401
+    from kernels.common import lane_queue
+
+    carried_out(monkeypatch)
+    # Called from Python, a function's tuples are not those that the interpreter makes of a kernel's.
+    both = lambda one, two: tl.tuple([*one, *two])  # noqa: E731
+    monkeypatch.setattr(tl.tuple, "__add__", both)
+    monkeypatch.setattr(tl.tuple, "__radd__", lambda self, before: both(before, self), raising=False)
+    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.") and module != lane_queue]
+    for name in ("ask", "take", "ask_lines", "take_unit", "drain", "lane_queue"):
+        function = getattr(lane_queue, name)
+        for module in modules:
+            if getattr(module, name, None) is function:
+                monkeypatch.setattr(module, name, lambda *args, of=function, **named: of(*args, **named, ASM=True))
 
 
 class Program:

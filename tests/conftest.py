@@ -116,5 +116,14 @@ def asm(request, device, monkeypatch):
 
 
 @pytest.fixture
+def queues_in_assembly(device, monkeypatch):
+    """Whole kernels with the assembly of their queues, on a CPU as well (tests/assembly.py)."""
+    if device == "cpu":
+        from assembly import queues_carried_out
+
+        queues_carried_out(monkeypatch)
+
+
+@pytest.fixture
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"

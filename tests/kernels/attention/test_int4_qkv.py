@@ -109,6 +109,10 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
     check(qkv, qkv_reference, tensors, settings=settings)
 
 
+def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
+    test_a_head_idle_for_long_is_shared_out(device, 1, 2, 4)
+
+
 def with_predictor(device, rank=16, n=70):
     """qkv_select as a function of qkv's arguments; its list is compared with the reference's."""
     mlp = PredictorWeights(torch.empty(0), torch.randn(n, rank, device=device), torch.randn(n, device=device))

@@ -38,6 +38,10 @@ def test_dense_rows(device, n, d, group, warps, ahead):
     assert_rounded_products(out, want, rounding(x, ln, weight), 2**-11)
 
 
+def test_lines_of_dense_rows_in_assembly(device, queues_in_assembly):
+    test_dense_rows(device, 20, 1280, 128, 2, 2)
+
+
 @pytest.mark.parametrize(("n_heads", "head_dim"), [(2, 32), (1, 80)])
 def test_qkv_of_all_heads(device, n_heads, head_dim):
     d, capacity = 64, 5
