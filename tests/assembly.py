@@ -23,6 +23,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 def carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes assembly, the state of which begins anew with each queue."""
+    import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     state = Program()
@@ -30,12 +31,9 @@ def carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def inline_asm(_self: Any, text: str, constraints: str, values: list[Any], *_rest: Any) -> SimpleNamespace:
         n = sum(word.startswith("=") for word in constraints.split(","))
         results = state.run(text, n, [value.data for value in values])
-        kinds = [word.strip("=&") for word in constraints.split(",")[:n]]
-        arrays = [each.view(np.float32 if kind == "f" else np.int32) for each, kind in zip(results, kinds, strict=True)]
-        import triton.language as tl
-
-        handles = [TensorHandle(each, tl.float32 if kind == "f" else tl.int32)
-                   for each, kind in zip(arrays, kinds, strict=True)]  # fmt: skip
+        floats = [word.endswith("f") for word in constraints.split(",")[:n]]
+        handles = [TensorHandle(each.view(np.float32 if number else np.int32), tl.float32 if number else tl.int32)
+                   for each, number in zip(results, floats, strict=True)]  # fmt: skip
         return SimpleNamespace(get_result=lambda i: handles[i])
 
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline_asm)
@@ -154,9 +152,8 @@ class Program:
             size = int(names[2])
             to, at = self.address(names[0]), self.address(names[1])
             read = self.value(names[3]).astype(int) if len(names) > 3 and names[3] != "policy" else None
-            assert not (to % size).any() and (at % size == 0)[slice(None) if read is None else read > 0].all(), (
-                "aligned"
-            )
+            assert not (to % size).any(), "not aligned in shared memory"
+            assert not (at % size)[slice(None) if read is None else read > 0].any(), "not aligned in memory"
             assert "cg" not in more or size == 16
             for thread in range(self.threads):
                 length = size if read is None else int(read[thread])

@@ -6,8 +6,8 @@ words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of 
 neighbouring words: a unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over
 columns is free, so a word's pairs are already what m16n8k16 wants of this lane: pairs 0, 1 of both rows' words are A,
 pairs 0, 1 of the input's eight columns B, and 2, 3 those of a second instruction. Words come through a queue
-(`lane_queue`). Those of dense rows are read as pairs of units, 128 bytes of a row, four rows a load: loads of 64 bytes
-of eight rows alone take longer (36864 rows of 9216 columns on one H200: 42.7 us instead of 39.0).
+(`lane_queue`), as pairs of units, 128 bytes of a row, four rows a load: loads of 64 bytes of eight rows take longer
+(36864 rows of 9216 columns on one H200: 42.7 us instead of 39.0).
 Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 1, which it multiplies with the scales.
 By count, a word: nine to make fp16 numbers of its codes (`int4_tiles`), one mma, and of a lane's eight words two loads
 of words, four of inputs, two of scales, four multiplications: 11.5. Products are exact, sums in fp32.

@@ -21,7 +21,6 @@ import triton.language as tl
 
 from kernels.common.int4_tiles import ASSEMBLY
 
-EIGHT_WORDS, FOUR_WORDS, TWO_WORDS = (tl.constexpr((tl.int32,) * n) for n in (8, 4, 2))
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take
 SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where `launch.carveout` asks for half
 BESIDE_QUEUE = 2 * 1024  # of a program: for the driver, and for sums of one column of numbers
@@ -72,6 +71,11 @@ def _take(lanes, slot, vector, behind):
         names = f"{{{names}}}" if vector > 1 else names
         text += f"ld.shared.{kind} {names}, [${2 * vector} + {(2 * slot + piece) * lanes * 4 * vector}];"
     return text
+
+
+@triton.constexpr_function
+def _words(n):
+    return (tl.int32,) * n
 
 
 @triton.constexpr_function
@@ -129,18 +133,9 @@ def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
     L: tl.constexpr = lane.shape[0]
     if ASM:
         at = [queue[0] + lane * (4 * V)]
-        if V == 4:
-            words = tl.inline_asm_elementwise(
-                _take(L, SLOT, V, BEHIND), _take_operands(8), at, dtype=EIGHT_WORDS, is_pure=False, pack=1
-            )
-        elif V == 2:
-            words = tl.inline_asm_elementwise(
-                _take(L, SLOT, V, BEHIND), _take_operands(4), at, dtype=FOUR_WORDS, is_pure=False, pack=1
-            )
-        else:
-            words = tl.inline_asm_elementwise(
-                _take(L, SLOT, V, BEHIND), _take_operands(2), at, dtype=TWO_WORDS, is_pure=False, pack=1
-            )
+        words = tl.inline_asm_elementwise(
+            _take(L, SLOT, V, BEHIND), _take_operands(2 * V), at, dtype=_words(2 * V), is_pure=False, pack=1
+        )
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]
@@ -242,18 +237,9 @@ def take_unit(
     L: tl.constexpr = lane.shape[0]
     if ASM:
         at = [_line_place(queue, lane, lane % 32 // 4, 4 * UNIT + lane % 4, V)]
-        if V == 4:
-            words = tl.inline_asm_elementwise(
-                _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(8), at, dtype=EIGHT_WORDS, is_pure=False, pack=1
-            )
-        elif V == 2:
-            words = tl.inline_asm_elementwise(
-                _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(4), at, dtype=FOUR_WORDS, is_pure=False, pack=1
-            )
-        else:
-            words = tl.inline_asm_elementwise(
-                _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2), at, dtype=TWO_WORDS, is_pure=False, pack=1
-            )
+        words = tl.inline_asm_elementwise(
+            _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2 * V), at, dtype=_words(2 * V), is_pure=False, pack=1
+        )
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]
