@@ -32,7 +32,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
 from kernels.lookahead import qkv_select, site_predict
-from kernels.mlp import int4_fc2, int4_fc2_batch, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -223,7 +223,8 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
             ),
         )
-    site = site_predict.SiteRows(halves(h + rank, d), (torch.empty(h + rank),) * 2, h, False)
+    sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
+    site = site_predict.SiteRows(halves(h, d), halves(rank, d), None, *sums, False)
     yield (
         f"site {d}",
         lambda site=site: site_predict.site_predict(
@@ -233,7 +234,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Those with 4-bit weights of one width, int8 predictors."""
+    """Those with 4-bit weights of one width, predictors of int8 codes and of nibbles."""
 
     def rows(*shape: int) -> Int4Rows:
         *outer, width = shape
@@ -259,31 +260,46 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         cache,
     )
     listed, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
-    predictor = PredictorWeights(
-        torch.empty(rank, d, dtype=torch.int8), torch.empty(n, rank, dtype=torch.int8), torch.empty(n),
-        torch.empty(rank), torch.empty(n),
-    )  # fmt: skip
+    predictors = {
+        name: PredictorWeights(
+            torch.empty(rank, d // share, dtype=kind), torch.empty(n, rank // share, dtype=kind), torch.empty(n),
+            torch.empty(rank), torch.empty(n),
+        )
+        for name, kind, share in (("int8", torch.int8, 1), ("nibbles", torch.uint8, 2))
+    }  # fmt: skip
     bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
     by_head = rows(h, d, hd)
     yield f"4 bits: dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, bias, "relu", hidden, True)
     yield f"4 bits: qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, qkv_bias, ones, q, cache, cache, True)
     yield f"4 bits: qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
-    yield (
-        f"4 bits: qkv_select {d}",
-        lambda: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
-    )
-    yield f"4 bits: out {d}", lambda: out_projection.project_heads(x, by_head, halves(d), x, heads, y, True)
-    yield f"4 bits: out all {d}", lambda: out_projection.project_heads(x, by_head, halves(d), x, None, y, True)
+    for kind, predictor in predictors.items():
+        sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
+        site = site_predict.SiteRows(halves(h, d), predictor.down, predictor.down_scale, *sums, False)
+        yield (
+            f"4 bits: qkv_select {d} {kind}",
+            lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
+        )
+        yield (
+            f"4 bits: site {d} {kind}",
+            lambda site=site: site_predict.site_predict(
+                x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
+            ),
+        )
+    mixed = halves(1, d)
+    yield f"4 bits: out {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, heads, y, True)
+    yield f"4 bits: out all {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, None, y, True)
     yield (
         f"4 bits: sparse_mlp {d}",
         lambda: sparse_mlp.sparse_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
     )
-    yield f"4 bits: int4_fc2 {d}", lambda: int4_fc2.int4_fc2(hidden, w, halves(d), x, y, partials, True)
-    eight, several = torch.empty(2, 8, d), halves(8, n)
-    yield (
-        f"4 bits: int4_fc2_batch {d}",
-        lambda: int4_fc2_batch.int4_fc2_batch(several, w, halves(d), eight[0], eight[1], partials, True),
-    )
+    for tokens in (1, 2, 4, 8):
+        several, eight = hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
+        yield (
+            f"4 bits: int4_fc2 {d} {tokens}",
+            lambda several=several, eight=eight: int4_fc2.int4_fc2(
+                several, w, halves(d), eight[0], eight[1], partials, True
+            ),
+        )
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -7,7 +7,8 @@
 One row of input, groups of 128 columns, random codes. Each op is a chain of itself with dependent launches, every step
 on weights of its own. The floor is what must be read at 4.5 TB/s. "rows": LayerNorm, fc1 and ReLU; "qkv": all heads;
 "heads": q/k/v of 85 or 50 % of the heads, two positions of K and V missing; "out": 100 or 50 % of the heads;
-"mlp": fc1, fc2 and residual over a given list, 60 % of it live; "fc2": that of a dense step, 60 % of the neurons live;
+"mlp": fc1, fc2 and residual over a given list, 60 % of it live; "fc2": that of a dense step, 60 % of the neurons live,
+with "x2" and "x4" of two and four tokens, for each of which others are live;
 "predictor": both products, rank d / 16, with the list. PyTorch's kernel multiplies bf16 and neither normalises nor adds
 a bias.
 """
@@ -139,7 +140,8 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
         chosen = selection if half else None
         if int4:
             weights = [packed(n_heads * d, head_dim, device, head_dim).view(n_heads, d, head_dim) for _ in range(sets)]
-            return lambda i, s: project_head_rows(x, weights[i], zero, residual, chosen, out, True, s)
+            mixed = x.half()
+            return lambda i, s: project_head_rows(mixed, weights[i], zero, residual, chosen, out, True, s)
         numbers = [fp16(d, d) for _ in range(sets)]
         return lambda i, s: project_heads(x, numbers[i], zero, residual, chosen, out, True, s)
 
@@ -173,16 +175,20 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
             yield Case("mlp", "int4", ffn, density, size, whole,
                        partial(mlp, density, partial(packed, ffn, d, device, group)))  # fmt: skip
 
-    def fc2(sets: int) -> Step:
+    def fc2(tokens: int, sets: int) -> Step:
         weights = [packed(ffn, d, device, group) for _ in range(sets)]
         generator = torch.Generator(device).manual_seed(0)
-        h = torch.rand(1, ffn, generator=generator, device=device)
+        h = torch.rand(tokens, ffn, generator=generator, device=device)
         h, partials = torch.where(h < 0.6, h, 0.0), partial_sums(d, device)
-        return lambda i, s: int4_fc2(h, weights[i], zero, residual, out, partials, True, s)
+        h = h if tokens == 1 else h.half()
+        before, after = residual.repeat(tokens, 1), out.repeat(tokens, 1)
+        return lambda i, s: int4_fc2(h, weights[i], zero, before, after, partials, True, s)
 
     if "fc2" in ops:
         size = int(quarter * ffn * d)
-        yield Case("fc2", "int4", ffn, 1.0, int(0.6 * size), size, fc2)
+        for op, tokens in (("fc2", 1), ("fc2 x2", 2), ("fc2 x4", 4)):
+            if group >= 32 * tokens:
+                yield Case(op, "int4", ffn, 1.0, int((1 - 0.4**tokens) * size), size, partial(fc2, tokens))
 
     rank = max(16, d // 16)
 
@@ -256,9 +262,10 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
         for programs, lanes, rows in ((264, 128, 2), (264, 256, 2), (132, 256, 4), (264, 128, 4), (132, 512, 2)):
             if rows * d // (8 * lanes) <= 24:
                 yield MlpSettings(programs, lanes, rows, lanes // 32)
-    elif op == "fc2":
-        for warps, ahead, programs in ((8, 4, 264), (8, 4, 132), (4, 4, 528), (4, 8, 528)):
-            yield Int4Fc2Settings(warps, ahead, programs)
+    elif op.startswith("fc2"):
+        for shape in ((4, 2, 528, 128), (8, 2, 264, 128), (4, 2, 396, 168), (4, 3, 396, 168)):
+            for fetched in (0, 32, 64):
+                yield Int4Fc2Settings(*shape, fetched)
     elif op == "out":
         for warps in (4, 8, 16):
             for span in (2, 4, 8):

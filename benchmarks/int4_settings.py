@@ -4,10 +4,11 @@
 
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
-mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS,
+mlp=PROGRAMS/BLOCK/ROWS/WARPS[/FETCHED/FETCHED2], fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
-STEPS: dense, ahead=SHARE (look-ahead, int8 predictors) or own=SHARE (own site, int4 predictors), SHARE of the heads;
-10 % of the neurons. A row each in --csv as it comes; one GPU.
+STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), codes=SHARE (int8 ones), stream=SHARE
+(on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each
+in --csv as it comes; one GPU.
 """
 
 import argparse
@@ -28,7 +29,9 @@ from kernels.mlp import int4_fc2, sparse_mlp
 COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torch", "commit", "date")
 STEPS = {
     "dense": "engine=dense weights=int4",
-    "ahead": "weights=int4 predictors=int8 site=1 head_density=",
+    "ahead": "weights=int4 predictors=int4 site=1 head_density=",
+    "codes": "weights=int4 predictors=int8 site=1 head_density=",
+    "stream": "weights=int4 predictors=int4 site=1 look_ahead=stream head_density=",
     "own": "weights=int4 predictors=int4 head_density=",
 }
 KERNELS = {  # where a kernel's defaults stand, and its settings from their numbers

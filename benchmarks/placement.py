@@ -1,7 +1,7 @@
 # mypy: disable-error-code="assignment"
 """Which multiprocessors the programs of a decoding step's kernels run on, and when they end: one GPU.
 
-    python -m benchmarks.placement --model 66b --try defaults:dense fc2=4/4/264:dense defaults:ahead=0.85
+    python -m benchmarks.placement --model 66b --try defaults:dense fc2=4/2/528/128/0:dense defaults:ahead=0.85
 
 SETTINGS:STEPS words as in `int4_settings`. Programs of one kernel start while those of the one before it end, so that
 neither a grid's size nor a chain of one kernel says how evenly a step's work lies. Before anything is compiled each

@@ -10,7 +10,7 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.common.int4 import Int4Rows
-from kernels.mlp import int4_fc2, int4_fc2_batch
+from kernels.mlp import int4_fc2
 from kernels.mlp.sparse_mlp import int4_mlp_settings
 
 
@@ -23,10 +23,8 @@ def reads_own_site(mlp: TargetSelection) -> bool:
 def dense_fc2(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
     """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
     rows = (weights.fc2, weights.fc2_bias, x, out)
-    if isinstance(weights.fc2, Int4Rows) and len(x) == 1 and int4_fc2.takes(weights.fc2):
-        work.ops.int4_fc2(hidden.float(), *rows, work.partials, pdl=work.pdl)
-    elif isinstance(weights.fc2, Int4Rows) and int4_fc2_batch.takes(weights.fc2, len(x)):
-        work.ops.int4_fc2_batch(hidden, *rows, work.partials, pdl=work.pdl)
+    if isinstance(weights.fc2, Int4Rows) and int4_fc2.takes(weights.fc2, len(x)):
+        work.ops.int4_fc2(hidden.float() if len(x) == 1 else hidden, *rows, work.partials, pdl=work.pdl)
     else:
         work.ops.dense_add(hidden, *rows, transposed=weights.fc2_transposed, pdl=work.pdl)
 

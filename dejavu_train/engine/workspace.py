@@ -11,7 +11,7 @@ from dejavu_train.models.opt import OPTShape
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade_batch import InputLevels
-from kernels.mlp.int4_fc2_batch import MOST_TOKENS
+from kernels.mlp.int4_fc2 import MOST_TOKENS
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
 from kernels.mlp.sparse_mlp_batch import BatchActivations
@@ -22,9 +22,10 @@ from kernels.sampling import TokenState
 class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
-    q (B, h, head_dim), heads_out (B, d), hidden (B, d_ffn) fp32; normalised (B, d) in the model's dtype; attention: for
-    partial results; partials: fc2's of up to eight rows. For one row: packed, the list of its neurons, every_neuron,
-    that of all; for several: activations and levels. ahead: the stream of look-ahead predictors, or None.
+    q (B, h, head_dim), hidden (B, d_ffn) fp32; heads_out (B, d) fp32, before a 4-bit projection fp16; normalised (B, d)
+    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. For one row: packed, the
+    list of its neurons, every_neuron, that of all; for several: activations and levels. ahead: the stream of look-ahead
+    predictors, or None.
     """
 
     ops: SimpleNamespace
@@ -55,8 +56,11 @@ class Workspace:
         pdl: bool,
         kv_policy: str,
         ahead: torch.cuda.Stream | None,
+        packed: bool,
     ) -> "Workspace":
+        """packed: the layers' weights have 4 bits, which in a fp16 engine meet fp16 outputs of the heads."""
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
+        mixed = torch.float16 if packed and dtype == torch.float16 else torch.float32
         one, several = (shape.d_ffn, 0) if batch == 1 else (0, shape.d_ffn)
         return cls(
             ops=ops,
@@ -66,7 +70,7 @@ class Workspace:
             state=TokenState.empty(batch, context + 1, device),
             ahead=ahead,
             q=torch.zeros(batch, h, hd, device=device),
-            heads_out=torch.zeros(batch, h * hd, device=device),
+            heads_out=torch.zeros(batch, h * hd, dtype=mixed, device=device),
             attention=AttentionScratch.empty(batch, h, hd, context, device),
             normalised=torch.zeros(batch, d, dtype=dtype, device=device),
             hidden=torch.zeros(batch, shape.d_ffn, device=device),

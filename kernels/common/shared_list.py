@@ -3,7 +3,7 @@
 
 Thread t = 32 w + l of L has the items (w R + r) 32 + l, r < R, and says of each whether it is wanted. The list holds
 those that are, in the order of their numbers, 16 bits each: the order does not depend on timing. Any warp may then take
-any of them two by two, so that all have as many, which a loop over each warp's own items could not do.
+any of them four by four, so that all have as many, which a loop over each warp's own items could not do.
 
 With ASM the list lies in shared memory that the caller has (`list_bytes`); without it, in the interpreter, it is a
 tuple of tiles: the place of each item in the list, or -1.
@@ -93,16 +93,24 @@ def _item_at(items, place, lane, R: tl.constexpr):
 
 
 @triton.jit
-def list_pair(items, pair, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """The items 2 pair and 2 pair + 1 of `write_list`'s list, int32 (L,) each; undefined beyond its end."""
+def list_four(items, four, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """The items 4 four .. 4 four + 3 of `write_list`'s list, int32 (L,) each, in one load; undefined beyond its end.
+
+    The list lies at a multiple of 8 bytes.
+    """
     if ASM:
-        place = tl.minimum(pair, R * lane.shape[0] // 2 - 1)
-        both = tl.inline_asm_elementwise(
-            "ld.shared.u32 $0, [$1];", "=r,r", [items[0] + 4 * place], dtype=tl.int32, is_pure=False, pack=1
+        place = tl.minimum(four, R * lane.shape[0] // 4 - 1)
+        low, high = tl.inline_asm_elementwise(
+            "ld.shared.v2.u32 {$0, $1}, [$2];",
+            "=r,=r,r",
+            [items[0] + 8 * place],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
         )
-        first = both & 0xFFFF
-        second = (both >> 16) & 0xFFFF
+        found = (low & 0xFFFF, (low >> 16) & 0xFFFF, high & 0xFFFF, (high >> 16) & 0xFFFF)
     else:
-        first = _item_at(items, 2 * pair, lane, R)
-        second = _item_at(items, 2 * pair + 1, lane, R)
-    return first, second
+        found = ()
+        for k in tl.static_range(4):
+            found = found + (_item_at(items, 4 * four + k, lane, R),)
+    return found

@@ -124,7 +124,7 @@ def dense_add(
     pdl: bool = False,
 ) -> None:
     """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d), whose codes are
-    written out as numbers: for fc2 see `int4_fc2_batch`."""
+    written out as numbers: for fc2 see `int4_fc2`."""
     if not transposed and takes(weight, len(y)):
         product = int4_linear(y.half(), weight, pdl=pdl)
     else:

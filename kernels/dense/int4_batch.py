@@ -7,7 +7,7 @@
 x (B, .) fp16; sums in fp32. The first is a program for 16 rows, `int4_mma.int4_tile` with an input in each column of B:
 products are exact. The second turns codes into fp16 numbers, rounded, tile by tile in front of a `tl.dot` that the
 compiler's pipeline feeds; programs share out the heads, and their sums in fp32 are added up in a fixed order. fc2,
-whose rows are neurons, has a kernel of its own (`int4_fc2_batch`). More inputs than eight are worth writing the matrix
+whose rows are neurons, has a kernel of its own (`int4_fc2`). More inputs than eight are worth writing the matrix
 out once (`int4_numbers`).
 """
 

@@ -1,20 +1,34 @@
 # mypy: disable-error-code="assignment"
-"""fc2 over all neurons with 4-bit weights, one token:
+"""fc2 over all neurons with 4-bit weights, one to eight tokens:
 
-    out[j] = residual[j] + b2[j] + sum_i h[i] scale[i, j // group] code[i, j]
+    out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]
 
-h (1, n) fp32, after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Rows whose h is zero are
-neither read nor multiplied, but for the first ones of each warp, which are asked for before h is known. For each row
-and group h * scale * 64 is rounded to fp16 and multiplied with the codes, two rows a tensor-core instruction, sums in
-fp32 (`int4_tiles.int4_outer`): |h * scale| must stay below 127, or the sum is infinite.
+h (B, n), after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h is not
+zero for one of the tokens that a program has. Neurons lie along K of the tensor cores' m16n8k16, outputs along M,
+tokens along N. The factor h * scale * 64 is rounded to fp16; products with the codes are exact, sums in fp32:
+|h * scale| must stay below 1023, or the sum is infinite.
 
-A program owns 1024 columns, of which each lane of a warp has 32, and a range of rows. It lists those whose h is not
-zero (`shared_list`), and its warps take them two by two; what comes next is on its way in a queue of each lane
-(`lane_queue`), words and scales alike. Warps add up in the end, and programs that share columns in `add_partials`, in
-a fixed order.
+No code is converted. A nibble 0..15 in the lowest bits of a half is that many times 2^-24 as an fp16 number, one four
+bits further up 2^-20: numbers below the normal range, which the tensor cores take at full precision. What codes are
+raised by (8) goes off in the end, with the sum of the factors, an instruction on a matrix of ones. By count, of four
+words: four prmt put the codes of two neurons side by side, four shifts and sixteen masks make four operands of A, four
+instructions multiply: 7 a word, and 6 for the list, addresses, words, scales and h.
 
-Why not in one grid with fc1 (`sparse_mlp` over the list of all rows): there a word takes 29 instructions, and a layer
-of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 23 for each that it reads.
+A program owns a stripe of columns, 256 for each warp, and a range of rows. It lists those to be read (`shared_list`),
+and all its warps walk over the list together, a unit of sixteen rows at a time, so that a row is read in pieces of
+several lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the
+eight lanes of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, for T = 1, 2
+or 4 tokens at once: column n of B has the factors of token n % T with the scale of lane groups n // T * T to
+n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two programs. Words
+and scales of the next units are on their way in a queue of each lane (`lane_queue`). Programs that share columns add up
+in `add_partials`; everything has a fixed order. In plain torch: `int4_fc2_reference`.
+
+What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
+first rows, and for their scales: those that turn out to be read are then near.
+
+Why one token's fc1 is not in the same grid (`sparse_mlp` over the list of all rows): there a word takes 29
+instructions, and a layer of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 13 for each that it
+reads.
 """
 
 from dataclasses import dataclass
@@ -24,34 +38,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_shape, require
+from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import from_lane
-from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of, int4_outer, pairs_of
-from kernels.common.lane_queue import add_warps, ask, even_room, lane_queue, take
-from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
-from kernels.common.shared_list import list_bytes, list_pair, write_list
+from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
+from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, half_of, split_words
+from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
+from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
+from kernels.common.shared_list import list_bytes, list_four, write_list
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 PAYS_FROM = 4096
-WORDS = tl.constexpr(128)  # of a program's columns
-MOST_ROUNDS = 10  # rows of each thread, of which a list holds those to be read
+MOST_TOKENS = 8
+MOST_ROUNDS = 20  # rows of each thread, of which a list holds those to be read
+COLUMNS = tl.constexpr(256)  # of a warp
+ASKS = tl.constexpr(4)  # of a unit
 
 
 @dataclass(frozen=True)
 class Int4Fc2Settings:
-    """warps: of a program; ahead: pairs of rows of a warp on their way, at most 16; programs: a grid's."""
+    """warps: of a program; ahead: units of sixteen rows on their way; programs: a grid's; registers: of a thread, at
+    most; fetched: rows that the L2 is asked for early, a multiple of 8, at most as many as a program has threads."""
 
     warps: int
     ahead: int
     programs: int
+    registers: int
+    fetched: int
 
 
 def int4_fc2_settings() -> Int4Fc2Settings:
-    """Launch settings from whole steps of several widths (`benchmarks/int4_settings.py`)."""
-    if INTERPRET:
-        return Int4Fc2Settings(1, 2, 4)
-    return Int4Fc2Settings(8, 2, 264)
+    """Launch settings: four programs of four warps a multiprocessor of 132."""
+    return Int4Fc2Settings(1, 2, 4, 128, 0) if INTERPRET else Int4Fc2Settings(4, 2, 528, 128, 32)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
@@ -60,47 +77,213 @@ def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False)
     out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
 
 
-def takes(weight: Int4Rows) -> bool:
-    """Whether the kernel multiplies such rows: a lane's 32 columns share a scale, and scales lie in pairs."""
-    return weight.group % 32 == 0 and weight.shape[-1] % (2 * weight.group) == 0
+def tokens_at_once(batch: int) -> int:
+    """1, 2 or 4: tokens of a program."""
+    return min(4, triton.next_power_of_2(batch))
+
+
+def takes(weight: Int4Rows, batch: int) -> bool:
+    """Whether the kernel multiplies such rows: lane groups of as many tokens as a program has share a scale, and scales
+    lie in pairs."""
+    d, group = weight.shape[-1], weight.group
+    return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
 
 
 def pays(weight: Int4Rows) -> bool:
-    """Whether a dense step is faster with it than with `sparse_mlp`. Below 4096: not measured."""
-    return takes(weight) and weight.shape[-1] >= PAYS_FROM
+    """Whether a dense step of one token is faster with it than with `sparse_mlp`. Below 4096: not measured."""
+    return takes(weight, 1) and weight.shape[-1] >= PAYS_FROM
+
+
+def _products_asm() -> str:
+    """PTX: $0..$15 = $22..$37 plus a word each of four neurons, $16..$19, times the factors $20 and $21."""
+    text = "{ .reg .b32 x, y, p<4>;"
+    for half, selector in enumerate(("0x5410", "0x7632")):
+        text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
+        for high in (0, 1):
+            if high:
+                text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
+            text += "and.b32 p0, x, 0x000F000F; and.b32 p1, x, 0x00F000F0;"
+            text += "and.b32 p2, y, 0x000F000F; and.b32 p3, y, 0x00F000F0;"
+            first = 4 * (2 * half + high)
+            to, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 22))
+            text += f"{_MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
+    return text + "}"
+
+
+PRODUCTS = tl.constexpr(_products_asm())
+# Outputs are written before the last input is read: "&".
+PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
+ONES = tl.constexpr(
+    "{ .reg .b32 one; mov.b32 one, 0x3C003C00;"
+    f"{_MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
+)
+ONES_OPERANDS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4))
+SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
+
+
+@triton.constexpr_function
+def _nibble_unit(i):
+    """What a raised code of 1 in the masked nibble of column 2 i or 2 i + 1 is as a fp16 number."""
+    return 2.0**-20 if i % 2 else 2.0**-24
 
 
 @triton.jit
-def _ask_pair(
-    queue, weight, scales, row, other_row, first, second, word, lane, SLOT: tl.constexpr, W: tl.constexpr,
-    GROUP: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The queue with a lane's four words of two rows on their way, where these are read, and their scales."""
-    first = first & (word < W)
-    second = second & (word < W)
-    row = row.to(tl.int64)
-    other_row = other_row.to(tl.int64)
-    at = weight + word
-    queue = ask(queue, lane, at + row * W, at + other_row * W, first, second, SLOT, 4, True)
-    G: tl.constexpr = 8 * W // GROUP
-    pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + word * 8 // (2 * GROUP)
-    one = pairs + row * (G // 2)
-    two = pairs + other_row * (G // 2)
-    return ask(queue, lane, one, two, first, second, AHEAD * 4 + SLOT, 1, True)
+def _factor_numbers(b0, b1):
+    """(warps, 8 columns, 16 neurons) fp32 of the B operands (L,): neurons 4 t .. 4 t + 3 of lane t."""
+    both = tl.join(tl.join(b0, b1) & 0xFFFF, tl.join(b0, b1) >> 16)  # (L, register, half)
+    numbers = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.reshape(numbers, (b0.shape[0] // 32, 8, 16))
+
+
+@triton.jit
+def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
+    """acc (16 tiles (L,)) plus a lane's word of each of four neurons times the factors of the columns of B.
+
+    Tile 8 s + 4 q + 2 r + p of lane (g, t): column 2 (2 q + r) + s of the word of lane group g, column 2 t + p of B,
+    times 2^24 where r is 0 and 2^20 where it is 1; codes are raised ones, 0..15.
+    """
+    if ASM:
+        more = tl.inline_asm_elementwise(
+            PRODUCTS, PRODUCTS_OPERANDS, words + (b0, b1) + acc, dtype=SIXTEEN_FLOATS, is_pure=True, pack=1
+        )
+    else:
+        L: tl.constexpr = b0.shape[0]
+        first = tl.join(codes_of(words[0]), codes_of(words[2]))  # (L, 8, 2)
+        second = tl.join(codes_of(words[1]), codes_of(words[3]))
+        codes = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 3, 1)), (L // 32, 8, 1, 16, 8)) + 8.0
+        factors = tl.reshape(_factor_numbers(b0, b1), (L // 32, 1, 8, 16, 1))
+        total = tl.reshape(tl.sum(codes * factors, 3), (L, 2, 4, 2))  # column of B, then i and s of the word's 2 i + s
+        lowest, highest = tl.split(total)
+        more = ()
+        for s in tl.static_range(2):
+            of = tl.permute(highest if s else lowest, (0, 2, 1))  # (L, i, p)
+            even, odd = tl.split(of)
+            even = split_words(even, 4)
+            odd = split_words(odd, 4)
+            for i in tl.static_range(4):
+                more = more + (acc[8 * s + 2 * i] + even[i] * _nibble_unit(i),)
+                more = more + (acc[8 * s + 2 * i + 1] + odd[i] * _nibble_unit(i),)
+    return more
+
+
+@triton.jit
+def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
+    """acc (4 tiles (L,)) plus the sums of the columns 2 t, 2 t + 1, 2 t and 2 t + 1 of B."""
+    if ASM:
+        more = tl.inline_asm_elementwise(ONES, ONES_OPERANDS, (b0, b1) + acc, dtype=FOUR_FLOATS, is_pure=True, pack=1)
+    else:
+        L: tl.constexpr = b0.shape[0]
+        total = tl.sum(_factor_numbers(b0, b1), 2)
+        total = tl.reshape(tl.broadcast_to(total[:, None, :], (L // 32, 8, 8)), (L, 2))
+        even, odd = tl.split(total)
+        more = (acc[0] + even, acc[1] + odd, acc[2] + even, acc[3] + odd)
+    return more
 
 
 @triton.constexpr_function
 def queue_bytes(lanes, ahead):
-    """Shared memory of the words and scales on their way, and in the end of the sums over warps."""
-    return lanes * max(40 * ahead, 128)
+    """Shared memory of the words and scales on their way."""
+    return 80 * lanes * ahead
+
+
+@triton.constexpr_function
+def _row_at(size):
+    """PTX: $0 = $2 + `size` $1, which becomes one instruction. Of mad.wide the assembler of CUDA 12.8 makes three in a
+    loop, a product and a sum in two halves: a word then takes one instruction more, and registers are spilled."""
+    return (
+        "{ .reg .b32 low, high; mov.b64 {low, high}, $2;"
+        f"mad.lo.cc.u32 low, $1, {size}, low; madc.hi.u32 high, $1, {size}, high; mov.b64 $0, {{low, high}}; }}"
+    )
 
 
 @triton.jit
-def _factor(scales, word, h, GROUP: tl.constexpr):
-    """A pair of fp16, twice h times a lane's scale of two, times FACTOR_UNIT."""
-    odd = word * 8 // GROUP % 2
-    factor = (half_of(scales, odd) * FACTOR_UNIT * h).to(tl.float16)
-    return pairs_of(factor, factor)
+def _at_row(base, row, WIDTH: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """base + WIDTH row: pointers (L,) to a row of the program's, whose number is not negative."""
+    if ASM:
+        SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8 * WIDTH
+        at = tl.inline_asm_elementwise(
+            _row_at(SIZE), "=l,r,l", [row, base.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
+        )
+        at = at.to(base.dtype, bitcast=True)
+    else:
+        at = base + row.to(tl.int64) * WIDTH
+    return at
+
+
+@triton.jit
+def _four_rows(base, rows, WIDTH: tl.constexpr):
+    """`_at_row` of each of four rows."""
+    at = ()
+    for j in tl.static_range(4):
+        at = at + (_at_row(base, rows[j], WIDTH),)
+    return at
+
+
+@triton.jit
+def _ask_unit(
+    queue, weight, scales, items, four, left, place, inside, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+    AHEAD: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """(the queue with a lane's words of four rows of the list on their way and their scales, the rows, which are there)
+
+    weight, scales: where the lane's words and its pair of scales of the program's first row are; four: number of the
+    rows in the list, in fours; left: rows of the list from the first of them on, if any; inside: the lane has columns.
+    """
+    rows = list_four(items, four, tl.arange(0, place.shape[0]), ROUNDS)
+    live = (left > 0, left > 1, left > 2, left > 3)
+    there = live
+    if not WHOLE:
+        there = (live[0] & inside, live[1] & inside, live[2] & inside, live[3] & inside)
+    at = _four_rows(weight, rows, W)
+    queue = ask(queue, place, at[0], at[1], there[0], there[1], 2 * K, 4, True)
+    queue = ask(queue, place, at[2], at[3], there[2], there[3], 2 * K + 1, 4, True)
+    at = _four_rows(scales.to(tl.pointer_type(tl.int32), bitcast=True), rows, G // 2)
+    # Behind the words, which take as much room as four such slots each.
+    queue = ask(queue, place, at[0], at[1], there[0], there[1], 8 * AHEAD + 2 * K, 1, True, True)
+    queue = ask(queue, place, at[2], at[3], there[2], there[3], 8 * AHEAD + 2 * K + 1, 1, True, True)
+    return queue, rows, live
+
+
+@triton.jit
+def _load_four(h, rows, live):
+    """h of four rows, zero where these are not."""
+    at = _four_rows(h, rows, 1)
+    found = ()
+    for j in tl.static_range(4):
+        found = found + (tl.load(at[j], mask=live[j], other=0.0),)
+    return found
+
+
+@triton.jit
+def _factors(first, second, h, odd):
+    """The two operands of B: h of four rows times a lane's scale of two, times FACTOR_UNIT, as fp16 pairs."""
+    f = ()
+    for j in tl.static_range(4):
+        both = first[j] if j < 2 else second[j - 2]
+        f = f + (half_of(both, odd) * (h[j].to(tl.float32) * FACTOR_UNIT),)
+    return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
+
+
+STORE = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, $6; }"
+)
+
+
+@triton.jit
+def _store_four(at, values, there, ASM: tl.constexpr = ASSEMBLY):
+    """Four numbers of each lane to `at` (pointers (L,), 16 bytes aligned) where `there`, in one piece."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            STORE,
+            "=r,l,f,f,f,f,r",
+            (at.to(tl.int64),) + values + (there.to(tl.int32),),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for j in tl.static_range(4):
+            tl.store(at + j, values[j], mask=there)
 
 
 @triton.jit(do_not_specialize=["n", "n_own"])
@@ -111,70 +294,107 @@ def _int4_fc2_kernel(
     partials,
     n,
     n_own,
+    batch,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     L: tl.constexpr,
     AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     ROUNDS: tl.constexpr,
+    FETCHED: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The rows begin .. begin + n_own - 1, of which each warp has the next 32 ROUNDS.
+    # The rows begin .. begin + n_own - 1; of the list, lane (g, t) has entries 16 u + 4 t .. 16 u + 4 t + 3 of unit u.
     W: tl.constexpr = D // 8
-    WARPS: tl.constexpr = L // 32
+    G: tl.constexpr = D // GROUP
+    WHOLE: tl.constexpr = W % L == 0  # 32 words a warp
     QUEUE: tl.constexpr = queue_bytes(L, AHEAD)
     lane = tl.arange(0, L)
-    warp = lane // 32
-    word = tl.program_id(0) * WORDS + lane % 32 * 4
-    queue = lane_queue(lane, max(ROOM, QUEUE + list_bytes(L, ROUNDS)))
+    g = lane % 32 // 4
+    t = lane % 4
+    # Pieces of a line on different banks, as are those that eight lanes read at a time.
+    place = lane // 32 * 32 + 8 * t + (g + 2 * t) % 8
     begin = tl.program_id(1) * n_own
     end = tl.minimum(begin + n_own, n)
-    row = begin + warp * (32 * ROUNDS)
-    for k in tl.static_range(AHEAD):  # whether these rows are needed is not known yet
-        one = row + 2 * k
-        queue = _ask_pair(queue, weight, scales, one, one + 1, one < end, one + 1 < end, word, lane, k, W, GROUP, AHEAD)
-    wait_for_predecessor(PDL)
-    wanted = ()
-    for r in tl.static_range(ROUNDS):
-        own = row + 32 * r + lane % 32
-        value = tl.load(h + own, mask=own < end, other=0.0)
-        if r == 0:
-            coming = ()  # h of the pairs on their way
-            for k in tl.static_range(AHEAD):
-                coming = coming + (from_lane(value, 2 * k), from_lane(value, 2 * k + 1))
-            wanted = wanted + ((value != 0) & (lane % 32 >= 2 * AHEAD),)
-        else:
-            wanted = wanted + (value != 0,)
+    stripe = tl.program_id(0) // BLOCKS
+    if FETCHED > 0:
+        # A row for each lane, all warps with some. Of a row's last stripe, which may be shorter, as many words as of
+        # others. Scales of all stripes are few, and lie side by side: one program asks for them, up to 15 bytes early.
+        number = lane % 32 * (L // 32) + lane // 32
+        first_block = tl.program_id(0) % BLOCKS == 0
+        own_words = weight + (begin + number).to(tl.int64) * W + tl.minimum(stripe * L, W - min(L, W))
+        fetch_ahead(own_words, (number < FETCHED) & (begin + number < end) & first_block, 4 * min(L, W))
+        own_scales = (scales + begin.to(tl.int64) * G + lane).to(tl.int64) & -16  # lane 0's
+        asks = (lane < 1) & (tl.program_id(0) == 0) & (begin + FETCHED <= n)
+        fetch_ahead(own_scales, asks, 2 * G * FETCHED)
+    column = stripe * (L // 32 * COLUMNS) + lane // 32 * COLUMNS + 32 * g
+    token = tl.program_id(0) % BLOCKS * TOKENS
+    group = (column - g % TOKENS * 32) // GROUP
+    odd = group % 2
+    inside = column < D
+    queue = lane_queue(lane, max(ROOM, QUEUE + list_bytes(L, ROUNDS)))
     at = lane
     if ASSEMBLY:
         at = queue[0] + QUEUE
+    wait_for_predecessor(PDL)
+    wanted = ()
+    for r in tl.static_range(ROUNDS):
+        own = begin + (lane // 32 * ROUNDS + r) * 32 + lane % 32
+        for k in tl.static_range(TOKENS):
+            from_token = h + tl.minimum(token + k, batch - 1).to(tl.int64) * n
+            live = tl.load(from_token + own, mask=own < end, other=0.0) != 0
+            if k > 0:
+                live = live | wanted[r]
+            wanted = wanted[:r] + (live,)
     items, count = write_list(at, wanted, lane, ROUNDS)
+    h += tl.minimum(token + g % TOKENS, batch - 1).to(tl.int64) * n + begin
+    weight += begin.to(tl.int64) * W + column // 8
+    scales += begin.to(tl.int64) * G + group // 2 * 2
+    four = t
+    left = count - 4 * t
+    coming = ()  # h of the units on their way
+    for k in tl.static_range(AHEAD):
+        queue, rows, live = _ask_unit(
+            queue, weight, scales, items, four, left, place, inside, k, W, G, AHEAD, ROUNDS, WHOLE
+        )
+        coming = coming + _load_four(h, rows, live)
+        four += 4
+        left -= 16
+    zero = tl.zeros((L,), tl.float32)
     acc = ()
-    for _ in tl.static_range(32):
-        acc = acc + (tl.zeros((L,), tl.float32),)
-    pair = warp  # of the list: warps take pairs in turn
-    for _ in range(0, (tl.max(count, 0) + 2 * WARPS - 1) // (2 * WARPS) + AHEAD, AHEAD):
+    for _ in tl.static_range(64):
+        acc = acc + (zero,)
+    ones = (zero, zero, zero, zero)
+    for _ in range(0, tl.max(count, 0), 16 * AHEAD):
         for k in tl.static_range(AHEAD):
-            words, queue = take(queue, lane, k, 4, 2 * AHEAD - 1)
-            both, queue = take(queue, lane, AHEAD * 4 + k, 1, 2 * AHEAD - 2)
-            one = _factor(both[0], word, coming[0], GROUP)
-            two = _factor(both[1], word, coming[1], GROUP)
+            w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 1)
+            w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 2)
+            s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
+            s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
+            b0, b1 = _factors(s01, s23, coming[:4], odd)
+            ones = factor_sums(ones, b0, b1)
             for v in tl.static_range(4):
-                acc = acc[8:] + int4_outer(acc[:8], words[v], words[4 + v], one, two)
-            first, second = list_pair(items, pair, lane, ROUNDS)
-            there = 2 * pair < count
-            other = 2 * pair + 1 < count
-            queue = _ask_pair(
-                queue, weight, scales, begin + first, begin + second, there, other, word, lane, k, W, GROUP, AHEAD
+                words = (w01[v], w01[4 + v], w23[v], w23[4 + v])
+                acc = acc[16:] + fc2_products(acc[:16], words, b0, b1)
+            queue, rows, live = _ask_unit(
+                queue, weight, scales, items, four, left, place, inside, k, W, G, AHEAD, ROUNDS, WHOLE
             )
-            h_first = tl.load(h + begin + first, mask=there, other=0.0)
-            h_second = tl.load(h + begin + second, mask=other, other=0.0)
-            coming = coming[2:] + (h_first, h_second)
-            pair += WARPS
-    sums = add_warps(queue, lane, acc, 32)
-    for j in tl.static_range(32 // WARPS):
-        column = (tl.program_id(0) * WORDS + lane % 32 * 4) * 8 + WARPS * j + lane // 32
-        tl.store(partials + tl.program_id(1) * D + column, sums[j] * (1 / FACTOR_UNIT), mask=column < D)
+            coming = coming[4:] + _load_four(h, rows, live)
+            four += 4
+            left -= 16
+    for p in tl.static_range(2):  # of C[g, 2 t + p] a lane group's own columns of B
+        n_column = 2 * t + p
+        own_token = token + n_column % TOKENS
+        meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
+        numbers = ()
+        for k in tl.static_range(32):  # columns of a lane group
+            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / _nibble_unit(k % 8 // 2))
+            numbers = numbers + ((tile - ones[p] * 8.0) * (1 / FACTOR_UNIT),)
+        to = partials + (tl.program_id(1) * batch + own_token) * D + column
+        for k in tl.static_range(8):
+            _store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
 
 
 def int4_fc2(
@@ -187,25 +407,34 @@ def int4_fc2(
     pdl: bool = False,
     settings: Int4Fc2Settings | None = None,
 ) -> None:
-    """h (1, n), residual and out (1, d) fp32, weight (n, d); bitwise deterministic. See the module's docstring.
+    """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8; residual and out (B, d) fp32, weight (n, d); bitwise
+    deterministic. See the module's docstring.
 
-    Errors: shapes, groups that `takes` refuses, a CPU tensor.
+    Errors: shapes, dtypes, groups and batches that `takes` refuses, a CPU tensor.
     """
     check_device("h", h)
+    batch = len(h)
     n, d = weight.shape
-    check_shape("h", h, 1, n)
+    check_shape("h", h, batch, n)
+    check_dtype("h", h, (torch.float32 if batch == 1 else torch.float16,))
     weight.check("weight", (n, d), h)
-    check_shape("residual", residual, 1, d)
-    check_shape("out", out, 1, d)
-    if not takes(weight):
-        raise ValueError(f"groups of {weight.group} of {d} columns: expected an even number of multiples of 32")
+    check_shape("residual", residual, batch, d)
+    check_shape("out", out, batch, d)
+    require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")
+    tokens = tokens_at_once(batch)
+    if not takes(weight, batch):
+        raise ValueError(
+            f"groups of {weight.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
+        )
     settings = settings or int4_fc2_settings()
-    require(1 <= settings.ahead <= 16, f"1 to 16 pairs of rows are on their way, not {settings.ahead}")
     lanes = 32 * settings.warps
-    stripes = triton.cdiv(d, 1024)
-    # No program without rows to read ahead, none with more than its list should hold.
-    splits = min(settings.programs // stripes, triton.cdiv(n, 2 * settings.ahead * settings.warps))
-    splits = min(MAX_SPLITS, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
+    fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
+    require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")
+    blocks = triton.cdiv(batch, tokens)
+    stripes = triton.cdiv(d, COLUMNS.value * settings.warps)
+    # No program without rows to read ahead, none with more than its list should hold where partial sums have room.
+    splits = min(settings.programs // (stripes * blocks), triton.cdiv(n, 16 * settings.ahead))
+    splits = min(MAX_SPLITS // batch, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
     n_own = triton.cdiv(n, splits)
     splits = triton.cdiv(n, n_own)
     if partials is None:
@@ -214,21 +443,26 @@ def int4_fc2(
     pdl = use_pdl(pdl, out.device)
     list_rounds = triton.cdiv(n_own, lanes)
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
-    _int4_fc2_kernel[(stripes, splits)](
+    _int4_fc2_kernel[(stripes * blocks, splits)](
         h,
         weight.words,
         weight.scales,
         partials,
         n,
         n_own,
+        batch,
         D=d,
         GROUP=weight.group,
         L=lanes,
         AHEAD=settings.ahead,
+        TOKENS=tokens,
+        BLOCKS=blocks,
         ROUNDS=list_rounds,
+        FETCHED=settings.fetched if fetches_rows(out.device) else 0,
         ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl, needed),
         PDL=pdl,
         num_warps=settings.warps,
+        maxnreg=settings.registers,
         launch_pdl=pdl,
     )
     add_partials(partials, splits, bias, residual, out, pdl)

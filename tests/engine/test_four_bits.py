@@ -73,8 +73,8 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
     torch.testing.assert_close(*outputs, atol=5e-3, rtol=5e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 9])
-def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows):
+@pytest.mark.parametrize(("rows", "op"), [(1, "int4_fc2"), (2, "int4_fc2"), (9, "dense_add")])
+def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows, op):
     codes, hidden = random_rows(device, 40, 256, group=128), torch.rand(rows, 40, device=device).half()
     bias, x = torch.randn(256, device=device), torch.randn(rows, 256, device=device)
     weights = SimpleNamespace(fc2=codes, fc2_bias=bias, fc2_transposed=True)
@@ -87,12 +87,12 @@ def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, r
 
         return call
 
-    ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "int4_fc2_batch", "dense_add")})
+    ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "dense_add")})
     out = torch.empty_like(x)
     dense_fc2(weights, SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False), hidden, x, out)
     want = x + bias + hidden.float() @ codes.dequantised(torch.float32)
     torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
-    assert called == [{1: "int4_fc2", 2: "int4_fc2_batch"}.get(rows, "dense_add")]
+    assert called == [op]
 
 
 @pytest.mark.parametrize("lengths", [(40,), (20, 7, 31)])
@@ -185,20 +185,13 @@ def test_random_layers_lie_as_those_of_a_model(model):
     assert abs(made.layers[0].fc1.dequantised().mean()) < 1e-3
 
 
-def test_predictors_of_four_bits_are_nibbles_before_fc1(model):
-    bundle = random_bundle(model, int8=True)
-    for spec in bundle.specs.values():
-        spec.dtype = "int4"
-    bundle.stored = {
-        key: (codes.div(19, rounding_mode="floor"), scale) for key, (codes, scale) in bundle.stored.items()
-    }
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_predictors_of_four_bits_are_nibbles(model, lookahead):
+    bundle = random_bundle(model, int4=True, lookahead=lookahead)
     loaded = load_predictors(
         bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True
     )
     assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
-    with torch.no_grad():
-        for (layer, target, part), (codes, scale) in bundle.stored.items():
-            getattr(bundle.predictors[layer, target], part).copy_(codes * scale[:, None])
     row = rows_of(20)[0]
     made = engine(model, bundle)
     assert "MLP predictors in int4, weights in 4 bits" in made.describe()

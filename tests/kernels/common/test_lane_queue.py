@@ -5,10 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import fetch_vector, pair_slot, round_slots, rounds_of
+from kernels.common.int4_mma import pair_slot, round_slots, rounds_of
 from kernels.common.lane_queue import (
     SHARED_BYTES,
-    add_warps,
     ask,
     ask_lines,
     even_room,
@@ -128,36 +127,12 @@ def test_a_slot_is_free_when_it_is_asked_for_anew(most):
         assert all(len(set(places[first : first + ahead])) == ahead for first in range(pairs))
 
 
-@triton.jit
-def _sums_kernel(words, out, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr):
-    lane = tl.arange(0, L)
-    queue = lane_queue(lane, 4 * N * L, ASM)
-    tiles = ()
-    for k in tl.static_range(N):
-        tiles = tiles + (tl.load(words + k * L + lane),)
-    for again in tl.static_range(2):  # a second sum in the same room
-        sums = add_warps(queue, lane, tiles, N, ASM)
-        for j in tl.static_range(N // (L // 32)):
-            tl.store(out + (again * (N // (L // 32)) + j) * L + lane, sums[j])
-
-
-@pytest.mark.parametrize(("n", "warps"), [(4, 1), (4, 4), (32, 8)])
-def test_sums_over_warps(device, asm, n, warps):
-    tiles = torch.randn(n, warps, 32, device=device)
-    out = torch.full((2, n // warps, warps, 32), float("nan"), device=device)
-    _sums_kernel[(1,)](tiles, out, N=n, L=32 * warps, ASM=asm, num_warps=warps)
-    want = tiles.double().sum(1).view(n // warps, warps, 32)
-    for found in out:
-        torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.gpu
 def test_fetching_ahead_changes_nothing(device):
     @triton.jit
     def kernel(words, out, L: tl.constexpr):
         lane = tl.arange(0, L)
         fetch_ahead(words + lane * 64, lane < 16, 256)
-        fetch_vector(words + 1, lane, 512)
         tl.store(out + lane, tl.load(words + lane))
 
     if torch.cuda.get_device_capability() < (9, 0):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.lane_queue import lane_queue
-from kernels.common.shared_list import list_bytes, list_pair, write_list
+from kernels.common.shared_list import list_bytes, list_four, write_list
 
 
 @triton.jit
@@ -21,11 +21,11 @@ def _list_kernel(flags, out, counts, L: tl.constexpr, R: tl.constexpr, ASM: tl.c
         wanted = wanted + (tl.load(flags + (lane // 32 * R + r) * 32 + lane % 32) != 0,)
     items, count = write_list(at, wanted, lane, R, ASM)
     tl.store(counts + lane, count)
-    for k in tl.static_range(16 * R):  # each warp takes its share of the pairs, and some beyond the list
-        pair = k * (L // 32) + lane // 32
-        first, second = list_pair(items, pair, lane, R, ASM)
-        tl.store(out + 2 * pair, first, mask=2 * pair < count)
-        tl.store(out + 2 * pair + 1, second, mask=2 * pair + 1 < count)
+    for k in tl.static_range(8 * R + 1):  # each warp takes its share of the fours, and some beyond the list
+        four = k * (L // 32) + lane // 32
+        found = list_four(items, four, lane, R, ASM)
+        for j in tl.static_range(4):
+            tl.store(out + 4 * four + j, found[j], mask=4 * four + j < count)
 
 
 @pytest.mark.parametrize(("warps", "rounds", "share"), [(1, 3, 0.5), (2, 2, 0.9), (4, 1, 0.0), (2, 1, 1.0)])
