@@ -21,8 +21,8 @@ BASE = 1 << 10  # of the queue in shared memory
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes assembly, the state of which begins anew with each queue."""
+def carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
+    """Triton's interpreter takes assembly, the state of which, returned here, begins anew with each queue."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -37,27 +37,33 @@ def carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(get_result=lambda i: handles[i])
 
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline_asm)
+    return state
 
 
-def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     """Kernels that import a queue's functions run their assembly, all other arithmetic stays plain."""
     import triton.language as tl
 
     import kernels.attention.qkv
     import kernels.dense.dense_gemv  # noqa: F401
-    from kernels.common import lane_queue
+    from kernels.common import int4_mma, lane_queue
 
-    carried_out(monkeypatch)
+    state = carried_out(monkeypatch)
     # Called from Python, a function's tuples are not those that the interpreter makes of a kernel's.
     both = lambda one, two: tl.tuple([*one, *two])  # noqa: E731
     monkeypatch.setattr(tl.tuple, "__add__", both)
     monkeypatch.setattr(tl.tuple, "__radd__", lambda self, before: both(before, self), raising=False)
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels.") and module != lane_queue]
-    for name in ("ask", "take", "ask_lines", "take_unit", "drain", "lane_queue"):
-        function = getattr(lane_queue, name)
-        for module in modules:
-            if getattr(module, name, None) is function:
-                monkeypatch.setattr(module, name, lambda *args, of=function, **named: of(*args, **named, ASM=True))
+    for owner, names in (
+        (lane_queue, ("ask", "take", "ask_lines", "take_unit", "drain", "lane_queue")),
+        (int4_mma, ("ask_words", "ask_inputs", "int4_tile")),
+    ):
+        for name in names:
+            function = getattr(owner, name)
+            for module in modules:
+                if getattr(module, name, None) is function:
+                    monkeypatch.setattr(module, name, lambda *args, of=function, **named: of(*args, **named, ASM=True))
+    return state
 
 
 class Program:
@@ -69,6 +75,7 @@ class Program:
         self.open: list[Callable[[], None]] = []
         self.registers: dict[str, np.ndarray] = {}
         self.threads = 0
+        self.left = 0  # copies that programs before this one left on their way
 
     def run(self, text: str, n_outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """The outputs, uint32 for each thread."""
@@ -88,6 +95,9 @@ class Program:
                 self.instruction(line.strip())
         return [np.broadcast_to(self.value(f"${i}"), self.threads).astype(np.uint32) for i in range(n_outputs)]
 
+    def on_their_way(self) -> int:
+        return sum(map(len, self.groups))
+
     def value(self, name: str) -> np.ndarray:
         """A register or a number, for all threads."""
         found = self.registers.get(name)
@@ -100,6 +110,7 @@ class Program:
     def instruction(self, line: str) -> None:
         if line.startswith(".shared"):
             self.shared = np.full(BASE + int(re.findall(r"room\[(\d+)\]", line)[0]), GARBAGE, np.uint8)
+            self.left += self.on_their_way()
             self.groups, self.open = [], []
             return
         guard = np.ones(self.threads, bool)

@@ -11,7 +11,7 @@ A program multiplies a tile of a head's rows with up to `pairs` inputs at once o
 position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
 and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
 long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
-4-bit rows (`int4_mma`) are multiplied by several warps, which share out a tile's columns; attn_in is then fp16.
+4-bit rows have tiles of their own, see `qkv_int4`; attn_in is then fp16.
 Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 """
@@ -23,10 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.attention.qkv_int4 import own_tile
+from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import int4_tile, tile_bytes
-from kernels.common.lane_queue import lane_queue
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.mlp.select import Selection
 
@@ -39,6 +39,7 @@ class TileSettings:
 
     wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
     4-bit rows: 16 rows, 2 pairs or 8; block: threads of a tile; stages: units of columns of a warp on their way.
+    registers: of a thread, at most, where that is less than the compiler would take.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class TileSettings:
     stages: int
     warps: int
     wide: int
+    registers: int | None = None
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
@@ -66,11 +68,12 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 
 def int4_qkv_settings(d: int) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
-    (`benchmarks/int4_settings.py`): eight units of a tile on their way, by one warp or by two."""
-    warps, stages = (1, 8) if d <= 5120 else (2, 4)
+    (`benchmarks/int4_settings.py`): eight units of a tile on their way, by one warp or by two. With 168 registers six
+    programs of two warps fit on a multiprocessor; of one warp there are fewer than fit."""
+    warps, stages, registers = (1, 8, None) if d <= 5120 else (2, 4, 168)
     if INTERPRET:
-        warps, stages = 1, 4  # half of them for heads that lack many positions, and pairs
-    return TileSettings(rows=16, pairs=2, block=32 * warps, stages=stages, warps=warps, wide=8)
+        warps, stages = 1, 4
+    return TileSettings(16, 2, 32 * warps, stages, warps, wide=8, registers=registers)
 
 
 def qkv_reference(
@@ -101,24 +104,7 @@ def qkv_reference(
 
 
 @triton.jit
-def _places(i, start, first, ends, B: tl.constexpr):
-    """(batch row, position) of the pairs start + i. See `_fill`."""
-    j = start + i
-    if B == 1:
-        of_row = tl.zeros_like(j)
-        p = tl.sum(first) + start + i
-    else:
-        b = tl.arange(0, first.shape[0])
-        passed = ends[None, :] <= j[:, None]
-        of_row = tl.minimum(tl.sum(passed.to(tl.int32), 1), B - 1)
-        begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
-        p = tl.sum(tl.where(of_row[:, None] == b[None, :], first[None, :], 0), 1) + j - begin
-    return of_row, p
-
-
-@triton.jit
 def _fill(
-    queue,
     head,
     row,
     start,
@@ -127,7 +113,6 @@ def _fill(
     ends,
     attn_in,
     weight,
-    scales,
     bias,
     valid,
     q,
@@ -142,72 +127,43 @@ def _fill(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Values of ROWS rows of a head for the pairs start .. start + PAIRS - 1 of n_pairs.
-
-    Batch row b lacks positions from first[b] on; ends[b]: how many pairs there are up to its last one.
-    """
+    """Values of ROWS rows of a head for the pairs start .. start + PAIRS - 1 of n_pairs, see `qkv_pairs`."""
     c = tl.arange(0, BLOCK)
     r = tl.arange(0, ROWS)
     i = tl.arange(0, PAIRS)
-    j = start + i
-    exists = j < n_pairs
-    of_row, p = _places(i, start, first, ends, B)
+    exists = start + i < n_pairs
+    of_row, p = places(i, start, first, ends, B)
     line = head * (3 * HEAD_DIM) + row
     offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
     rows = row + r
-    if GROUP > 0:
-        # Of pairs that do not exist the last one's input is read again: no lane's load needs a mask.
-        own = tl.minimum(tl.arange(0, BLOCK) % 32 // 4 % PAIRS, n_pairs - 1 - start)
-        its_row, its_p = _places(own, start, first, ends, B)
-        x = attn_in + (its_row * capacity + its_p).to(tl.int64) * (D // 2)
-        values = int4_tile(queue, weight, scales, line, x, D // 8, GROUP, BLOCK, STAGES, PAIRS)
+    # Scalar bases and constant offsets: little is left to compute before the first load.
+    if B == 1:
+        present = tl.sum(first) + start
+        x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
     else:
-        # Scalar bases and constant offsets: little is left to compute before the first load.
-        if B == 1:
-            present = tl.sum(first) + start
-            x_ptrs = attn_in + present.to(tl.int64) * D + (i * D)[None, :] + c[:, None]
+        x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
+    w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
+    values = tl.zeros((ROWS, PAIRS), tl.float32)
+    for column in tl.range(0, D, BLOCK, num_stages=STAGES):
+        if D % BLOCK == 0:
+            w = tl.load(w_ptrs + column, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
         else:
-            x_ptrs = attn_in + (of_row * capacity + p).to(tl.int64)[None, :] * D + c[:, None]
-        w_ptrs = weight + line.to(tl.int64) * D + (r * D)[:, None] + c[None, :]
-        values = tl.zeros((ROWS, PAIRS), tl.float32)
-        for column in tl.range(0, D, BLOCK, num_stages=STAGES):
-            if D % BLOCK == 0:
-                w = tl.load(w_ptrs + column, eviction_policy="evict_first")
-                x = tl.load(x_ptrs + column, mask=exists[None, :], other=0.0)
-            else:
-                w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
-                x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
-            values = tl.dot(w, x, values, input_precision="ieee")
+            w = tl.load(w_ptrs + column, mask=(column + c < D)[None, :], other=0.0)
+            x = tl.load(x_ptrs + column, mask=exists[None, :] & (column + c < D)[:, None], other=0.0)
+        values = tl.dot(w, x, values, input_precision="ieee")
     values += offset.to(tl.float32)[:, None]
-    pair = of_row * H + head
-    slots = (pair * capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
-    mask = exists[None, :] & (rows >= 0)[:, None]
-    if row < HEAD_DIM:
-        tl.store(q + pair[None, :] * HEAD_DIM + rows[:, None], values, mask=mask)
-    elif row < 2 * HEAD_DIM:
-        tl.store(k_cache + slots, values.to(k_cache.dtype.element_ty), mask=mask)
-    else:
-        tl.store(v_cache + slots, values.to(v_cache.dtype.element_ty), mask=mask)
-        if POLICY == 2:
-            if row == 2 * HEAD_DIM:
-                tl.store(valid + pair * capacity + p, tl.full((PAIRS,), 1, tl.uint8), mask=exists)
-
-
-@triton.constexpr_function
-def tile_room(d, group, lanes, steps, inputs, wide_steps, wide):
-    return max(tile_bytes(d // 8, group, lanes, steps, inputs), tile_bytes(d // 8, group, lanes, wide_steps, wide))
+    store_rows(values, head, row, rows, of_row, p, exists, valid, q, k_cache, v_cache, capacity, H, HEAD_DIM, POLICY)
 
 
 @triton.jit
-def qkv_tile(
+def _listed_tiles(
     tile,
     n_tiles,
     attn_in,
     weight,
-    scales,
     bias,
     row_bits,
     position,
@@ -228,20 +184,15 @@ def qkv_tile(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program's whole work, its wait included: items tile, tile + n_tiles, ... Other kernels' grids may carry it too.
+    """A program's whole work, its wait included: items tile, tile + n_tiles, ...
 
     An item is ROWS rows of a head and up to WIDE of the pairs that it lacks: first the rows of q, which need the
     present position only, then those of k and v for each group of pairs. All take about as long, so that none is late.
     """
     TILES: tl.constexpr = HEAD_DIM // ROWS  # of each of q, k, v
-    WIDE_STAGES: tl.constexpr = max(1, STAGES // 2) if GROUP > 0 else STAGES
-    queue = ()
-    if GROUP > 0:
-        queue = lane_queue(tl.arange(0, BLOCK), tile_room(D, GROUP, BLOCK, STAGES, PAIRS, WIDE_STAGES, WIDE))
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
     inside = (b < B)[:, None] & (heads < H)[None, :]
@@ -281,17 +232,60 @@ def qkv_tile(
         else:
             n = tl.where(place < TILES, tl.minimum(n, 1), n)
         n_pairs = tl.sum(n)
-        if WIDE > PAIRS and n_pairs > PAIRS:  # the same shared memory: in steps of half the columns, or fewer units
+        if WIDE > PAIRS and n_pairs > PAIRS:  # the same shared memory: in steps of half the columns
             _fill(
-                queue, head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid,
-                q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK if GROUP > 0 else BLOCK // 2,
-                WIDE_STAGES, GROUP, POLICY,
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
+                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, WIDE, BLOCK // 2, STAGES, POLICY,
             )  # fmt: skip
         else:
             _fill(
-                queue, head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, scales, bias, valid,
-                q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, GROUP, POLICY,
+                head, row, start, n_pairs, last + 1 - n, tl.cumsum(n, 0), attn_in, weight, bias, valid, q, k_cache,
+                v_cache, capacity, B, H, HEAD_DIM, D, ROWS, PAIRS, BLOCK, STAGES, POLICY,
             )  # fmt: skip
+
+
+@triton.jit
+def qkv_tile(
+    tile,
+    n_tiles,
+    attn_in,
+    weight,
+    scales,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's whole work, its wait included, program `tile` of n_tiles. Other kernels' grids may carry it too."""
+    if GROUP > 0:
+        own_tile(
+            tile, n_tiles, attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, POLICY, PDL,
+        )  # fmt: skip
+    else:
+        _listed_tiles(
+            tile, n_tiles, attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
+            B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -348,7 +342,7 @@ def qkv_launch(
 ) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
     """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
 
-    As many tiles as all heads have: the hardware hands them out, and those beyond the selected heads' leave.
+    As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
     """
     d = weight.shape[-1]
     batch, n_heads, head_dim = check_projection(attn_in, d, bias, q, k_cache, v_cache, position)
@@ -399,6 +393,8 @@ def qkv_launch(
         "POLICY": POLICIES[policy],
         "PDL": pdl,
     }
+    if settings.registers:
+        constants["maxnreg"] = settings.registers
     return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 

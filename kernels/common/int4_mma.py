@@ -25,7 +25,7 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of, split_words
+from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of
 from kernels.common.lane_queue import (
     ask,
     ask_lines,
@@ -36,8 +36,6 @@ from kernels.common.lane_queue import (
     take,
     take_unit,
 )
-from kernels.common.launch import sums_together
-from kernels.common.layer_norm import mean_and_rstd
 
 
 @triton.constexpr_function
@@ -143,17 +141,6 @@ def fp16_pairs(low, high, ASM: tl.constexpr = ASSEMBLY):
 
 
 @triton.jit
-def float_planes(at, mask):
-    """The four planes of pairs of eight fp32 columns from `at` (L,) on, in two loads of 16 bytes a lane."""
-    planes = ()
-    for half in tl.static_range(2):
-        four = tl.load((at + 4 * half)[:, None] + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)
-        columns = split_words(four, 4)
-        planes = planes + (fp16_pairs(columns[0], columns[1]), fp16_pairs(columns[2], columns[3]))
-    return planes
-
-
-@triton.jit
 def _ask_pair(queue, at, unit, lane, PAIR: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
     """The queue with a warp's words of its units `unit` + 2 PAIR and the next of 16 rows on their way, in slot PAIR.
 
@@ -215,30 +202,93 @@ def units_beside(inputs, steps):
 
 
 @triton.constexpr_function
-def tile_bytes(words, group, lanes, steps, inputs):
-    """Shared memory of the queue of an `int4_tile`: pairs of units and inputs of the next steps."""
-    return lanes * unit_vector(words, group) * (8 * steps + 16 * (steps // units_beside(inputs, steps)))
+def whole_rows(words, group, lanes, steps):
+    """Whether the warps' steps end with the row."""
+    return words % (4 * unit_vector(words, group) * (lanes // 32) * steps) == 0
+
+
+@triton.constexpr_function
+def tile_bytes(words, group, lanes, steps, inputs, turn=0):
+    """Shared memory of the queue of an `int4_tile`: pairs of units of the next steps, and the next turn's inputs."""
+    turn = turn or steps
+    return lanes * unit_vector(words, group) * (8 * steps + 16 * (turn // units_beside(inputs, turn)))
+
+
+@triton.jit
+def ask_words(
+    queue, words, line, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr,
+    ASM: tl.constexpr = ASSEMBLY,
+):  # fmt: skip
+    """Asks for the words with which an `int4_tile` begins, the same for any number of inputs.
+
+    Without ASM nothing is asked for here: that queue gives back in the order of the asks, where inputs lie between.
+    """
+    V: tl.constexpr = unit_vector(W, GROUP)
+    if ASM:
+        lane = tl.arange(0, L)
+        unit = lane // 32 * STEPS
+        at = words + line.to(tl.int64) * W + unit * (4 * V)
+        for pair in tl.static_range(STEPS // 2):
+            _ask_pair(queue, at, unit, lane, pair, W, V, whole_rows(W, GROUP, L, STEPS))
+
+
+@triton.jit
+def ask_inputs(
+    queue, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, INPUTS: tl.constexpr,
+    TURN: tl.constexpr, ASM: tl.constexpr = ASSEMBLY,
+):  # fmt: skip
+    """Asks for the inputs with which an `int4_tile` begins; without ASM for nothing, see `ask_words`."""
+    V: tl.constexpr = unit_vector(W, GROUP)
+    SIDE: tl.constexpr = units_beside(INPUTS, TURN)
+    if ASM:
+        lane = tl.arange(0, L)
+        unit = lane // 32 * STEPS + lane % 32 // 4 // INPUTS % SIDE
+        for k in tl.static_range(TURN // SIDE):
+            _ask_input(queue, x, unit + k * SIDE, lane, STEPS + 2 * k, W, V, whole_rows(W, GROUP, L, STEPS))
+
+
+@triton.jit
+def first_scales(
+    scales, line, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, INPUTS: tl.constexpr,
+    TURN: tl.constexpr,
+):  # fmt: skip
+    """The scales with which an `int4_tile` begins."""
+    V: tl.constexpr = unit_vector(W, GROUP)
+    SIDE: tl.constexpr = units_beside(INPUTS, TURN)
+    lane = tl.arange(0, L)
+    at = scales + (line + lane % 32 // 4).to(tl.int64) * groups_of(W, GROUP)
+    found = ()
+    for k in tl.static_range(TURN // SIDE):
+        unit = lane // 32 * STEPS + k * SIDE + lane % 4 // (INPUTS // 2)
+        found = found + _unit_scales(at, unit, W, GROUP, V)
+    return found
 
 
 @triton.jit
 def int4_tile(
     queue, words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, begun=None, TURN: tl.constexpr = 0, ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
     """Rows line .. line + 15 times INPUTS = 2 or 8 inputs, (16, INPUTS) fp32.
 
     x: for each lane (L,) where input g % INPUTS begins, as pairs (4 W int32). Of two inputs four units each lie side by
     side in B, so that a lane reads a quarter of them. queue: an empty one of `tile_bytes`. Inputs go through it as
     well: a load of these into registers is issued 25 instructions before what needs it, which waits.
+    begun: `first_scales` of a tile for which `ask_words` and `ask_inputs` were called. What these asked for is waited
+    for at once, because it was not asked for in the order in which it is taken; later asks are. Such a tile may take
+    STEPS units in turns of TURN: the words of STEPS units are then on their way, but only the inputs of TURN.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
     STRIDE: tl.constexpr = L // 32 * STEPS
-    WHOLE: tl.constexpr = W % (4 * V * STRIDE) == 0
-    SIDE: tl.constexpr = units_beside(INPUTS, STEPS)
+    EACH_TURN: tl.constexpr = TURN or STEPS
+    TURNS: tl.constexpr = STEPS // EACH_TURN
+    WHOLE: tl.constexpr = whole_rows(W, GROUP, L, STEPS)
+    SIDE: tl.constexpr = units_beside(INPUTS, EACH_TURN)
     CHUNK: tl.constexpr = max(SIDE, 2)  # units whose inputs are taken before their words, of which two are one ask
     EACH: tl.constexpr = CHUNK // SIDE  # inputs of a chunk
-    ASKS: tl.constexpr = STEPS // 2 + 2 * (STEPS // SIDE)
+    ASKS: tl.constexpr = EACH_TURN // 2 + 2 * (EACH_TURN // SIDE)  # of a turn
+    BEGUN: tl.constexpr = begun is not None and ASM
     lane = tl.arange(0, L)
     group = lane % 32 // 4
     scale_at = scales + (line + group).to(tl.int64) * groups_of(W, GROUP)
@@ -246,29 +296,45 @@ def int4_tile(
     at = words + line.to(tl.int64) * W + unit * (4 * V)
     beside = group // INPUTS % SIDE  # which unit's input this lane reads, and below whose products it takes
     own = lane % 4 // (INPUTS // 2)
-    now = ()
-    for chunk in tl.static_range(STEPS // CHUNK):
-        for k in tl.static_range(chunk * EACH, chunk * EACH + EACH):
-            queue = _ask_input(queue, x, unit + k * SIDE + beside, lane, STEPS + 2 * k, W, V, WHOLE)
-            now = now + _unit_scales(scale_at, unit + k * SIDE + own, W, GROUP, V)
-        for pair in tl.static_range(chunk * CHUNK // 2, (chunk + 1) * CHUNK // 2):
-            queue = _ask_pair(queue, at, unit, lane, pair, W, V, WHOLE)
+    if BEGUN:
+        drain(lane)
+        now = begun
+    else:
+        now = ()
+        for chunk in tl.static_range(EACH_TURN // CHUNK):
+            for k in tl.static_range(chunk * EACH, chunk * EACH + EACH):
+                queue = _ask_input(queue, x, unit + k * SIDE + beside, lane, STEPS + 2 * k, W, V, WHOLE)
+                now = now + _unit_scales(scale_at, unit + k * SIDE + own, W, GROUP, V)
+            for pair in tl.static_range(chunk * CHUNK // 2, (chunk + 1) * CHUNK // 2):
+                queue = _ask_pair(queue, at, unit, lane, pair, W, V, WHOLE)
     zero = tl.zeros((L,), tl.float32)
     acc = (zero, zero, zero, zero)
-    for _ in range(0, UNITS, STRIDE):
-        at += STRIDE * 4 * V
+    turn = 0  # of TURNS
+    for _ in range(0, (UNITS + STRIDE - 1) // STRIDE * TURNS):
+        step = STRIDE  # to the next turn's units
+        if TURNS > 1:
+            step = tl.where(turn < TURNS - 1, EACH_TURN, STRIDE - (TURNS - 1) * EACH_TURN)
+        lines = queue
+        later = step  # to the units whose words take the place of those that are taken
+        if BEGUN:
+            later = STRIDE
+            if TURNS > 1:
+                lines = (queue[0] + turn * (EACH_TURN // 2 * line_slot_bytes(L, V)),)
         coming = ()
-        for k in tl.static_range(STEPS // SIDE):
-            coming = coming + _unit_scales(scale_at, unit + STRIDE + k * SIDE + own, W, GROUP, V)
-        for chunk in tl.static_range(STEPS // CHUNK):
+        for k in tl.static_range(EACH_TURN // SIDE):
+            coming = coming + _unit_scales(scale_at, unit + step + k * SIDE + own, W, GROUP, V)
+        for chunk in tl.static_range(EACH_TURN // CHUNK):
             inputs = ()
             for k in tl.static_range(chunk * EACH, chunk * EACH + EACH):
                 first, queue = take(queue, lane, STEPS + 2 * k, V, ASKS - 1)
                 second, queue = take(queue, lane, STEPS + 2 * k + 1, V, ASKS - 2)
                 inputs = inputs + first + second
-                queue = _ask_input(queue, x, unit + STRIDE + k * SIDE + beside, lane, STEPS + 2 * k, W, V, False)
+                queue = _ask_input(queue, x, unit + step + k * SIDE + beside, lane, STEPS + 2 * k, W, V, False)
             for s in tl.static_range(chunk * CHUNK, chunk * CHUNK + CHUNK):
-                w, queue = take_unit(queue, lane, s // 2, s % 2, V, ASKS - 1)
+                if BEGUN:
+                    w, _ = take_unit(lines, lane, s // 2, s % 2, V, TURNS * ASKS - 1)
+                else:
+                    w, queue = take_unit(queue, lane, s // 2, s % 2, V, ASKS - 1)
                 part = int4_mma(
                     w, inputs[(s - chunk * CHUNK) // SIDE * 4 * V : ((s - chunk * CHUNK) // SIDE + 1) * 4 * V], V
                 )
@@ -281,9 +347,15 @@ def int4_tile(
                     tl.where(mine, more[3], acc[3]),
                 )
                 if s % 2 == 1:
-                    queue = _ask_pair(queue, at, unit + STRIDE, lane, s // 2, W, V, False)
-        unit += STRIDE
+                    if BEGUN:
+                        _ask_pair(lines, at + later * (4 * V), unit + later, lane, s // 2, W, V, False)
+                    else:
+                        queue = _ask_pair(queue, at + later * (4 * V), unit + later, lane, s // 2, W, V, False)
+        unit += step
+        at += step * (4 * V)
         now = coming
+        if TURNS > 1:
+            turn = (turn + 1) % TURNS
     drain(lane)  # a program's next tile begins with the same slots
     return _tile_sums(acc, L, INPUTS)
 
@@ -332,68 +404,9 @@ def pair_slot(pair, pairs, rounds):
 
 
 @triton.jit
-def _unit_of(step, warp, WARPS: tl.constexpr):
+def unit_of(step, warp, WARPS: tl.constexpr):
     """The unit of a row that a warp takes as its number `step`: warps take pairs of neighbouring units in turn."""
     return (step // 2 * WARPS + warp) * 2 + step % 2
-
-
-@triton.jit
-def fetch_vector(vector, lane, D: tl.constexpr):
-    """Asks the L2 for `vector` (D,): the first four programs for a quarter each.
-
-    A layer's gains were last read a token ago. Nothing happens where a quarter is no multiple of 16 bytes. It need not
-    begin at one: up to 15 bytes before `vector` are asked for as well, which lie in the same allocation.
-    """
-    BYTES: tl.constexpr = D * vector.dtype.element_ty.primitive_bitwidth // 8
-    if BYTES % 64 == 0:
-        if tl.program_id(0) < 4:
-            at = (vector + tl.program_id(0) * (D // 4) + lane).to(tl.int64) & -16  # lane 0's
-            fetch_ahead(at, lane < 1, BYTES // 4)
-
-
-@triton.jit
-def _own_unit_sums(x, place, there, V: tl.constexpr):
-    """Sums of a lane's 8 V columns of x and of their squares."""
-    total = tl.zeros(place.shape, tl.float32)
-    squares = tl.zeros(place.shape, tl.float32)
-    for piece in tl.static_range(2 * V):
-        at = (x + 8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
-        four = tl.load(at, mask=there[:, None], other=0.0)
-        total += tl.sum(four, 1)
-        squares += tl.sum(four * four, 1)
-    return total, squares
-
-
-@triton.jit
-def normalised_units(x, gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr):
-    """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a warp, lane group g unit g.
-
-    x is read twice, the second time out of the L1.
-    """
-    WARPS: tl.constexpr = lane.shape[0] // 32
-    V: tl.constexpr = unit_vector(W, GROUP)
-    OCTETS: tl.constexpr = (pairs_of_a_warp(W, V, WARPS) + 3) // 4
-    total = tl.zeros(lane.shape, tl.float32)
-    squares = tl.zeros(lane.shape, tl.float32)
-    for octet in tl.static_range(OCTETS):
-        place = _unit_of(8 * octet + lane % 32 // 4, lane // 32, WARPS) * (4 * V) + lane % 4 * V
-        sums = _own_unit_sums(x, place, place < W, V)
-        total += sums[0]
-        squares += sums[1]
-    both = sums_together((total, squares), 2)
-    mean, rstd = mean_and_rstd(both[0], both[1], 8 * W, EPS)
-    planes = ()
-    for octet in tl.static_range(OCTETS):
-        place = _unit_of(8 * octet + lane % 32 // 4, lane // 32, WARPS) * (4 * V) + lane % 4 * V
-        for piece in tl.static_range(2 * V):
-            column = (8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
-            there = (place < W)[:, None]
-            four = (tl.load(x + column, mask=there, other=0.0) - mean) * rstd
-            four = four * tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
-            four += tl.load(shift + column, mask=there, other=0.0).to(tl.float32)
-            n = split_words(four, 4)
-            planes = planes + (fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]))
-    return planes
 
 
 @triton.jit
@@ -438,7 +451,7 @@ def _row_scales(scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr
     found = ()
     for octet in tl.static_range((pairs_of_a_warp(W, V, WARPS) + 3) // 4):
         for odd in tl.static_range(2):
-            unit = _unit_of(8 * octet + lane % 4 * 2 + odd, lane // 32, WARPS)
+            unit = unit_of(8 * octet + lane % 4 * 2 + odd, lane // 32, WARPS)
             there = unit * (4 * V) < tl.where(line < n_rows, W, 0)
             place = unit // units_a_group(GROUP, V)
             found = found + (tl.load(scales + row * G + place, mask=there, other=0.0),)

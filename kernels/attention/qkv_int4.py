@@ -1,0 +1,204 @@
+"""Query, key and value rows of the selected heads with 4-bit weights. Formulas, layouts and policies as in `qkv`.
+
+Program p owns the 16 rows of the head-major weight from row 16 p on, rows of one head's q, k or v, whichever heads are
+selected. So it knows what it will read before it knows whether it is needed, and asks for its first words and scales
+before it waits for the launch before: they come while it waits and then reads which heads are selected. A program that
+first finds its tile in a list of the selected heads' asks about 2 us later (one H200). Of a head that is not selected
+these words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
+With one batch row the inputs do not wait for the selection either: the positions that a head lacks are known before.
+A tile is multiplied with up to PAIRS of its head's pairs (`qkv_pairs`), or with up to WIDE, in turns of fewer units.
+Heads that were idle for long lack more groups of WIDE pairs. These are a list of items that all programs share out,
+when they are done with their own tile or not needed for it.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.attention.qkv_pairs import places, store_rows
+from kernels.common.int4_mma import ask_inputs, ask_words, first_scales, int4_tile, tile_bytes
+from kernels.common.lane_queue import drain, lane_queue
+from kernels.common.launch import wait_for_predecessor
+
+ROWS = tl.constexpr(16)
+WIDE_TURN = tl.constexpr(2)  # units of a turn with WIDE inputs, which take four times as much of the queue as PAIRS
+
+
+@triton.constexpr_function
+def tile_room(d, group, lanes, steps, pairs, wide):
+    """Bytes of the queue of tiles of either form."""
+    narrow = tile_bytes(d // 8, group, lanes, steps, pairs)
+    return max(narrow, tile_bytes(d // 8, group, lanes, steps, wide, WIDE_TURN.value))
+
+
+@triton.jit
+def _lacking(position, watermark, b, heads, B: tl.constexpr, H: tl.constexpr):
+    """(each row's last position, how many positions it lacks of each head): (B_TILE,), (B_TILE, H_TILE)."""
+    inside = (b < B)[:, None] & (heads < H)[None, :]
+    last = tl.load(position + b, mask=b < B, other=0)
+    marks = tl.load(watermark + b[:, None] * H + heads[None, :], mask=inside, other=0)
+    return last, tl.where(inside, last[:, None] + 1 - tl.minimum(marks, last[:, None]), 0)
+
+
+@triton.jit
+def _later_groups(lacking, head_bits, b, WIDE: tl.constexpr):
+    """Groups of WIDE pairs beyond the first that each selected head lacks, (H_TILE,)."""
+    there = ((head_bits[None, :] >> b[:, None]) & 1) != 0
+    return tl.maximum((tl.sum(tl.where(there, lacking, 0), 0) + WIDE - 1) // WIDE - 1, 0)
+
+
+@triton.jit
+def _later_item(
+    item, row_bits, position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(head, first row, first pair, how many positions each batch row lacks) of an item of the list of later groups.
+
+    Heads in turn; of each its groups from the second on, of each the tiles of k and v.
+    """
+    TILES: tl.constexpr = 2 * HEAD_DIM // ROWS
+    b = tl.arange(0, B_TILE)
+    heads = tl.arange(0, H_TILE)
+    _, lacking = _lacking(position, watermark, b, heads, B, H)
+    head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+    items = TILES * _later_groups(lacking, head_bits, b, WIDE)
+    ends = tl.cumsum(items, 0)
+    own = (ends > item) & (ends - items <= item)
+    head = tl.sum(tl.where(own, heads, 0))
+    place = item - tl.sum(tl.where(own, ends - items, 0))
+    n = tl.sum(tl.where(own[None, :] & (((head_bits[None, :] >> b[:, None]) & 1) != 0), lacking, 0), 1)
+    return head, HEAD_DIM + place % TILES * ROWS, (1 + place // TILES) * WIDE, n
+
+
+@triton.jit
+def _inputs(attn_in, lane, inputs, start, n_pairs, last, n, capacity, B: tl.constexpr, D: tl.constexpr):
+    """Where each lane's of `inputs` inputs begins: those of the pairs from `start` on, of n[b] up to last[b].
+
+    Of pairs that do not exist the last one's input is read again: no lane's load needs a mask.
+    """
+    own = tl.minimum(lane % 32 // 4 % inputs, n_pairs - 1 - start)
+    of_row, p = places(own, start, last + 1 - n, tl.cumsum(n, 0), B)
+    return attn_in + (of_row * capacity + p).to(tl.int64) * (D // 2)
+
+
+@triton.jit
+def _multiply(
+    queue, x, begun, head, row, start, n_pairs, last, n, weight, scales, bias, valid, q, k_cache, v_cache, capacity,
+    B: tl.constexpr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    STEPS: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Values of ROWS rows of a head for N pairs from `start` on, for which words and inputs were asked for."""
+    line = head * (3 * HEAD_DIM) + row
+    r = tl.arange(0, ROWS)
+    offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
+    values = int4_tile(queue, weight, scales, line, x, D // 8, GROUP, L, STEPS, N, begun, TURN)
+    values += offset.to(tl.float32)[:, None]
+    i = tl.arange(0, N)
+    of_row, p = places(i, start, last + 1 - n, tl.cumsum(n, 0), B)
+    exists = start + i < n_pairs
+    store_rows(values, head, row, row + r, of_row, p, exists, valid, q, k_cache, v_cache, capacity, H, HEAD_DIM, POLICY)
+
+
+@triton.jit
+def own_tile(
+    tile,
+    n_tiles,
+    attn_in,
+    weight,
+    scales,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    L: tl.constexpr,
+    STEPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, then its share of later groups.
+
+    L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`.
+    """
+    TILES: tl.constexpr = 3 * HEAD_DIM // ROWS
+    W: tl.constexpr = D // 8
+    lane = tl.arange(0, L)
+    queue = lane_queue(lane, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE))
+    ask_words(queue, weight, tile * ROWS, W, GROUP, L, STEPS)
+    begun = first_scales(scales, tile * ROWS, W, GROUP, L, STEPS, PAIRS, STEPS)
+    own_head = tile // TILES
+    own_row = tile % TILES * ROWS
+    # Positions and watermarks are those that the step before left.
+    b = tl.arange(0, B_TILE)
+    heads = tl.arange(0, H_TILE)
+    own_n = tl.where(b < B, 1, 0)  # positions of each batch row
+    if POLICY == 0:
+        last, lacking = _lacking(position, watermark, b, heads, B, H)
+        mark = tl.load(watermark + b * H + own_head, mask=b < B, other=0)
+        own_n = tl.where((b < B) & (own_row >= HEAD_DIM), last + 1 - tl.minimum(mark, last), own_n)
+    else:
+        last = tl.load(position + b, mask=b < B, other=0)
+    wait_for_predecessor(PDL)
+    own_bits = tl.load(row_bits + own_head)
+    needed = own_bits != 0
+    if POLICY == 1:
+        needed = needed | (own_row >= HEAD_DIM)
+    if B > 1:
+        for_row = ((own_bits >> b) & 1) != 0
+        if POLICY == 1:
+            for_row = for_row | (own_row >= HEAD_DIM)
+        own_n = tl.where(for_row, own_n, 0)
+    own_pairs = tl.sum(own_n)
+    own_wide = own_pairs > PAIRS
+    own_x = _inputs(attn_in, lane, tl.where(own_wide, WIDE, PAIRS), 0, own_pairs, last, own_n, capacity, B, D)
+    if own_wide:
+        ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+    elif own_pairs > 0:
+        ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
+    n_later = 0
+    if POLICY == 0:  # the others need a position of each row at most, one group
+        head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+        n_later = tl.sum(_later_groups(lacking, head_bits, b, WIDE)) * (2 * HEAD_DIM // ROWS)
+    if not needed:
+        drain(lane)
+    # A program's own tile comes as an item before those of the list: so the code of a product with WIDE is there once.
+    for item in range(tl.where(needed, tile - n_tiles, tile), n_later, n_tiles):
+        head = own_head
+        row = own_row
+        start = 0
+        n = own_n
+        n_pairs = own_pairs
+        x = own_x
+        wide = own_wide
+        if item >= 0:
+            head, row, start, n = _later_item(
+                item, row_bits, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, WIDE
+            )  # fmt: skip
+            n_pairs = tl.sum(n)
+            wide = True
+            ask_words(queue, weight, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS)
+            x = _inputs(attn_in, lane, WIDE, start, n_pairs, last, n, capacity, B, D)
+            ask_inputs(queue, x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+        if wide:
+            factors = first_scales(scales, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+            _multiply(
+                queue, x, factors, head, row, start, n_pairs, last, n, weight, scales, bias, valid, q, k_cache, v_cache,
+                capacity, B, H, HEAD_DIM, D, WIDE, L, STEPS, WIDE_TURN, GROUP, POLICY,
+            )  # fmt: skip
+        else:
+            _multiply(
+                queue, own_x, begun, own_head, own_row, 0, own_pairs, last, own_n, weight, scales, bias, valid, q,
+                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, PAIRS, L, STEPS, STEPS, GROUP, POLICY,
+            )  # fmt: skip
