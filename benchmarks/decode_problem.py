@@ -83,7 +83,7 @@ def random_predictors(
             folded = normal(n, shape.d_model)
         else:
             pair = PredictorWeights(normal(rank, shape.d_model), normal(n, rank), torch.zeros(n, device="cuda"))
-            if dtype == "int4" and lookahead == 0:  # before fc1 a predictor runs on its own, on nibbles
+            if dtype == "int4":
                 pair = nibbles(pair)
             elif dtype != "float16":
                 pair = pair.quantized(torch.int8)

@@ -31,9 +31,9 @@ cells() {  # NAME MODEL CELLS...
     --cells "$@"
 }
 
-sparse="weights=int4 predictors=int4 head_density=0.85,1.0,0.5"  # int4 predictors run before fc1
+sparse="weights=int4 predictors=int4 head_density=0.85,1.0,0.5"  # predictors run before fc1
 head="lm_head=int4"  # the LM head in 4 bits as well: 50272 rows
-ahead="weights=int4 predictors=int8 site=1 head_density=0.85,1.0,0.5"  # and int8 ones within attention
+ahead="$sparse site=1"  # and within attention
 for name in $only; do
   case $name in
     tests)

@@ -73,17 +73,25 @@ def _int4_kinds(what: str) -> dict[str, str]:
     if what == "dense":
         return {"own site": "weights=int4", "LM head": "weights=int4 lm_head=int4", "fp16": ""}
     heads = SELECTED[what]
-    ahead = f"{heads} predictors=int8 weights=int4"
-    kinds = {"own site": f"{heads} predictors=int4 weights=int4", "look-ahead": f"{ahead} site=1"}
-    kinds |= {"LM head": f"{ahead} lm_head=int4 site=1", "fp16": heads}
+    own = f"{heads} predictors=int4 weights=int4"
+    kinds = {"own site": own, "look-ahead": f"{own} site=1", "LM head": f"{own} lm_head=int4 site=1", "fp16": heads}
     return {name: options.strip() for name, options in kinds.items()}
 
 
 def _newest(root: Path, batch: str, prompt: str, commit: str = "") -> dict[tuple[str, str, str], Row]:
-    """(model, engine, options) -> its newest row of so many sequences behind so many tokens, of one commit if given."""
+    """(model, engine, options) -> its newest row of so many sequences behind so many tokens, of one commit if given.
+
+    Look-ahead predictors were int8 codes before they were nibbles: their rows stand in one place.
+    """
     rows = (row for row in _rows(root) if (row["batch"], row["prompt"]) == (batch, prompt))
     rows = (row for row in rows if commit in ("", row["commit"]))
-    return {(row["model"], row["engine"], row["options"]): row for row in rows}
+    found = {}
+    for row in rows:
+        options = row["options"]
+        if "site=1" in options and "weights=int4" in options:
+            options = options.replace("predictors=int8", "predictors=int4")
+        found[row["model"], row["engine"], options] = row
+    return found
 
 
 def int4_steps(root: Path) -> dict[tuple[str, str, str], Row]:

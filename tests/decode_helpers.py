@@ -11,6 +11,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.predictors.quantization import int4_rows
 from kernels.mlp.select import quantize_rows
 
 
@@ -68,9 +69,12 @@ class RandomBundle:
 def random_bundle(
     model, rank=8, seed=0, threshold=0.3, relu=False, top_k=None, lookahead=0, targets=("mlp", "heads"),
     dense_layers=(),
-    means=False, int8=False, cascade=False,
+    means=False, int8=False, int4=False, cascade=False,
 ):  # fmt: skip
-    """lookahead: half-blocks between a predictor's site and its target, cut off at the first site."""
+    """lookahead: half-blocks between a predictor's site and its target, cut off at the first site.
+
+    int8, int4: predictors are codes with a scale a row.
+    """
     shape = OPTShape.from_config(model.config)
     bundle = RandomBundle(shape)
     torch.manual_seed(seed)
@@ -81,8 +85,10 @@ def random_bundle(
             with torch.no_grad():
                 for parameter in made.parameters():
                     parameter.normal_(std=0.3)
-                for part in ("down", "up") if int8 else ():
-                    codes, scale = quantize_rows(getattr(made, part), torch.int8)
+                for part in ("down", "up") if int8 or int4 else ():
+                    weight = getattr(made, part)
+                    codes, scale = int4_rows(weight) if int4 else quantize_rows(weight, torch.int8)
+                    scale = scale.float()
                     bundle.stored[layer, target, part] = codes, scale
                     getattr(made, part).copy_(codes * scale[:, None])
             half = max(0, 2 * layer + (target == "mlp") - lookahead)
@@ -98,7 +104,7 @@ def random_bundle(
                 site=("attn_in", "mlp_in")[half % 2],
                 site_layer=half // 2,
                 density=0.5,
-                dtype="int8" if int8 else "float32",
+                dtype="int8" if int8 else "int4" if int4 else "float32",
             )
         if cascade:
             weight = model.model.decoder.layers[layer].fc1.weight.detach()

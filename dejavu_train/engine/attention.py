@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
+from kernels.attention.head_select import head_selection
 from kernels.lookahead.site_predict import SiteRows
 
 
@@ -140,7 +141,7 @@ class FusedAttention:
         self.weights, self.cache, self.work, self.heads, self.mlp = weights, cache, work, heads, mlp
         self.bias = bias_with_mean(weights, heads)
         assert heads.predictor.folded is not None
-        self.site = SiteRows.stack(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
+        self.site = SiteRows.of(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
 
     def run(self, x: Tensor, out: Tensor) -> None:
@@ -170,4 +171,40 @@ class FusedAttention:
         ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
 
 
-Attention = DenseAttention | SparseAttention | MaskedAttention | FusedAttention
+class FusedDenseAttention:
+    """`DenseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list.
+
+    A predictor on a stream of its own costs two events a layer, and its kernels cannot start while others end. inputs:
+    (1, T, d), of which a step fills and reads its own position: all layers share it.
+    """
+
+    def __init__(
+        self, weights: LayerWeights, cache: LayerCache, work: Workspace, mlp: TargetSelection, inputs: Tensor
+    ) -> None:
+        self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
+        self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1)
+        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
+        self.every_head = head_selection(work.q.shape[1], work.q.device)
+        self.every_head.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, cache, work, mlp, every = self.weights, self.cache, self.work, self.mlp, self.every_head
+        ops, state, pdl = work.ops, work.state, work.pdl
+        predictor = mlp.predictor
+        ops.site_predict(
+            x, weights.norm1, self.site, predictor.bias, predictor.threshold, state.position, state.row_state,
+            self.inputs, every, self.hidden, pdl=pdl,
+        )  # fmt: skip
+        ops.qkv_select(
+            self.inputs, weights.qkv, weights.qkv_bias, every, state.position, cache.watermark, None, work.q, cache.k,
+            cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state, mlp.selection,
+            policy="always", pdl=pdl,
+        )  # fmt: skip
+        ops.attend_pack(
+            work.q, cache.k, cache.v, None, state.position, None, None, work.heads_out, work.attention,
+            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl,
+        )  # fmt: skip
+        ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
+
+
+Attention = DenseAttention | SparseAttention | MaskedAttention | FusedAttention | FusedDenseAttention

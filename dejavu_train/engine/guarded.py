@@ -40,7 +40,7 @@ class GuardedAttention:
         heads.selection.set_mask((row_state > 0)[:, None].expand(batch, n_heads))
         body.attend(x, out)
         # What attention leaves is each head's output, less the mean that stands in for it.
-        outputs = work.heads_out.view(batch, n_heads, head_dim).transpose(0, 1)
+        outputs = work.heads_out.float().view(batch, n_heads, head_dim).transpose(0, 1)
         contribution = ((outputs @ self.gram) * outputs).sum(-1).clamp_min(0).sqrt().T
         rows = row_state == 1
         self.guard.measure((heads.predictor.layer, "heads"), rows, keep, keep, contribution)

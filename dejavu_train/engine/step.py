@@ -17,6 +17,7 @@ from dejavu_train.engine.attention import (
     Attention,
     DenseAttention,
     FusedAttention,
+    FusedDenseAttention,
     LayerCache,
     MaskedAttention,
     SparseAttention,
@@ -77,7 +78,7 @@ class DecodeStep:
         shape, dtype = weights.shape, weights.embedding.dtype
         ahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
         self.work = Workspace.empty(
-            shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead
+            shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead, weights.layers[0].packed
         )  # fmt: skip
         self.state, self.ops = self.work.state, self.work.ops
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
@@ -91,6 +92,8 @@ class DecodeStep:
             self._cache(layer, (layer, "heads") in predictors and (layer, "heads") not in masked)
             for layer in range(shape.n_layers)
         ]
+        inputs = context if any((layer, "heads") not in predictors for layer in fused) else 0
+        self.inputs = torch.zeros(batch, inputs, shape.d_model, dtype=dtype, device=device)
         self.halves: list[Half] = []
         for layer in range(shape.n_layers):
             heads, mlp = chosen.get((layer, "heads")), chosen.get((layer, "mlp"))
@@ -101,9 +104,9 @@ class DecodeStep:
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
     def _can_fuse(self, layer: int) -> bool:
-        """Whether the MLP's predictor can ride with q/k/v and attention: it then costs no stage of its own."""
+        """Whether the MLP's predictor can ride with q/k/v and attention, of selected heads or of all."""
         heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
-        if self.batch > 1 or heads is None or mlp is None or heads.folded is None or mlp.top_k is not None:
+        if self.batch > 1 or mlp is None or mlp.top_k is not None or (heads is not None and heads.folded is None):
             return False
         return (mlp.site, mlp.site_layer) == ("attn_in", layer)
 
@@ -140,6 +143,8 @@ class DecodeStep:
         self, layer: int, heads: TargetSelection | None, fused_mlp: TargetSelection | None, masked: bool
     ) -> Attention:
         weights, cache = self.weights.layers[layer], self.caches[layer]
+        if heads is None and fused_mlp is not None:
+            return FusedDenseAttention(weights, cache, self.work, fused_mlp, self.inputs)
         if heads is None:
             return DenseAttention(weights, cache, self.work)
         if masked:
@@ -158,7 +163,7 @@ class DecodeStep:
 
     def _measured(self, body: Any) -> Any:
         assert self.guard is not None
-        if isinstance(body, (DenseAttention, DenseMlp)):
+        if isinstance(body, (DenseAttention, FusedDenseAttention, DenseMlp)):
             return body
         kind = GuardedMlp if isinstance(body, Mlp) else GuardedAttention
         return kind(body, self.guard)
@@ -213,6 +218,8 @@ class DecodeStep:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         selected = {target for _, target in self.predictors}
+        if any(isinstance(half.body, FusedDenseAttention) for half in self.halves):
+            selected.add("heads")  # q/k/v by the kernel of selected heads
         launch.share_carveout(launch.carveout(selected, self.weights.layers[0].packed))
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.

@@ -404,8 +404,7 @@ def load_predictors(
     Args:
         dtype: of the model; predictors are kept in it.
         codes: keep specs of int8 or int4 as codes with row scales: what one row at a time reads. Several rows are a
-            library's matrix product, which takes one dtype. int4 is two codes a byte where the predictor runs on its
-            own, before fc1, and one a byte where the grids of attention may run it.
+            library's matrix product, which takes one dtype. int4 is two codes a byte.
     Raises:
         UserError: thresholds that were never calibrated.
     """
@@ -430,7 +429,7 @@ def load_predictors(
             )
         else:
             (down, down_scale), (up, up_scale) = (bundle.codes(layer, target, part) for part in ("down", "up"))
-            if spec.dtype == "int4" and (spec.site, spec.site_layer) == ("mlp_in", layer):
+            if spec.dtype == "int4":
                 down, up = pack_nibbles(down), pack_nibbles(up)
             weights = PredictorWeights(
                 down.to(device), up.to(device), bias.to(device), down_scale.to(device), up_scale.to(device), relu

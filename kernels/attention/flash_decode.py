@@ -10,7 +10,8 @@ Position, watermark and selection are older than the launch before this one, and
 they are read before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may
 read early only what is older than q/k/v.
 Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
-q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32; watermark (B, h) int32.
+q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32, or fp16, to which it is then rounded;
+watermark (B, h) int32.
 """
 
 from dataclasses import dataclass

@@ -182,7 +182,8 @@ def project_heads(
 
     One row runs in one kernel, bitwise deterministic; several as a matrix product over all columns: the union of the
     heads of several rows leaves little out. Selection and residual must be older than the two launches before this one.
-    4-bit rows lie head by head, Int4Rows (h, d, head_dim): see `out_projection_int4`. Errors: shapes, a CPU tensor.
+    4-bit rows lie head by head, Int4Rows (h, d, head_dim), and take mixed in fp16: see `out_projection_int4`. Errors:
+    shapes, a CPU tensor.
     """
     if isinstance(weight, Int4Rows):
         if settings is not None and not isinstance(settings, HeadRowSettings):

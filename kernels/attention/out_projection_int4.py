@@ -5,7 +5,8 @@
 
 The weight lies head by head, Int4Rows of shape (h, d, head_dim) with one scale a head and output, so that a skipped
 head skips codes and scales alike, and a head's outputs are one range of memory; fp16 weights (`out_projection`) keep
-rows of all heads. mixed (1, h * head_dim) fp32 is rounded to fp16; products are exact, sums in fp32.
+rows of all heads. mixed (1, h * head_dim) fp16, as attention rounds it: every program reads it whole, and in fp32 that
+took twice the loads. Products are exact, sums in fp32.
 A program owns TILES times 8 outputs; its warps take heads in turn, SPAN at a time, two beside each other as a unit of
 `int4_mma`: its rows 0 to 7 are 8 outputs of one head, rows 8 to 15 the same outputs of another one, and the heads'
 inputs lie in two columns. Tiles of 8 outputs let all multiprocessors have as many at widths such as 9216.
@@ -21,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.head_select import selected_heads
-from kernels.common.checks import INTERPRET, check_device, check_head_dim, check_shape, require
+from kernels.common.checks import INTERPRET, check_device, check_dtype, check_head_dim, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import column_sums, float_planes, from_lane, int4_mma, unit_vector
+from kernels.common.int4_mma import column_sums, from_lane, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
+from kernels.common.int4_tiles import split_words
 from kernels.common.lane_queue import ask, even_room, lane_queue, take
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import add_product, dense_add
@@ -112,12 +114,14 @@ def _heads(its, begin, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, H: tl.cons
 def _head_input(
     mixed, heads, begin, n, lane, W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr
 ):
-    """4 V planes of the input of each lane group's entry, see `_heads`; zero beyond the last one."""
+    """4 V planes of the input of each lane group's entry, see `_heads`; zero beyond the last one. mixed: its pairs."""
     number = begin + lane % 32 // 4 % SPAN * (lane.shape[0] // 32) + lane // 32
     planes = ()
     for v in tl.static_range(V):
         word = number % UNITS * (4 * V) + lane % 4 * V + v
-        planes = planes + float_planes(mixed + heads * (8 * W) + 8 * word, (number < n * UNITS) & (word < W))
+        at = (mixed + heads * (4 * W) + 4 * word)[:, None] + tl.arange(0, 4)[None, :]
+        there = (number < n * UNITS) & (word < W)
+        planes = planes + split_words(tl.load(at, mask=there[:, None], other=0), 4)
     return planes
 
 
@@ -232,7 +236,7 @@ def project_head_rows(
     pdl: bool = False,
     settings: HeadRowSettings | None = None,
 ) -> None:
-    """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (h, d, head_dim); selection None = all heads.
+    """mixed (B, h * head_dim) fp16, residual and out (B, d) fp32, weight (h, d, head_dim); selection None = all heads.
 
     One row runs in one kernel; several as a product over all heads, up to eight from the codes, more after these were
     written out in fp16. Bitwise deterministic. Selection and residual must be older than the two launches before this.
@@ -243,6 +247,7 @@ def project_head_rows(
     n_heads, d, head_dim = weight.shape
     check_head_dim(head_dim)
     check_shape("mixed", mixed, batch, n_heads * head_dim)
+    check_dtype("mixed", mixed, (torch.float16,))
     weight.check("weight", (n_heads, d, head_dim), mixed)
     require(weight.scales.shape[-1] == 1, f"weight: {weight.scales.shape[-1]} groups a head, expected one")
     check_shape("bias", bias, d)
@@ -251,7 +256,7 @@ def project_head_rows(
     require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
     if batch > 1:
         if batch <= MOST:
-            add_product(int4_by_head(mixed.half(), weight, pdl), bias, residual, out, pdl)
+            add_product(int4_by_head(mixed, weight, pdl), bias, residual, out, pdl)
         else:
             dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
         return
@@ -261,7 +266,7 @@ def project_head_rows(
     programs = triton.cdiv(d, 8 * settings.tiles)
     needed = queue_bytes(32 * settings.warps, settings.span, settings.tiles, head_dim)
     _project_head_rows_kernel[(programs,)](
-        mixed,
+        mixed.view(torch.int32),
         weight.words,
         weight.scales,
         bias,

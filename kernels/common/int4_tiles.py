@@ -30,8 +30,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.checks import INTERPRET
-from kernels.common.launch import THROUGH_L1, sums_together
-from kernels.common.layer_norm import mean_and_rstd
+from kernels.common.launch import THROUGH_L1
 
 ASSEMBLY = tl.constexpr(not INTERPRET)
 # What int4_outer's factors are multiplied with, so that small ones keep their digits in fp16 (normal from 6.1e-5 on).
@@ -325,33 +324,6 @@ def planes_of(tiles, N: tl.constexpr):
     planes = ()
     for k in tl.static_range(N):
         planes = planes + word_planes(tiles[k])
-    return planes
-
-
-@triton.jit
-def normalised_planes(
-    x, gain, shift, lane, W: tl.constexpr, L: tl.constexpr, EPS: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1
-):
-    """`lane_words` times four planes of LayerNorm(x), x (8 W,), rounded to fp16; zero beyond the end.
-
-    x is read twice, the second time out of the L1: its columns in fp32 take twice the registers of its planes.
-    """
-    tiles = column_tiles(x, lane, W, L, CACHE)
-    total = tiles[0].to(tl.float32)
-    squares = total * total
-    for k in tl.static_range(1, lane_words(W, L)):
-        part = tiles[k].to(tl.float32)
-        total += part
-        squares += part * part
-    sums = sums_together((tl.sum(total, 1), tl.sum(squares, 1)), 2)
-    mean, rstd = mean_and_rstd(sums[0], sums[1], 8 * W, EPS)
-    planes = ()
-    for j in tl.static_range(n_pieces(W, L)):
-        for v in tl.static_range(piece_vector(W, L, j)):
-            word = piece_start(W, L, j) + lane * piece_vector(W, L, j) + v
-            g = word_columns(gain, word, W).to(tl.float32)
-            again = word_columns(x, word, W, CACHE).to(tl.float32)
-            planes = planes + word_planes((again - mean) * rstd * g + word_columns(shift, word, W).to(tl.float32))
     return planes
 
 

@@ -21,15 +21,14 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_mma import (
-    fetch_vector,
     first_rows,
     int4_rows_step,
-    normalised_units,
     pairs_of_a_warp,
     rounds_of,
     row_queue_bytes,
     unit_vector,
 )
+from kernels.common.int4_norm import normalised_units, unit_norms
 from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -68,8 +67,7 @@ class Int4RowSettings:
     A pair is 128 bytes of 16 rows, 2 KB (`int4_mma`). The queue is as long as all rounds through it need where they
     are as few and as even as they can be (`rounds_of`): 9 pairs with room for 5 go in rounds of 5 and 4, and 4 are on
     their way; 12 go in three rounds of 4, 7 in 4 and 3. So a slot is a constant even where no number divides the pairs.
-    fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait; where any,
-    LayerNorm's gains and shifts as well.
+    fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
     """
 
     programs: int
@@ -180,11 +178,9 @@ def _dense_rows_kernel(
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
         w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
-        if FETCHED > 0:
-            fetch_vector(norm_weight, c, D)
-            fetch_vector(norm_bias, c, D)
+        norms = unit_norms(norm_weight, norm_bias, c, D // 8, GROUP)
         wait_for_predecessor(PDL)
-        n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
+        n = normalised_units(x, norms, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, n_rows, step):
             values, w, s = int4_rows_step(

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from kernels.common.checks import check_projection
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import fetch_vector, first_rows, int4_rows_step, normalised_units
+from kernels.common.int4_mma import first_rows, int4_rows_step
+from kernels.common.int4_norm import normalised_units, unit_norms
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import qkv_batch
@@ -74,11 +75,9 @@ def _qkv_dense_kernel(
     last = tl.load(position)
     if GROUP > 0:
         w, s = first_rows(weight, scales, tl.program_id(0) * 16, N_ROWS, c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
-        if FETCHED > 0:
-            fetch_vector(norm_weight, c, D)
-            fetch_vector(norm_bias, c, D)
+        norms = unit_norms(norm_weight, norm_bias, c, D // 8, GROUP)
         wait_for_predecessor(PDL)
-        n = normalised_units(x, norm_weight, norm_bias, c, D // 8, GROUP, EPS)
+        n = normalised_units(x, norms, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         for begin in range(tl.program_id(0) * 16, N_ROWS, step):
             values, w, s = int4_rows_step(

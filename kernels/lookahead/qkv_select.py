@@ -6,8 +6,8 @@ The tiles of `qkv`, and after them programs that own `block` neurons each and li
 Independent work in a grid costs no launch edge and no event, and it fills the last wave of the tiles. So that no
 program needs more registers than a tile of q/k/v does, this product runs on the tensor cores as well: a tile of `up`
 times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding. In fp16
-two parts hold up to 131008: a larger hidden value counts as that.
-One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank), hidden (1, rank) fp32.
+two parts hold up to 131008: a larger hidden value counts as that. Codes and nibbles become fp16 numbers, exactly.
+One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
 """
 
 import torch
@@ -19,6 +19,7 @@ from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.common.checks import check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
+from kernels.mlp.predict import INTERPRETED, stored_width
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_selection
 
@@ -35,6 +36,60 @@ def qkv_select_reference(
         torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
     )  # fmt: skip
     mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
+
+
+@triton.jit
+def nibble_halves(tile):
+    """Codes of the low nibbles and of the high ones of bytes, fp16; a nibble is its code + 8 (`kernels.mlp.predict`).
+
+    It becomes the end of the mantissa of 1024, so that nothing is converted.
+    """
+    if INTERPRETED:
+        wide = tile.to(tl.int32)
+        halves = (((wide & 15) - 8).to(tl.float16), (((wide >> 4) & 15) - 8).to(tl.float16))
+    else:
+        halves = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, magic, minus1032;
+            mov.b32 magic, 0x64646464;
+            mov.b32 minus1032, 0xE408E408;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            prmt.b32 $0, low, magic, 0x4140;
+            prmt.b32 $1, low, magic, 0x4342;
+            prmt.b32 $2, high, magic, 0x4140;
+            prmt.b32 $3, high, magic, 0x4342;
+            add.rn.f16x2 $0, $0, minus1032;
+            add.rn.f16x2 $1, $1, minus1032;
+            add.rn.f16x2 $2, $2, minus1032;
+            add.rn.f16x2 $3, $3, minus1032;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [tile],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return halves
+
+
+@triton.jit
+def _parts(hidden, place, n, TYPE: tl.constexpr, PARTS: tl.constexpr):
+    """Hidden values at `place` (CHUNK,), zero from n on, as PARTS columns (CHUNK, 8) whose sum they are."""
+    part = tl.arange(0, 8)
+    z = tl.load(hidden + place, mask=place < n, other=0.0)
+    high = saturated(z, TYPE)
+    columns = tl.where((part == 0)[None, :], high.to(tl.float32)[:, None], 0.0)
+    if PARTS > 1:
+        rest = z - high.to(tl.float32)
+        middle = saturated(rest, TYPE)
+        columns = tl.where((part == 1)[None, :], middle.to(tl.float32)[:, None], columns)
+    if PARTS > 2:
+        columns = tl.where((part == 2)[None, :], (rest - middle.to(tl.float32))[:, None], columns)
+    return columns.to(TYPE)
 
 
 @triton.jit
@@ -59,10 +114,11 @@ def _select_tile(
     PDL: tl.constexpr,
 ):
     """Logits and list of the neurons block_number * BLOCK .. + BLOCK - 1."""
+    NIBBLES: tl.constexpr = up.dtype.element_ty == tl.uint8
+    WIDTH: tl.constexpr = (RANK + 1) // 2 if NIBBLES else RANK  # elements of a row
     rows = block_number * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
     k = tl.arange(0, CHUNK)
-    part = tl.arange(0, 8)
     scale = 1.0
     if up_scale is not None:
         scale = tl.load(up_scale + rows, mask=inside, other=0.0)
@@ -71,25 +127,22 @@ def _select_tile(
         offset = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     limit = tl.load(threshold)
     state = tl.load(row_state)
-    w_ptrs = up + rows.to(tl.int64)[:, None] * RANK + k[None, :]
+    w_ptrs = up + rows.to(tl.int64)[:, None] * WIDTH + k[None, :]
     wait_for_predecessor(PDL)
     sums = tl.zeros((BLOCK, 8), tl.float32)
-    for column in tl.range(0, RANK, CHUNK, num_stages=STAGES):
-        if RANK % CHUNK == 0:
-            w = tl.load(w_ptrs + column, mask=inside[:, None], other=0.0)
-            z = tl.load(hidden + column + k)
+    for column in tl.range(0, WIDTH, CHUNK, num_stages=STAGES):
+        if WIDTH % CHUNK == 0:
+            w = tl.load(w_ptrs + column, mask=inside[:, None], other=0)
         else:
-            w = tl.load(w_ptrs + column, mask=inside[:, None] & (column + k < RANK)[None, :], other=0.0)
-            z = tl.load(hidden + column + k, mask=column + k < RANK, other=0.0)
-        high = saturated(z, TYPE)
-        columns = tl.where((part == 0)[None, :], high.to(tl.float32)[:, None], 0.0)
-        if PARTS > 1:
-            rest = z - high.to(tl.float32)
-            middle = saturated(rest, TYPE)
-            columns = tl.where((part == 1)[None, :], middle.to(tl.float32)[:, None], columns)
-        if PARTS > 2:
-            columns = tl.where((part == 2)[None, :], (rest - middle.to(tl.float32))[:, None], columns)
-        sums = tl.dot(w.to(TYPE), columns.to(TYPE), sums, input_precision="ieee")
+            w = tl.load(w_ptrs + column, mask=inside[:, None] & (column + k < WIDTH)[None, :], other=0)
+        z = _parts(hidden, column + k, WIDTH, TYPE, PARTS)
+        if NIBBLES:
+            low, high = nibble_halves(w)
+            sums = tl.dot(low, z, sums, input_precision="ieee")
+            more = _parts(hidden, WIDTH + column + k, RANK, TYPE, PARTS)
+            sums = tl.dot(high, more, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(w.to(TYPE), z, sums, input_precision="ieee")
     logits = tl.sum(sums, 1) * scale + offset
     chosen = (logits > limit) & inside  # False for NaN
     chosen = (chosen & (state > 0)) | (inside & (state == 2))
@@ -178,8 +231,8 @@ def qkv_select(
 ) -> None:
     """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
 
-    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, or in int8 or fp8 with row
-    scales. Errors: shapes, policy, a CPU tensor.
+    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row scales,
+    or as nibbles with such scales. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
@@ -187,8 +240,9 @@ def qkv_select(
     )
     rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
     check_shape("q", q, 1, *q.shape[1:])
-    check_shape("up", mlp.up, n, rank)
-    chunk = min(64, max(16, triton.next_power_of_2(rank)))
+    width = stored_width(mlp.up, rank)
+    check_shape("up", mlp.up, n, width)
+    chunk = min(64, max(16, triton.next_power_of_2(width)))
     # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
     stages = 2 if constants["GROUP"] and mlp.up.element_size() > 1 else 4
     multiplied = dot_type(mlp.up.dtype)
@@ -209,7 +263,7 @@ def qkv_select(
         RANK=rank,
         MLP_BLOCK=mlp_selection.block,
         CHUNK=chunk,
-        MLP_STAGES=min(stages, triton.cdiv(rank, chunk)),
+        MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
         TYPE=multiplied,
         PARTS=PARTS[multiplied],
         num_warps=warps,

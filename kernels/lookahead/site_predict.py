@@ -1,55 +1,66 @@
 """Look-ahead, stage 1: head selection and the first half of an MLP predictor of `attn_in`, in one grid.
 
-The rows of both predictors, heads first, times n = LayerNorm(x), as in `predict_down`; n is kept in attn_in as well:
-    head i is selected where <rows[i], n> + bias[i] > threshold;   hidden[r] = act(<rows[h + r], n>)
-One batch row: x (1, d) fp32, rows (h + rank, d), hidden (1, rank) fp32. Formulas and layouts of the selection as in
-`head_select`. The other stages are `qkv_select` and `attend_pack`.
+The rows of both predictors times n = LayerNorm(x), as in `predict_down`; n is kept in attn_in as well:
+    head i is selected where <heads[i], n> + bias[i] > threshold;   hidden[r] = act(scale[r] <down[r], n>)
+One batch row: x (1, d) fp32, heads (h, d), down (rank, d) as `predict_down` takes it: numbers, or int8 codes or nibbles
+with a scale a row; hidden (1, rank) fp32. The first programs have rows of the heads' predictor, the others of `down`.
+Without heads (h = 0) only `down` is multiplied, and n kept.
+Formulas and layouts of the selection as in `head_select`. The other stages are `qkv_select` and `attend_pack`.
 """
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.head_select import head_select_reference
-from kernels.common.checks import check_device, check_shape
+from kernels.common.checks import check_device, check_shape, require
 from kernels.common.launch import use_pdl
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.predict import norm_launch, norm_sums, normalised_rows, row_values, unscaled
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.mlp.predict import (
+    CODE_TYPES,
+    norm_launch,
+    norm_sums,
+    normalised_rows,
+    predict_down_reference,
+    row_values,
+    slice_of,
+    stored_width,
+)
 from kernels.mlp.select import PredictorWeights, Selection
 
 
 @dataclass(frozen=True)
 class SiteRows:
-    """The rows that read one site: of the heads' predictor (h, d) and of the MLP's `down` (rank, d), one after another.
+    """The rows that read one site: of the heads' predictor (h, d) and of the MLP's `down`, see the module's docstring.
 
-    sums: of all rows with the LayerNorm in front of them, see `norm_sums`.
+    scale: (rank,) fp32 of the latter, or None. head_sums, sums: of either with the LayerNorm in front of them, see
+    `norm_sums`.
     """
 
-    rows: Tensor
+    heads: Tensor
+    down: Tensor
+    scale: Tensor | None
+    head_sums: tuple[Tensor, Tensor]
     sums: tuple[Tensor, Tensor]
-    n_heads: int
     relu: bool
 
     @classmethod
-    def stack(cls, heads: Tensor, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
-        """In the dtype of the heads' predictor; scales of `down` are multiplied in."""
-        down = unscaled(mlp.down, mlp.down_scale, torch.float32, heads.shape[1])
-        rows = torch.cat([heads, down.to(heads.dtype)])
-        return cls(rows, norm_sums(rows, ln), len(heads), mlp.relu)
+    def of(cls, heads: Tensor | None, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
+        """Of two predictors of one site, or of the MLP's alone; nothing is copied."""
+        heads = ln.weight.new_empty(0, len(ln.weight)) if heads is None else heads
+        return cls(heads, mlp.down, mlp.down_scale, norm_sums(heads, ln), norm_sums(mlp.down, ln), mlp.relu)
 
 
 def site_predict_reference(
     x, ln, site, bias, threshold, position, row_state, attn_in, selection, hidden, pdl=False
 ) -> None:
     """Plain torch, in place."""
-    head_select_reference(
-        x, ln, site.rows[: site.n_heads], bias, threshold, position, row_state, attn_in, selection
-    )  # fmt: skip
-    z = layer_norm_reference(x, ln, torch.float32) @ site.rows[site.n_heads :].float().T
-    hidden.copy_(z.relu() if site.relu else z)
+    heads = site.heads if len(site.heads) else None
+    head_select_reference(x, ln, heads, bias, threshold, position, row_state, attn_in, selection)
+    z = predict_down_reference(x, ln, site.down, site.scale, site.relu)
+    hidden.copy_(z)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -57,13 +68,17 @@ def _site_kernel(
     x,
     norm_weight,
     norm_bias,
-    weight,
-    gains,
-    shifts,
+    heads,
+    head_gains,
+    head_shifts,
     bias,
     threshold,
     position,
     row_state,
+    down,
+    scale,
+    gains,
+    shifts,
     attn_in,
     row_bits,
     counts,
@@ -71,6 +86,7 @@ def _site_kernel(
     n_rows,
     eps,
     H: tl.constexpr,
+    HEAD_PROGRAMS: tl.constexpr,
     RELU: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,24 +95,35 @@ def _site_kernel(
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    first = pid * ROWS
-    offsets = row_values(bias, first, H, ROWS)
-    limit = tl.load(threshold)
     # Position and state are those that the step before left: older than the launch before this one.
-    state = tl.load(row_state)
     kept = attn_in + tl.load(position).to(tl.int64) * D
-    products = normalised_rows(
-        pid, x, norm_weight, norm_bias, weight, gains, shifts, kept, n_rows, eps, D, BLOCK, ROWS, SLICE, PDL
-    )
-    for r in tl.static_range(ROWS):
-        row = first + r
-        y = products[r]
-        chosen = ((((y + offsets[r]) > limit) & (state > 0)) | (state == 2)).to(tl.int32)
-        tl.store(row_bits + row, chosen, mask=row < H)
-        tl.store(counts + row, chosen, mask=row < H)
-        if RELU:
-            y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-        tl.store(hidden + row - H, y, mask=(row >= H) & (row < n_rows))
+    if pid < HEAD_PROGRAMS:
+        offsets = row_values(bias, pid * ROWS, H, ROWS)
+        limit = tl.load(threshold)
+        state = tl.load(row_state)
+        products = normalised_rows(
+            pid, x, norm_weight, norm_bias, heads, head_gains, head_shifts, kept, H, eps, D, BLOCK, ROWS, SLICE, PDL
+        )
+        for r in tl.static_range(ROWS):
+            row = pid * ROWS + r
+            chosen = ((((products[r] + offsets[r]) > limit) & (state > 0)) | (state == 2)).to(tl.int32)
+            tl.store(row_bits + row, chosen, mask=row < H)
+            tl.store(counts + row, chosen, mask=row < H)
+    else:
+        first = (pid - HEAD_PROGRAMS) * ROWS
+        if scale is not None:
+            scales = row_values(scale, first, n_rows, ROWS)
+        products = normalised_rows(
+            pid, x, norm_weight, norm_bias, down, gains, shifts, kept, n_rows, eps, D, BLOCK, ROWS, SLICE, PDL,
+            HEAD_PROGRAMS,
+        )  # fmt: skip
+        for r in tl.static_range(ROWS):
+            y = products[r]
+            if scale is not None:
+                y = y * scales[r]
+            if RELU:
+                y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+            tl.store(hidden + first + r, y, mask=first + r < n_rows)
 
 
 def site_predict(
@@ -114,33 +141,47 @@ def site_predict(
 ) -> None:
     """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32.
 
+    Where site has no rows of heads, bias, threshold and selection are not read and may be those of anything.
+
     position and row_state are older than the launch before this one. Errors: shapes, a CPU tensor.
     """
     check_device("x", x)
-    d, n_rows, n_heads = x.shape[1], len(site.rows), selection.n
+    d, rank, n_heads = x.shape[1], len(site.down), len(site.heads)
     check_shape("x", x, 1, d)
     check_shape("attn_in", attn_in, 1, attn_in.shape[1], d)
-    check_shape("site.rows", site.rows, n_heads + hidden.shape[1], d)
-    check_shape("bias", bias, n_heads)
+    require(n_heads in (0, selection.n), f"rows of {n_heads} heads, a selection of {selection.n}")
+    check_shape("site.heads", site.heads, n_heads, d)
+    check_shape("site.down", site.down, rank, stored_width(site.down, d))
+    require(site.down.dtype not in CODE_TYPES or site.scale is not None, "codes in site.down need a scale a row")
+    check_shape("hidden", hidden, 1, rank)
+    if n_heads:
+        check_shape("bias", bias, n_heads)
     pdl = use_pdl(pdl, x.device)
-    programs, constants, warps = norm_launch(d, n_rows)
+    _, constants, warps = norm_launch(d, n_heads + rank)
+    head_programs = triton.cdiv(n_heads, constants["ROWS"])
+    programs = head_programs + triton.cdiv(rank, constants["ROWS"])
+    constants["SLICE"] = slice_of(d, programs)
     _site_kernel[(programs,)](
         x,
         ln.weight,
         ln.bias,
-        site.rows,
-        *site.sums,
+        site.heads,
+        *site.head_sums,
         bias,
         threshold,
         position,
         row_state,
+        site.down,
+        site.scale,
+        *site.sums,
         attn_in,
         selection.row_bits,
         selection.counts,
         hidden,
-        n_rows,
+        rank,
         ln.eps,
         H=n_heads,
+        HEAD_PROGRAMS=head_programs,
         RELU=site.relu,
         **constants,
         PDL=pdl,

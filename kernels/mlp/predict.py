@@ -256,13 +256,14 @@ def normalised_rows(
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     PDL: tl.constexpr,
+    BEFORE: tl.constexpr = 0,
     EARLY: tl.constexpr = False,
 ):
     """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n.
 
-    EARLY: lets the next kernel start before the wait.
+    BEFORE: programs of the grid that have rows of another matrix. EARLY: lets the next kernel start before the wait.
     """
-    first = pid * ROWS
+    first = (pid - BEFORE) * ROWS
     NIBBLES: tl.constexpr = w_ptr.dtype.element_ty == tl.uint8
     WIDTH: tl.constexpr = (D + 1) // 2 if NIBBLES else D  # elements of a row, and columns of x that meet each first
     STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -389,6 +390,11 @@ def predict_down(
     )
 
 
+def slice_of(d: int, programs: int) -> int:
+    """Columns of n that each of so many programs stores, a power of two."""
+    return next_power_of_two(-(-d // programs))
+
+
 def norm_launch(
     d: int, n_rows: int, settings: PredictSettings | None = None, nibbles: bool = False
 ) -> tuple[int, dict[str, int], int]:
@@ -396,10 +402,5 @@ def norm_launch(
     settings = settings or predict_settings((d + 1) // 2 if nibbles else d, n_rows)
     require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
     programs = -(-n_rows // settings.rows)
-    constants = {
-        "D": d,
-        "BLOCK": settings.block,
-        "ROWS": settings.rows,
-        "SLICE": next_power_of_two(-(-d // programs)),
-    }
+    constants = {"D": d, "BLOCK": settings.block, "ROWS": settings.rows, "SLICE": slice_of(d, programs)}
     return programs, constants, min(settings.warps, max(1, settings.block // 32))  # no more threads than columns

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 def case(device, n_heads, head_dim, d, density, size=0.05):
     weight = random_rows(device, n_heads, d, head_dim, group=head_dim, size=size)
-    mixed = with_outliers(torch.randn(1, n_heads * head_dim, device=device))
+    mixed = with_outliers(torch.randn(1, n_heads * head_dim, device=device)).half()
     residual, bias = torch.randn(1, d, device=device), torch.randn(d, device=device)
     selection = None
     if density is not None:
@@ -79,6 +79,8 @@ def test_errors_name_what_does_not_fit(device):
     halves = random_rows(device, 2, 8, 64, group=32)
     with pytest.raises(ValueError, match="2 groups a head, expected one"):
         project_head_rows(mixed, halves, *rest, out)
+    with pytest.raises(ValueError, match="mixed: expected float16, got float32"):
+        project_head_rows(mixed.float(), weight, *rest, out)
     with pytest.raises(ValueError, match="head dim 24"):
         project_head_rows(mixed, random_rows(device, 2, 8, 24, group=24), *rest, out)
 

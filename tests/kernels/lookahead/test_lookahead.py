@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
 from kernels.attention.head_select import head_selection
 from kernels.common.layer_norm import LayerNormWeights
@@ -22,18 +23,20 @@ def norm(d, device):
 @pytest.mark.parametrize("state", [0, 1, 2])
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "rank", "n", "relu", "stored"),
-    [(3, 16, 48, 7, 70, False, None), (2, 32, 64, 16, 128, True, torch.int8)],
+    [(3, 16, 48, 7, 70, False, None), (2, 32, 64, 16, 128, True, torch.int8), (2, 32, 64, 15, 70, True, torch.uint8)],
 )
 def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     """All three stages in turn, the kernels' chain against the references' chain."""
     capacity, last = 70, 66
     x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
     predictor, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
-    down, up = torch.randn(rank, d, device=device), torch.randn(n, rank, device=device)
-    scale = None
-    if stored is not None:
-        up, scale = quantize_rows(up, stored)
-    mlp = PredictorWeights(down, up, torch.randn(n, device=device), up_scale=scale, relu=relu)
+    halves = [(torch.randn(rank, d, device=device), None), (torch.randn(n, rank, device=device), None)]
+    if stored == torch.int8:
+        halves = [quantize_rows(weight, stored) for weight, _ in halves]
+    elif stored == torch.uint8:  # nibbles
+        halves = [(pack_nibbles(codes), scale.float()) for codes, scale in (int4_rows(weight) for weight, _ in halves)]
+    (down, down_scale), (up, up_scale) = halves
+    mlp = PredictorWeights(down, up, torch.randn(n, device=device), down_scale, up_scale, relu)
     zero = torch.zeros(1, device=device)
     position = torch.tensor([last], dtype=torch.int32, device=device)
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
@@ -58,7 +61,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
         packed = PackedSelection.empty(n, device)
         packed.count.fill_(-1)
-        site = (x, ln, SiteRows.stack(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
+        site = (x, ln, SiteRows.of(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
         rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v)
         chosen = (mlp, hidden, zero, row_state, neurons)
         attention = (q, k, v, heads, position, watermark, None, out, scratch)

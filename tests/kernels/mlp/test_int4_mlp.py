@@ -71,7 +71,7 @@ def test_settings_and_a_layer_norm(device, early):
     n = x
     if early != "x":
         x = x.float() * 2 + 1
-        ln = LayerNormWeights(torch.rand(96, device=device) + 0.5, torch.randn(96, device=device))
+        ln = LayerNormWeights(torch.rand(96, device=device).half() + 0.5, torch.randn(96, device=device).half())
         n = layer_norm_reference(x.double(), ln, torch.float16)
     out = torch.full((1, 96), NAN, device=device)
     sparse_mlp(x, ln, *tensors, rows, out, early=early, settings=MlpSettings(4, 4, 4, 1))
@@ -93,6 +93,9 @@ def test_errors_name_what_does_not_fit(device):
         sparse_mlp(x, None, w1, b1, w2.dequantised().half(), b2, residual, rows, out)
     with pytest.raises(ValueError, match="groups of one size"):
         sparse_mlp(x, None, w1, b1, random_rows(device, 8, 64, group=64), b2, residual, rows, out)
+    ln = LayerNormWeights(torch.ones(64, device=device), torch.zeros(64, device=device).half())
+    with pytest.raises(ValueError, match="LayerNorm weight: expected float16, got float32"):
+        sparse_mlp(x.float(), ln, w1, b1, w2, b2, residual, rows, out)
     with pytest.raises(ValueError, match="two at a time"):
         sparse_mlp(x, None, w1, b1, w2, b2, residual, rows, out, settings=MlpSettings(2, 8, 1, 1))
 
