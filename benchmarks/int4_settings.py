@@ -2,9 +2,9 @@
 
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
-SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES, out=WARPS/SPAN/TILES/REGISTERS,
+SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES[/REGISTERS/ROOM], out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
-mlp=PROGRAMS/BLOCK/ROWS/WARPS[/FETCHED/FETCHED2], fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED,
+mlp=PROGRAMS/BLOCK/ROWS/WARPS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), codes=SHARE (int8 ones), stream=SHARE
 (on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each
@@ -35,7 +35,13 @@ STEPS = {
     "own": "weights=int4 predictors=int4 head_density=",
 }
 KERNELS = {  # where a kernel's defaults stand, and its settings from their numbers
-    "qkv": (qkv, "int4_qkv_settings", lambda warps, stages: qkv.TileSettings(16, 2, 32 * warps, stages, warps, 8)),
+    "qkv": (
+        qkv,
+        "int4_qkv_settings",
+        lambda warps, stages, registers=0, room=0: qkv.TileSettings(
+            16, 2, 32 * warps, stages, warps, 8, registers or None, room
+        ),
+    ),
     "out": (out_projection_int4, "head_row_settings", out_projection_int4.HeadRowSettings),
     "rows": (dense_gemv, "int4_row_settings", dense_gemv.Int4RowSettings),
     "mlp": (sparse_mlp, "int4_mlp_settings", sparse_mlp.MlpSettings),

@@ -39,7 +39,8 @@ class TileSettings:
 
     wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
     4-bit rows: 16 rows, 2 pairs or 8; block: threads of a tile; stages: units of columns of a warp on their way.
-    registers: of a thread, at most, where that is less than the compiler would take.
+    registers: of a thread, at most, where that is less than the compiler would take. room: bytes of shared memory that
+    the queue of 4-bit rows takes at least, so that no more programs fit on a multiprocessor than are meant to.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class TileSettings:
     warps: int
     wide: int
     registers: int | None = None
+    room: int = 0
 
 
 def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSettings:
@@ -68,12 +70,10 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 
 def int4_qkv_settings(d: int) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
-    (`benchmarks/int4_settings.py`): eight units of a tile on their way, by one warp or by two. With 168 registers six
-    programs of two warps fit on a multiprocessor; of one warp there are fewer than fit."""
-    warps, stages, registers = (1, 8, None) if d <= 5120 else (2, 4, 168)
-    if INTERPRET:
-        warps, stages = 1, 4
-    return TileSettings(16, 2, 32 * warps, stages, warps, wide=8, registers=registers)
+    (`benchmarks/int4_settings.py`): eight units of a tile on their way, by two warps. With 168 registers six programs
+    fit on a multiprocessor; up to 5120 columns, where fewer are needed, more room keeps a seventh one out as well."""
+    warps, stages = (1, 4) if INTERPRET else (2, 4)
+    return TileSettings(16, 2, 32 * warps, stages, warps, wide=8, registers=168, room=20480 if d <= 5120 else 0)
 
 
 def qkv_reference(
@@ -272,6 +272,7 @@ def qkv_tile(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -279,7 +280,7 @@ def qkv_tile(
     if GROUP > 0:
         own_tile(
             tile, n_tiles, attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache,
-            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, POLICY, PDL,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL,
         )  # fmt: skip
     else:
         _listed_tiles(
@@ -293,12 +294,12 @@ def _qkv_kernel(
     attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
     B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     qkv_tile(
         tl.program_id(0), tl.num_programs(0), attn_in, weight, scales, bias, row_bits, position, watermark, valid, q,
         k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP,
-        POLICY, PDL,
+        ROOM, POLICY, PDL,
     )  # fmt: skip
 
 
@@ -390,6 +391,7 @@ def qkv_launch(
         "BLOCK": settings.block,
         "STAGES": settings.stages,
         "GROUP": weight.group if packed else 0,
+        "ROOM": settings.room,
         "POLICY": POLICIES[policy],
         "PDL": pdl,
     }

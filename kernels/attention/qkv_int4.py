@@ -125,6 +125,7 @@ def own_tile(
     L: tl.constexpr,
     STEPS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -135,7 +136,7 @@ def own_tile(
     TILES: tl.constexpr = 3 * HEAD_DIM // ROWS
     W: tl.constexpr = D // 8
     lane = tl.arange(0, L)
-    queue = lane_queue(lane, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE))
+    queue = lane_queue(lane, max(ROOM, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE)))
     ask_words(queue, weight, tile * ROWS, W, GROUP, L, STEPS)
     begun = first_scales(scales, tile * ROWS, W, GROUP, L, STEPS, PAIRS, STEPS)
     own_head = tile // TILES

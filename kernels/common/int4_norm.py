@@ -14,38 +14,47 @@ import triton.language as tl
 
 from kernels.common.int4_mma import fp16_pairs, pairs_of_a_warp, unit_of, unit_vector
 from kernels.common.int4_tiles import half_of, lane_words, n_pieces, piece_start, piece_vector, split_words
-from kernels.common.lane_queue import ask, lane_queue, take
+from kernels.common.lane_queue import MOST_BYTES, ask, lane_queue, take
 from kernels.common.launch import sums_together
 from kernels.common.layer_norm import mean_and_rstd
 
 
 @triton.constexpr_function
-def norm_bytes(words, lanes):
-    """Shared memory of what `ask_norm` asks for: of each word of a lane eight gains and eight shifts."""
-    return 32 * lanes * lane_words(words, lanes)
+def queued_words(words, lanes):
+    """Of a lane's words of a row, those whose eight gains and eight shifts a queue has room for."""
+    return min(lane_words(words, lanes), MOST_BYTES // (32 * lanes))
 
 
 @triton.jit
 def ask_norm(gain, shift, lane, W: tl.constexpr, L: tl.constexpr):
-    """A queue with a lane's gains and shifts on their way, word by word of those that it has of a row of W words."""
-    queue = lane_queue(lane, norm_bytes(W, L))
+    """A queue with a lane's gains and shifts on their way, of as many of its words of a row of W as it has room for."""
+    N: tl.constexpr = queued_words(W, L)
+    queue = lane_queue(lane, 32 * L * N)
     gains = gain.to(tl.pointer_type(tl.int32), bitcast=True)
     shifts = shift.to(tl.pointer_type(tl.int32), bitcast=True)
     for j in tl.static_range(n_pieces(W, L)):
         for v in tl.static_range(piece_vector(W, L, j)):
-            word = piece_start(W, L, j) + lane * piece_vector(W, L, j) + v
-            there = word < W
-            queue = ask(
-                queue, lane, gains + 4 * word, shifts + 4 * word, there, there, piece_start(W, L, j) // L + v, 4, True,
-                True,
-            )  # fmt: skip
+            if piece_start(W, L, j) // L + v < N:
+                word = piece_start(W, L, j) + lane * piece_vector(W, L, j) + v
+                there = word < W
+                queue = ask(
+                    queue, lane, gains + 4 * word, shifts + 4 * word, there, there, piece_start(W, L, j) // L + v, 4,
+                    True, True,
+                )  # fmt: skip
     return queue
 
 
 @triton.jit
-def normalised_planes(queue, x, lane, W: tl.constexpr, L: tl.constexpr, EPS: tl.constexpr):
+def _four_pairs(vector, word, W: tl.constexpr):
+    """The four pairs of fp16 of each lane's word of `vector` (8 W,), zero beyond the end."""
+    at = (vector.to(tl.pointer_type(tl.int32), bitcast=True) + 4 * word)[:, None] + tl.arange(0, 4)[None, :]
+    return split_words(tl.load(at, mask=(word < W)[:, None], other=0), 4)
+
+
+@triton.jit
+def normalised_planes(queue, x, gain, shift, lane, W: tl.constexpr, L: tl.constexpr, EPS: tl.constexpr):
     """`lane_words` times four planes of LayerNorm(x), zero beyond the end; queue: `ask_norm`'s, of the same W and L."""
-    N: tl.constexpr = lane_words(W, L)
+    N: tl.constexpr = queued_words(W, L)
     fours = ()  # tiles (L, 4) of neighbouring columns
     total = tl.zeros((L,), tl.float32)
     squares = tl.zeros((L,), tl.float32)
@@ -61,14 +70,21 @@ def normalised_planes(queue, x, lane, W: tl.constexpr, L: tl.constexpr, EPS: tl.
     sums = sums_together((total, squares), 2)
     mean, rstd = mean_and_rstd(sums[0], sums[1], 8 * W, EPS)
     planes = ()
-    for k in tl.static_range(N):
-        pairs, queue = take(queue, lane, k, 4, N - 1 - k)  # four of gains, four of shifts; zeros beyond the end
-        for half in tl.static_range(2):
-            n = split_words((fours[2 * k + half] - mean) * rstd, 4)
-            for i in tl.static_range(2):
-                low = n[2 * i] * half_of(pairs[2 * half + i], 0) + half_of(pairs[4 + 2 * half + i], 0)
-                high = n[2 * i + 1] * half_of(pairs[2 * half + i], 1) + half_of(pairs[4 + 2 * half + i], 1)
-                planes = planes + (fp16_pairs(low, high),)
+    for j in tl.static_range(n_pieces(W, L)):
+        for v in tl.static_range(piece_vector(W, L, j)):
+            if piece_start(W, L, j) // L + v < N:  # four pairs of gains, four of shifts
+                pairs, queue = take(
+                    queue, lane, piece_start(W, L, j) // L + v, 4, N - 1 - piece_start(W, L, j) // L - v
+                )  # fmt: skip
+            else:
+                word = piece_start(W, L, j) + lane * piece_vector(W, L, j) + v
+                pairs = _four_pairs(gain, word, W) + _four_pairs(shift, word, W)
+            for half in tl.static_range(2):
+                n = split_words((fours[2 * (piece_start(W, L, j) // L + v) + half] - mean) * rstd, 4)
+                for i in tl.static_range(2):
+                    low = n[2 * i] * half_of(pairs[2 * half + i], 0) + half_of(pairs[4 + 2 * half + i], 0)
+                    high = n[2 * i + 1] * half_of(pairs[2 * half + i], 1) + half_of(pairs[4 + 2 * half + i], 1)
+                    planes = planes + (fp16_pairs(low, high),)
     return planes
 
 

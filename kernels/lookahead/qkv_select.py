@@ -188,6 +188,7 @@ def _qkv_select_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
     RANK: tl.constexpr,
@@ -206,7 +207,7 @@ def _qkv_select_kernel(
     else:
         qkv_tile(
             pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
-            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, POLICY, PDL,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL,
         )  # fmt: skip
 
 
@@ -243,8 +244,9 @@ def qkv_select(
     width = stored_width(mlp.up, rank)
     check_shape("up", mlp.up, n, width)
     chunk = min(64, max(16, triton.next_power_of_2(width)))
-    # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
-    stages = 2 if constants["GROUP"] and mlp.up.element_size() > 1 else 4
+    # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more; and
+    # where the queue's room says how many programs fit, the buffers should not say so.
+    stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
     multiplied = dot_type(mlp.up.dtype)
     _qkv_select_kernel[(n_tiles + n_blocks,)](
         *arguments,

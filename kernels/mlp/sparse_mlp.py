@@ -46,25 +46,19 @@ from kernels.common.int4_tiles import (
     row_tiles,
     store_columns,
 )
-from kernels.common.lane_queue import fetch_ahead
-from kernels.common.launch import fetches_rows, load_vector, sums_together, use_pdl, wait_for_predecessor
+from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
 
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """programs: grid size, at most MAX_SPLITS; block: columns a piece of a row; rows: entries a step, at most 8.
-
-    fetched, fetched2: of 4-bit rows, how many of a program's rows of fc1, and of fc2, the L2 is asked for at once.
-    """
+    """programs: grid size, at most MAX_SPLITS; block: columns a piece of a row; rows: entries a step, at most 8."""
 
     programs: int
     block: int
     rows: int
     warps: int
-    fetched: int = 0
-    fetched2: int = 0
 
 
 def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
@@ -92,7 +86,7 @@ def int4_mlp_settings(d: int, dense: bool = False) -> MlpSettings:
         return MlpSettings(132, 128 if d >= 1024 else 32, 4, 4)
     if d <= 5120:
         return MlpSettings(264, 128, 4, 4) if dense else MlpSettings(264, 256, 4 if 2048 < d <= 4096 else 2, 8)
-    return MlpSettings(264, 128, 2, 4, 16, 16) if d <= 9216 else MlpSettings(132, 256, 4, 8, 16, 16)
+    return MlpSettings(264, 128, 2, 4) if d <= 9216 else MlpSettings(132, 256, 4, 8)
 
 
 def sparse_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
@@ -122,19 +116,6 @@ def _inside(first, step, number, ROWS: tl.constexpr):
     for r in tl.static_range(ROWS):
         inside = inside + (first + r * step < number,)
     return inside
-
-
-@triton.jit
-def _fetch_rows(w, ids, item, step, number, last, lane, FIRST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """Asks the L2 for the 4-bit rows of the entries item + FIRST step .. item + (ROWS - 1) step of the list.
-
-    Registers hold two steps of rows; what the L2 holds is bounded by nothing here, so that the memory is never idle
-    while a program normalises its input or multiplies.
-    """
-    entry = item + lane * step
-    there = (lane >= FIRST) & (lane < ROWS) & (entry < number)
-    row = tl.load(ids + tl.minimum(entry, last), cache_modifier=".cg")
-    fetch_ahead(w + row.to(tl.int64) * (D // 8), there, D // 2)
 
 
 @triton.jit
@@ -223,8 +204,6 @@ def _sparse_mlp_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    FETCHED: tl.constexpr,
-    FETCHED2: tl.constexpr,
     NORM: tl.constexpr,
     EARLY_X: tl.constexpr,
     EARLY_LIST: tl.constexpr,
@@ -253,15 +232,11 @@ def _sparse_mlp_kernel(
     rows = _ids(ids, pid, step, last, ROWS)
     next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
     w = _rows(w1, scales1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS, GROUP)
-    if FETCHED > 0:
-        _fetch_rows(w1, ids, pid, step, number, last, columns, ROWS, FETCHED, D)
-    if FETCHED2 > 0:
-        _fetch_rows(w2, ids, pid, step, number, last, columns, 0, FETCHED2, D)
     if EARLY_LIST:
         wait_for_predecessor(PDL)
     if GROUP > 0:
         if NORM:
-            n = normalised_planes(norms, x, columns, D // 8, BLOCK, EPS)
+            n = normalised_planes(norms, x, norm_weight, norm_bias, columns, D // 8, BLOCK, EPS)
         elif not EARLY_X:
             n = planes_of(column_tiles(x, columns, D // 8, BLOCK), lane_words(D // 8, BLOCK))
     else:
@@ -365,7 +340,6 @@ def sparse_mlp(
     if packed:
         partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
-    fetches = packed and d % 32 == 0 and fetches_rows(out.device)  # a row of words is then a multiple of 16 bytes
     _sparse_mlp_kernel[(programs,)](
         x,
         None if ln is None else ln.weight,
@@ -383,8 +357,6 @@ def sparse_mlp(
         BLOCK=settings.block,
         ROWS=settings.rows,
         GROUP=w1.group if packed else 0,
-        FETCHED=min(settings.fetched, settings.block) if fetches else 0,
-        FETCHED2=min(settings.fetched2, settings.block) if fetches else 0,
         NORM=ln is not None,
         EARLY_X=early == "x",
         EARLY_LIST=early == "list",
