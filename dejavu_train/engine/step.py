@@ -104,9 +104,14 @@ class DecodeStep:
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
     def _can_fuse(self, layer: int) -> bool:
-        """Whether the MLP's predictor can ride with q/k/v and attention, of selected heads or of all."""
+        """Whether the MLP's predictor can ride with q/k/v and attention: of selected heads, or of all with 4-bit weights.
+
+        In fp16 q/k/v of all heads is faster as a dense product, beside a predictor on a stream of its own.
+        """
         heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
-        if self.batch > 1 or mlp is None or mlp.top_k is not None or (heads is not None and heads.folded is None):
+        if self.batch > 1 or mlp is None or mlp.top_k is not None:
+            return False
+        if not self.weights.layers[layer].packed if heads is None else heads.folded is None:
             return False
         return (mlp.site, mlp.site_layer) == ("attn_in", layer)
 

@@ -66,9 +66,10 @@ class Int4Fc2Settings:
     fetched: int
 
 
-def int4_fc2_settings() -> Int4Fc2Settings:
-    """Launch settings: four programs of four warps a multiprocessor of 132."""
-    return Int4Fc2Settings(1, 2, 4, 128, 0) if INTERPRET else Int4Fc2Settings(4, 2, 528, 128, 32)
+def int4_fc2_settings(d: int) -> Int4Fc2Settings:
+    """Launch settings by width, from whole dense steps: three or four programs of four warps on each of 132
+    multiprocessors."""
+    return Int4Fc2Settings(1, 2, 4, 128, 0) if INTERPRET else Int4Fc2Settings(4, 2, 396 if d <= 5120 else 528, 128, 32)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
@@ -426,7 +427,7 @@ def int4_fc2(
         raise ValueError(
             f"groups of {weight.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
         )
-    settings = settings or int4_fc2_settings()
+    settings = settings or int4_fc2_settings(d)
     lanes = 32 * settings.warps
     fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
     require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")
