@@ -107,9 +107,9 @@ def main() -> int:
     axes["batches"].set_ylim(bottom=0)
     axes["batches"].legend(fontsize=6)
     draw_four_bits(axes["int4"])
-    where = f"{rows[-1]['gpu']}, {rows[-1]['date']}, commit {rows[-1]['commit']}"
+    where = f"{rows[-1]['gpu']}, rows of decode.csv up to {rows[-1]['date']}"
     condition = "Batch 1: MLP 10 %, heads 50 %, 60 % of the selected neurons live"
-    figure.suptitle(f"Decoding, fp16 but for the last panel, {where} (fp16). {condition}", fontsize=10)
+    figure.suptitle(f"Decoding, fp16 but for the last panel, {where}. {condition}", fontsize=10)
     figure.tight_layout()
     figure.savefig(RESULTS / "decode.png", dpi=130)
     print(RESULTS / "decode.png")

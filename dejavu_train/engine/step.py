@@ -104,7 +104,7 @@ class DecodeStep:
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
     def _can_fuse(self, layer: int) -> bool:
-        """Whether the MLP's predictor can ride with q/k/v and attention: of selected heads, or of all with 4-bit weights.
+        """Whether the MLP's predictor can ride with q/k/v and attention, of selected heads or, with 4 bits, of all.
 
         In fp16 q/k/v of all heads is faster as a dense product, beside a predictor on a stream of its own.
         """

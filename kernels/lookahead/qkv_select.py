@@ -244,8 +244,8 @@ def qkv_select(
     width = stored_width(mlp.up, rank)
     check_shape("up", mlp.up, n, width)
     chunk = min(64, max(16, triton.next_power_of_2(width)))
-    # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more; and
-    # where the queue's room says how many programs fit, the buffers should not say so.
+    # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
+    # Where the queue's room says how many programs fit on a multiprocessor, the buffers should not.
     stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
     multiplied = dot_type(mlp.up.dtype)
     _qkv_select_kernel[(n_tiles + n_blocks,)](
