@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.engine.dispatch import choose_execution, describe_execution
+from dejavu_train.engine.dispatch import choose_execution, describe_execution, fused_layers
 from dejavu_train.engine.inputs import (
     MAX_BATCH,
     Sampling,
@@ -71,8 +71,8 @@ class DecodeEngine:
         graph: capture the step in a CUDA graph (Triton on a GPU only).
         pdl: launch kernels as programmatic dependents of each other.
         look_ahead: where predictors of earlier sites run: "fused" = in the grids of q/k/v and attention (one batch row,
-            MLP predictors that read attn_in of their layer), the others as with "stream" = on a second stream inside
-            the graph; "inline" = as kernels between the others.
+            MLP predictors that read attn_in of their layer; where all heads are kept, 4-bit weights only), the others
+            as with "stream" = on a second stream inside the graph; "inline" = as kernels between the others.
         crossover: compute a layer whole and mask it where, at this width and batch, that was measured to be faster; see
             `describe`. What is selected stays the same. Only on a GPU, where it was measured. False = read the selected
             units only, everywhere.
@@ -152,6 +152,9 @@ class DecodeEngine:
                 " take fewer rows, or the policy backfill with crossover"
             )
         layers = sum(mode.sparse and mode.target == "heads" for mode in self.modes.values())
+        fused = fused_layers(self.predictors, self.shape.n_layers, batch, weights.packed)
+        if look_ahead == "fused" and any((layer, "heads") not in self.predictors for layer in fused):
+            layers += 1  # those of all heads share what one layer keeps
         coming = cache_bytes(self.shape, batch, self.context, weights.embedding.dtype, layers)
         head = isinstance(weights.lm_head, Int4Rows)
         coming |= {"scratch": scratch_bytes(self.shape, batch, weights.packed, head)}

@@ -22,7 +22,7 @@ from dejavu_train.engine.attention import (
     MaskedAttention,
     SparseAttention,
 )
-from dejavu_train.engine.dispatch import ExecutionMode
+from dejavu_train.engine.dispatch import ExecutionMode, fused_layers
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
 from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, MaskedMlp, Mlp, SparseMlp
 from dejavu_train.engine.ops import operations
@@ -84,7 +84,9 @@ class DecodeStep:
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
         self.logits = torch.zeros(batch, shape.vocab_size, device=device)
         self.watermark = torch.zeros(shape.n_layers, batch, shape.n_heads, dtype=torch.int32, device=device)
-        fused = {layer for layer in range(shape.n_layers) if look_ahead == "fused" and self._can_fuse(layer)}
+        fused = set()
+        if look_ahead == "fused":
+            fused = fused_layers(predictors, shape.n_layers, batch, weights.packed)
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
         masked = {key for key, each in modes.items() if not each.sparse}
@@ -102,18 +104,6 @@ class DecodeStep:
             body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked)
             self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
-
-    def _can_fuse(self, layer: int) -> bool:
-        """Whether the MLP's predictor can ride with q/k/v and attention, of selected heads or, with 4 bits, of all.
-
-        In fp16 q/k/v of all heads is faster as a dense product, beside a predictor on a stream of its own.
-        """
-        heads, mlp = self.predictors.get((layer, "heads")), self.predictors.get((layer, "mlp"))
-        if self.batch > 1 or mlp is None or mlp.top_k is not None:
-            return False
-        if not self.weights.layers[layer].packed if heads is None else heads.folded is None:
-            return False
-        return (mlp.site, mlp.site_layer) == ("attn_in", layer)
 
     def _choose(self, key: Key, fused: bool) -> TargetSelection:
         """The selection of a (layer, target), and its predictor where that runs on its own."""

@@ -8,8 +8,10 @@ from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 from four_bit_models import four_bits
 from int4_helpers import random_rows
 
+from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.dispatch import fused_layers
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.mlp import dense_fc2
 from dejavu_train.engine.ops import operations
@@ -47,9 +49,10 @@ def test_codes_and_scales_are_the_models_own(model):
 
 @pytest.mark.parametrize(
     "options",
-    [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)}],
+    [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)},
+     {"lookahead": 1, "int4": True, "targets": ("mlp",)}],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize(("lengths", "sparse_from"), [((80,), 0), ((40, 7, 31), 6)])
 def test_scores_equal_the_masked_forward_pass(model, options, lengths, sparse_from):
     bundle, rows = None if options is None else random_bundle(model, **options), rows_of(*lengths)
@@ -196,6 +199,28 @@ def test_predictors_of_four_bits_are_nibbles(model, lookahead):
     made = engine(model, bundle)
     assert "MLP predictors in int4, weights in 4 bits" in made.describe()
     torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [("mlp",), ("mlp", "heads")])
+def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model, targets):
+    """Of selected heads each layer keeps its own; the heads' predictors of this bundle are not folded, so not fused."""
+    bundle = random_bundle(model, lookahead=1, targets=targets)
+    made = engine(model, bundle, context=40)
+    fused = [half.body for half in made.core.halves if isinstance(half.body, FusedDenseAttention)]
+    assert len(fused) == (2 if targets == ("mlp",) else 0)
+    assert all(body.inputs is made.core.inputs for body in fused)
+    kept = sum(tensor.nbytes for tensor in [made.core.inputs, *(cache.attn_in for cache in made.core.caches)])
+    assert made.memory["kept inputs"] == kept > 0
+    streams = engine(model, bundle, context=40, look_ahead="stream")
+    assert not any(isinstance(half.body, FusedDenseAttention) for half in streams.core.halves)
+
+
+def test_which_layers_are_fused(model):
+    mlp = engine(model, random_bundle(model, lookahead=1, targets=("mlp",))).predictors
+    assert fused_layers(mlp, 2, 1, packed=True) == {0, 1}
+    assert fused_layers(mlp, 2, 1, packed=False) == fused_layers(mlp, 2, 2, packed=True) == set()
+    both = engine(model, random_bundle(model, lookahead=1)).predictors  # heads of layer 1 read an earlier site
+    assert fused_layers(both, 2, 1, packed=True) == fused_layers(both, 2, 1, packed=False) == {0}
 
 
 def test_memory_is_counted_before_it_is_taken(model):

@@ -1,6 +1,7 @@
 """A guarded engine, in plain torch on the CPU, and gather: the same dense tokens, measurements and thresholds."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.nn import functional as F
 
 from dejavu_train import Guard, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine import decode, dispatch, step
+from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
@@ -173,3 +176,25 @@ def test_scores_through_the_engine_are_causal(folder):
     part = engine.score([ids[0, :15].tolist()])[0]
     assert torch.equal(whole[:14], part)
     assert F.mse_loss(whole, DecodeEngine(load_opt(folder), bundle, ops="reference").score([ids[0].tolist()])[0]) > 0
+
+
+def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
+    """Fused as with 4-bit weights; their attention is dense, so that nothing of it is measured."""
+    for module in (decode, step):
+        as_if_packed = functools.partial(dispatch.fused_layers, packed=True)
+        monkeypatch.setattr(module, "fused_layers", lambda *given, fused=as_if_packed: fused(*given[:3]))
+    bundle = bundle_of(folder, lookahead=True)
+    dense = {"threshold": None, "keep_dense": True}
+    specs = {
+        key: dataclasses.replace(spec, **dense) if key[1] == "heads" else spec for key, spec in bundle.specs.items()
+    }
+    bundle, ids = dataclasses.replace(bundle, specs=specs), tokens(1, 25)
+    got = {}
+    for backend in ("gather", "triton"):
+        model = sparse(folder, bundle, backend, guard=Guard(every=EVERY, memory=16))
+        with torch.no_grad():
+            got[backend] = model(ids).logits, thresholds(model)
+    for mine, theirs in zip(got["triton"], got["gather"], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    fused = DecodeEngine(load_opt(folder), bundle, ops="reference").core.halves[0].body
+    assert isinstance(fused, FusedDenseAttention)
