@@ -280,6 +280,12 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
         )
         yield (
+            f"4 bits: qkv_select {d} {kind} always",
+            lambda predictor=predictor: qkv_select.qkv_select(
+                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True
+            ),
+        )
+        yield (
             f"4 bits: site {d} {kind}",
             lambda site=site: site_predict.site_predict(
                 x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True

@@ -78,7 +78,7 @@ class DecodeStep:
         shape, dtype = weights.shape, weights.embedding.dtype
         ahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
         self.work = Workspace.empty(
-            shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead, weights.layers[0].packed
+            shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead, weights.packed
         )  # fmt: skip
         self.state, self.ops = self.work.state, self.work.ops
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
@@ -215,7 +215,7 @@ class DecodeStep:
         selected = {target for _, target in self.predictors}
         if any(isinstance(half.body, FusedDenseAttention) for half in self.halves):
             selected.add("heads")  # q/k/v by the kernel of selected heads
-        launch.share_carveout(launch.carveout(selected, self.weights.layers[0].packed))
+        launch.share_carveout(launch.carveout(selected, self.weights.packed))
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

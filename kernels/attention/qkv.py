@@ -71,7 +71,7 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 def int4_qkv_settings(d: int) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
     (`benchmarks/int4_settings.py`): eight units of a tile on their way, by two warps. With 168 registers six programs
-    fit on a multiprocessor; up to 5120 columns, where fewer are needed, more room keeps a seventh one out as well."""
+    fit on a multiprocessor. "always" takes about 125: up to 5120 columns room is what keeps more of these out."""
     warps, stages = (1, 4) if INTERPRET else (2, 4)
     return TileSettings(16, 2, 32 * warps, stages, warps, wide=8, registers=168, room=20480 if d <= 5120 else 0)
 

@@ -3,8 +3,8 @@
 Program p owns the 16 rows of the head-major weight from row 16 p on, rows of one head's q, k or v, whichever heads are
 selected. So it knows what it will read before it knows whether it is needed, and asks for its first words and scales
 before it waits for the launch before: they come while it waits and then reads which heads are selected. A program that
-first finds its tile in a list of the selected heads' asks about 2 us later (one H200). Of a head that is not selected
-these words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
+had to look its tile up in the list of selected heads would ask about 2 us later (one H200). Of a head that is not
+selected these words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
 With one batch row the inputs do not wait for the selection either: the positions that a head lacks are known before.
 A tile is multiplied with up to PAIRS of its head's pairs (`qkv_pairs`), or with up to WIDE, in turns of fewer units.
 Heads that were idle for long lack more groups of WIDE pairs. These are a list of items that all programs share out,

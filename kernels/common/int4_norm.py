@@ -4,7 +4,7 @@
     n = (x - mean) rstd gain + shift, rounded to fp16; x (8 W,) fp32, gain and shift (8 W,), W words a row
 
 A layer's gains and shifts were last read a token ago, so they come from the memory. They depend on nothing, and are
-read before the wait for the kernel before: where sixteen rows are multiplied at a time (`int4_mma`) into registers
+read before the wait for the kernel before: where sixteen rows are multiplied at a time (`int4_row_step`) into registers
 (`unit_norms`, `normalised_units`), where a row is spread over all threads (`int4_tiles`) into a queue in shared memory
 (`ask_norm`, `normalised_planes`, fp16), because registers have no room for them there at d = 9216.
 """
@@ -12,7 +12,8 @@ read before the wait for the kernel before: where sixteen rows are multiplied at
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import fp16_pairs, pairs_of_a_warp, unit_of, unit_vector
+from kernels.common.int4_mma import fp16_pairs, unit_vector
+from kernels.common.int4_row_step import pairs_of_a_warp, unit_of
 from kernels.common.int4_tiles import half_of, lane_words, n_pieces, piece_start, piece_vector, split_words
 from kernels.common.lane_queue import MOST_BYTES, ask, lane_queue, take
 from kernels.common.launch import sums_together

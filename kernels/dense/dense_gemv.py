@@ -6,9 +6,9 @@ that come next are always on their way before these are summed, the first ones b
 (weights depend on nothing). x stays in registers, in one-dimensional pieces spread over all threads of a program: a
 width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
 
-GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_mma`; n is
-then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns; of words, a program's threads, and ROWS
-how many rounds through its queue a warp's part of a row takes. WHOLE: there are a multiple of sixteen rows.
+GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_row_step`; n
+is then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns; of words, a program's threads, and
+ROWS how many rounds through its queue a warp's part of a row takes. WHOLE: there are a multiple of sixteen rows.
 """
 
 from dataclasses import dataclass
@@ -20,15 +20,9 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import (
-    first_rows,
-    int4_rows_step,
-    pairs_of_a_warp,
-    rounds_of,
-    row_queue_bytes,
-    unit_vector,
-)
+from kernels.common.int4_mma import unit_vector
 from kernels.common.int4_norm import normalised_units, unit_norms
+from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_of_a_warp, rounds_of, row_queue_bytes
 from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -64,9 +58,10 @@ def row_settings(d: int) -> RowSettings:
 class Int4RowSettings:
     """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most.
 
-    A pair is 128 bytes of 16 rows, 2 KB (`int4_mma`). The queue is as long as all rounds through it need where they
-    are as few and as even as they can be (`rounds_of`): 9 pairs with room for 5 go in rounds of 5 and 4, and 4 are on
-    their way; 12 go in three rounds of 4, 7 in 4 and 3. So a slot is a constant even where no number divides the pairs.
+    A pair is 128 bytes of 16 rows, 2 KB (`int4_row_step`). The queue is as long as all rounds through it need where
+    they are as few and as even as they can be (`rounds_of`): 9 pairs with room for 5 go in rounds of 5 and 4, and 4 are
+    on their way; 12 go in three rounds of 4, 7 in 4 and 3. So a slot is a constant even where no number divides the
+    pairs.
     fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
     """
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from kernels.common.checks import check_projection
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import first_rows, int4_rows_step
 from kernels.common.int4_norm import normalised_units, unit_norms
+from kernels.common.int4_row_step import first_rows, int4_rows_step
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import qkv_batch

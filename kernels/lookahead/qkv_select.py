@@ -245,7 +245,7 @@ def qkv_select(
     check_shape("up", mlp.up, n, width)
     chunk = min(64, max(16, triton.next_power_of_2(width)))
     # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
-    # Where the queue's room says how many programs fit on a multiprocessor, the buffers should not.
+    # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.
     stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
     multiplied = dot_type(mlp.up.dtype)
     _qkv_select_kernel[(n_tiles + n_blocks,)](

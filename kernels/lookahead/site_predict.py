@@ -141,7 +141,7 @@ def site_predict(
 ) -> None:
     """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32.
 
-    Where site has no rows of heads, bias, threshold and selection are not read and may be those of anything.
+    Where site has no rows of heads, none is selected: bias, threshold and selection are neither read nor written.
 
     position and row_state are older than the launch before this one. Errors: shapes, a CPU tensor.
     """

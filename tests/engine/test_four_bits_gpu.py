@@ -37,7 +37,7 @@ def poison(engine):
     """Caches and scratch full of NaN: nothing may be read that was not written."""
     core = engine.core
     kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
-    for tensor in [*kept, core.work.q, core.work.heads_out, core.work.partials, core.x, core.logits]:
+    for tensor in [*kept, core.inputs, core.work.q, core.work.heads_out, core.work.partials, core.x, core.logits]:
         tensor.fill_(float("nan"))
 
 

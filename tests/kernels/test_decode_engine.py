@@ -35,7 +35,7 @@ def rows_of(*lengths, seed=3):
         ({"lookahead": 1}, {"look_ahead": "inline"}),
         ({"lookahead": 1, "means": True}, {"look_ahead": "fused"}),
         ({"lookahead": 1, "int8": True}, {"look_ahead": "fused"}),
-        ({"lookahead": 1, "int4": True, "targets": ("mlp",)}, {"look_ahead": "fused"}),
+        ({"lookahead": 1, "int4": True}, {"look_ahead": "fused"}),
         ({"lookahead": 1, "cascade": True}, {"look_ahead": "fused"}),
         ({"lookahead": 2, "relu": True}, {}),
         ({"top_k": 0.4}, {}),

@@ -98,3 +98,11 @@ def test_at_true_shapes(n_heads, head_dim, d, density):
     project_head_rows(mixed, weight, *rest, again, pdl=True)
     assert torch.equal(out, again)
     check(out, mixed, weight, *rest)
+
+
+@pytest.mark.parametrize("density", [None, 0.6])
+def test_the_queue_in_assembly(device, queues_in_assembly, density):
+    mixed, weight, *rest = case(device, 7, 32, 40, density)
+    out = torch.full((1, 40), NAN, device=device)
+    project_head_rows(mixed, weight, *rest, out, settings=HeadRowSettings(1, 2, 3))
+    check(out, mixed, weight, *rest)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import pair_slot, round_slots, rounds_of
+from kernels.common.int4_row_step import pair_slot, round_slots, rounds_of
 from kernels.common.lane_queue import (
     SHARED_BYTES,
     ask,

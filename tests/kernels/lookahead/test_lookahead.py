@@ -104,3 +104,45 @@ def test_hidden_values_beyond_fp16(device, batch):
             predictor, hidden, zero, row_state, neurons,
         )  # fmt: skip
     assert torch.equal(neurons.to_mask(batch), wanted.to_mask(batch)) and 0 < len(wanted.indices())
+
+
+@pytest.mark.parametrize("stored", [None, torch.uint8])
+def test_all_heads(device, stored):
+    """Without rows of heads: K/V of all heads at the present position only, whatever the selection's state."""
+    capacity, last, n_heads, head_dim, d, rank, n = 6, 4, 2, 16, 48, 7, 70
+    x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
+    halves = [(torch.randn(rank, d, device=device), None), (torch.randn(n, rank, device=device), None)]
+    if stored is not None:
+        halves = [(pack_nibbles(codes), scale.float()) for codes, scale in (int4_rows(weight) for weight, _ in halves)]
+    (down, down_scale), (up, up_scale) = halves
+    mlp = PredictorWeights(down, up, torch.randn(n, device=device), down_scale, up_scale)
+    zero, state = torch.zeros(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    position = torch.tensor([last], dtype=torch.int32, device=device)
+    watermark = torch.full((1, n_heads), -1, dtype=torch.int32, device=device)
+    weight, bias = torch.randn(n_heads, 3, head_dim, d, device=device), torch.randn(n_heads, 3, head_dim, device=device)
+    before = [torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
+    every = head_selection(n_heads, device)
+    every.set_mask(torch.ones(1, n_heads, dtype=torch.bool, device=device))
+    made = []
+    for kernels in (True, False):
+        inputs = torch.full((1, capacity, d), NAN, device=device)
+        hidden, q = torch.full((1, rank), NAN, device=device), torch.full((1, n_heads, head_dim), NAN, device=device)
+        out, (k, v) = torch.full((1, n_heads * head_dim), NAN, device=device), (each.clone() for each in before)
+        neurons, packed = Selection.empty(n, device), PackedSelection.empty(n, device)
+        site = (x, ln, SiteRows.of(None, mlp, ln), zero, zero, position, state, inputs, every, hidden)
+        rows = (inputs, weight, bias, every, position, watermark, None, q, k, v, mlp, hidden, zero, state, neurons)
+        attention = (q, k, v, None, position, None, None, out)
+        if kernels:
+            site_predict(*site)
+            qkv_select(*rows, policy="always")
+            attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), neurons, packed)
+            listed = packed.ids[: int(packed.count)].long()
+        else:
+            site_predict_reference(*site)
+            qkv_select_reference(*rows, policy="always")
+            flash_decode_reference(*attention)
+            listed = neurons.indices()
+        assert every.row_bits.eq(1).all() and watermark.eq(-1).all()
+        made.append((inputs, hidden, k, v, out, listed))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, equal_nan=True)

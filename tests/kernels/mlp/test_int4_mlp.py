@@ -4,6 +4,7 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
+from kernels.common import int4_norm
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
@@ -123,4 +124,16 @@ def test_real_shapes_with_a_layer_norm(d, early):
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     out = torch.full((1, d), NAN, device="cuda")
     sparse_mlp(x, ln, *tensors, rows, out, early=early, pdl=True)
+    check(out, selection, layer_norm_reference(x.double(), ln, torch.float16), *tensors)
+
+
+@pytest.mark.parametrize("queued", [3, 2, 1])
+def test_norms_through_the_queue_in_assembly(device, queues_in_assembly, monkeypatch, queued):
+    d = 576  # three words a lane, of which a queue with less room takes the first ones
+    monkeypatch.setattr(int4_norm, "MOST_BYTES", 32 * 32 * queued)
+    selection, rows, (x, *tensors) = make_problem(device, 6, d, 0.7)
+    x = x.float() * 2 + 1
+    ln = LayerNormWeights(torch.rand(d, device=device).half() + 0.5, torch.randn(d, device=device).half())
+    out = torch.full((1, d), NAN, device=device)
+    sparse_mlp(x, ln, *tensors, rows, out, settings=MlpSettings(2, 32, 2, 1))
     check(out, selection, layer_norm_reference(x.double(), ln, torch.float16), *tensors)
