@@ -8,11 +8,7 @@ zero for one of the tokens that a program has. Neurons lie along K of the tensor
 tokens along N. The factor h * scale * 64 is rounded to fp16; products with the codes are exact, sums in fp32:
 |h * scale| must stay below 1023, or the sum is infinite.
 
-No code is converted. A nibble 0..15 in the lowest bits of a half is that many times 2^-24 as an fp16 number, one four
-bits further up 2^-20: numbers below the normal range, which the tensor cores take at full precision. What codes are
-raised by (8) goes off in the end, with the sum of the factors, an instruction on a matrix of ones. By count, of four
-words: four prmt put the codes of two neurons side by side, four shifts and sixteen masks make four operands of A, four
-instructions multiply: 7 a word, and 6 for the list, addresses, words, scales and h.
+No code is converted (`int4_neurons`): 7 instructions a word by count, and 6 for list, addresses, words, scales and h.
 
 A program owns a stripe of columns, 256 for each warp, and a range of rows. It lists those to be read (`shared_list`),
 and all its warps walk over the list together, a unit of sixteen rows at a time, so that a row is read in pieces of
@@ -40,8 +36,9 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, FACTOR_UNIT, codes_of, half_of, split_words
+from kernels.common.int4_mma import fp16_pairs
+from kernels.common.int4_neurons import factor_sums, fc2_products, nibble_unit
+from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.shared_list import list_bytes, list_four, write_list
@@ -93,92 +90,6 @@ def takes(weight: Int4Rows, batch: int) -> bool:
 def pays(weight: Int4Rows) -> bool:
     """Whether a dense step of one token is faster with it than with `sparse_mlp`. Below 4096: not measured."""
     return takes(weight, 1) and weight.shape[-1] >= PAYS_FROM
-
-
-def _products_asm() -> str:
-    """PTX: $0..$15 = $22..$37 plus a word each of four neurons, $16..$19, times the factors $20 and $21."""
-    text = "{ .reg .b32 x, y, p<4>;"
-    for half, selector in enumerate(("0x5410", "0x7632")):
-        text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
-        for high in (0, 1):
-            if high:
-                text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
-            text += "and.b32 p0, x, 0x000F000F; and.b32 p1, x, 0x00F000F0;"
-            text += "and.b32 p2, y, 0x000F000F; and.b32 p3, y, 0x00F000F0;"
-            first = 4 * (2 * half + high)
-            to, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 22))
-            text += f"{_MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
-    return text + "}"
-
-
-PRODUCTS = tl.constexpr(_products_asm())
-# Outputs are written before the last input is read: "&".
-PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
-ONES = tl.constexpr(
-    "{ .reg .b32 one; mov.b32 one, 0x3C003C00;"
-    f"{_MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
-)
-ONES_OPERANDS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4))
-SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
-
-
-@triton.constexpr_function
-def _nibble_unit(i):
-    """What a raised code of 1 in the masked nibble of column 2 i or 2 i + 1 is as a fp16 number."""
-    return 2.0**-20 if i % 2 else 2.0**-24
-
-
-@triton.jit
-def _factor_numbers(b0, b1):
-    """(warps, 8 columns, 16 neurons) fp32 of the B operands (L,): neurons 4 t .. 4 t + 3 of lane t."""
-    both = tl.join(tl.join(b0, b1) & 0xFFFF, tl.join(b0, b1) >> 16)  # (L, register, half)
-    numbers = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return tl.reshape(numbers, (b0.shape[0] // 32, 8, 16))
-
-
-@triton.jit
-def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
-    """acc (16 tiles (L,)) plus a lane's word of each of four neurons times the factors of the columns of B.
-
-    Tile 8 s + 4 q + 2 r + p of lane (g, t): column 2 (2 q + r) + s of the word of lane group g, column 2 t + p of B,
-    times 2^24 where r is 0 and 2^20 where it is 1; codes are raised ones, 0..15.
-    """
-    if ASM:
-        more = tl.inline_asm_elementwise(
-            PRODUCTS, PRODUCTS_OPERANDS, words + (b0, b1) + acc, dtype=SIXTEEN_FLOATS, is_pure=True, pack=1
-        )
-    else:
-        L: tl.constexpr = b0.shape[0]
-        first = tl.join(codes_of(words[0]), codes_of(words[2]))  # (L, 8, 2)
-        second = tl.join(codes_of(words[1]), codes_of(words[3]))
-        codes = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 3, 1)), (L // 32, 8, 1, 16, 8)) + 8.0
-        factors = tl.reshape(_factor_numbers(b0, b1), (L // 32, 1, 8, 16, 1))
-        total = tl.reshape(tl.sum(codes * factors, 3), (L, 2, 4, 2))  # column of B, then i and s of the word's 2 i + s
-        lowest, highest = tl.split(total)
-        more = ()
-        for s in tl.static_range(2):
-            of = tl.permute(highest if s else lowest, (0, 2, 1))  # (L, i, p)
-            even, odd = tl.split(of)
-            even = split_words(even, 4)
-            odd = split_words(odd, 4)
-            for i in tl.static_range(4):
-                more = more + (acc[8 * s + 2 * i] + even[i] * _nibble_unit(i),)
-                more = more + (acc[8 * s + 2 * i + 1] + odd[i] * _nibble_unit(i),)
-    return more
-
-
-@triton.jit
-def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
-    """acc (4 tiles (L,)) plus the sums of the columns 2 t, 2 t + 1, 2 t and 2 t + 1 of B."""
-    if ASM:
-        more = tl.inline_asm_elementwise(ONES, ONES_OPERANDS, (b0, b1) + acc, dtype=FOUR_FLOATS, is_pure=True, pack=1)
-    else:
-        L: tl.constexpr = b0.shape[0]
-        total = tl.sum(_factor_numbers(b0, b1), 2)
-        total = tl.reshape(tl.broadcast_to(total[:, None, :], (L // 32, 8, 8)), (L, 2))
-        even, odd = tl.split(total)
-        more = (acc[0] + even, acc[1] + odd, acc[2] + even, acc[3] + odd)
-    return more
 
 
 @triton.constexpr_function
@@ -391,7 +302,7 @@ def _int4_fc2_kernel(
         meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
         numbers = ()
         for k in tl.static_range(32):  # columns of a lane group
-            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / _nibble_unit(k % 8 // 2))
+            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / nibble_unit(k % 8 // 2))
             numbers = numbers + ((tile - ones[p] * 8.0) * (1 / FACTOR_UNIT),)
         to = partials + (tl.program_id(1) * batch + own_token) * D + column
         for k in tl.static_range(8):
