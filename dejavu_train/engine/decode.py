@@ -152,8 +152,10 @@ class DecodeEngine:
                 " take fewer rows, or the policy backfill with crossover"
             )
         layers = sum(mode.sparse and mode.target == "heads" for mode in self.modes.values())
-        fused = fused_layers(self.predictors, self.shape.n_layers, batch, weights.packed)
-        if look_ahead == "fused" and any((layer, "heads") not in self.predictors for layer in fused):
+        fused = set()
+        if look_ahead == "fused":
+            fused = fused_layers(self.predictors, self.shape.n_layers, batch, weights.packed)
+        if any((layer, "heads") not in self.predictors for layer in fused):
             layers += 1  # those of all heads share what one layer keeps
         coming = cache_bytes(self.shape, batch, self.context, weights.embedding.dtype, layers)
         head = isinstance(weights.lm_head, Int4Rows)
@@ -163,7 +165,7 @@ class DecodeEngine:
         self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
             self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
-            look_ahead, self.guard,
+            look_ahead, fused, self.guard,
         )  # fmt: skip
         self.state = self.core.state
 

@@ -7,7 +7,7 @@ kernels a half launches stands in its `run`.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from dejavu_train.engine.attention import (
     MaskedAttention,
     SparseAttention,
 )
-from dejavu_train.engine.dispatch import ExecutionMode, fused_layers
+from dejavu_train.engine.dispatch import ExecutionMode
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
 from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, MaskedMlp, Mlp, SparseMlp
 from dejavu_train.engine.ops import operations
@@ -47,6 +47,8 @@ class Half:
 class DecodeStep:
     """State and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`.
 
+    fused: layers whose MLP's predictor runs in the grids of q/k/v and attention, see `dispatch.fused_layers`.
+
     Attributes:
         halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
             buffer a half, because a look-ahead predictor may still read an older one.
@@ -68,11 +70,13 @@ class DecodeStep:
         graph: bool,
         pdl: bool,
         look_ahead: str,
+        fused: Collection[int] = (),
         guard: GuardState | None = None,
     ) -> None:
         self.guard = guard
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
+        self._fused = fused
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
@@ -84,9 +88,6 @@ class DecodeStep:
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
         self.logits = torch.zeros(batch, shape.vocab_size, device=device)
         self.watermark = torch.zeros(shape.n_layers, batch, shape.n_heads, dtype=torch.int32, device=device)
-        fused = set()
-        if look_ahead == "fused":
-            fused = fused_layers(predictors, shape.n_layers, batch, weights.packed)
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
         masked = {key for key, each in modes.items() if not each.sparse}
@@ -213,8 +214,8 @@ class DecodeStep:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         selected = {target for _, target in self.predictors}
-        if any(isinstance(half.body, FusedDenseAttention) for half in self.halves):
-            selected.add("heads")  # q/k/v by the kernel of selected heads
+        if self._fused:
+            selected.add("heads")  # q/k/v by the kernel of selected heads, whether or not these are all
         launch.share_carveout(launch.carveout(selected, self.weights.packed))
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.

@@ -19,7 +19,7 @@ from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.common.checks import check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
-from kernels.mlp.predict import INTERPRETED, stored_width
+from kernels.mlp.codes import nibble_halves, stored_width
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_selection
 
@@ -36,44 +36,6 @@ def qkv_select_reference(
         torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
     )  # fmt: skip
     mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
-
-
-@triton.jit
-def nibble_halves(tile):
-    """Codes of the low nibbles and of the high ones of bytes, fp16; a nibble is its code + 8 (`kernels.mlp.predict`).
-
-    It becomes the end of the mantissa of 1024, so that nothing is converted.
-    """
-    if INTERPRETED:
-        wide = tile.to(tl.int32)
-        halves = (((wide & 15) - 8).to(tl.float16), (((wide >> 4) & 15) - 8).to(tl.float16))
-    else:
-        halves = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, magic, minus1032;
-            mov.b32 magic, 0x64646464;
-            mov.b32 minus1032, 0xE408E408;
-            and.b32 low, $4, 0x0F0F0F0F;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            prmt.b32 $0, low, magic, 0x4140;
-            prmt.b32 $1, low, magic, 0x4342;
-            prmt.b32 $2, high, magic, 0x4140;
-            prmt.b32 $3, high, magic, 0x4342;
-            add.rn.f16x2 $0, $0, minus1032;
-            add.rn.f16x2 $1, $1, minus1032;
-            add.rn.f16x2 $2, $2, minus1032;
-            add.rn.f16x2 $3, $3, minus1032;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r",
-            [tile],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
-    return halves
 
 
 @triton.jit

@@ -18,15 +18,14 @@ from kernels.attention.head_select import head_select_reference
 from kernels.common.checks import check_device, check_shape, require
 from kernels.common.launch import use_pdl
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.mlp.codes import CODE_TYPES, stored_width
 from kernels.mlp.predict import (
-    CODE_TYPES,
     norm_launch,
     norm_sums,
     normalised_rows,
     predict_down_reference,
+    predicted_rows,
     row_values,
-    slice_of,
-    stored_width,
 )
 from kernels.mlp.select import PredictorWeights, Selection
 
@@ -59,8 +58,7 @@ def site_predict_reference(
     """Plain torch, in place."""
     heads = site.heads if len(site.heads) else None
     head_select_reference(x, ln, heads, bias, threshold, position, row_state, attn_in, selection)
-    z = predict_down_reference(x, ln, site.down, site.scale, site.relu)
-    hidden.copy_(z)
+    hidden.copy_(predict_down_reference(x, ln, site.down, site.scale, site.relu))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -110,20 +108,10 @@ def _site_kernel(
             tl.store(row_bits + row, chosen, mask=row < H)
             tl.store(counts + row, chosen, mask=row < H)
     else:
-        first = (pid - HEAD_PROGRAMS) * ROWS
-        if scale is not None:
-            scales = row_values(scale, first, n_rows, ROWS)
-        products = normalised_rows(
-            pid, x, norm_weight, norm_bias, down, gains, shifts, kept, n_rows, eps, D, BLOCK, ROWS, SLICE, PDL,
-            HEAD_PROGRAMS,
+        predicted_rows(
+            pid, x, norm_weight, norm_bias, down, scale, gains, shifts, hidden, kept, n_rows, eps, D, BLOCK, ROWS,
+            SLICE, RELU, PDL, HEAD_PROGRAMS,
         )  # fmt: skip
-        for r in tl.static_range(ROWS):
-            y = products[r]
-            if scale is not None:
-                y = y * scales[r]
-            if RELU:
-                y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-            tl.store(hidden + first + r, y, mask=first + r < n_rows)
 
 
 def site_predict(
@@ -157,10 +145,7 @@ def site_predict(
     if n_heads:
         check_shape("bias", bias, n_heads)
     pdl = use_pdl(pdl, x.device)
-    _, constants, warps = norm_launch(d, n_heads + rank)
-    head_programs = triton.cdiv(n_heads, constants["ROWS"])
-    programs = head_programs + triton.cdiv(rank, constants["ROWS"])
-    constants["SLICE"] = slice_of(d, programs)
+    programs, constants, warps = norm_launch(d, (n_heads, rank))
     _site_kernel[(programs,)](
         x,
         ln.weight,
@@ -181,7 +166,7 @@ def site_predict(
         rank,
         ln.eps,
         H=n_heads,
-        HEAD_PROGRAMS=head_programs,
+        HEAD_PROGRAMS=triton.cdiv(n_heads, constants["ROWS"]),
         RELU=site.relu,
         **constants,
         PDL=pdl,

@@ -9,12 +9,12 @@ are in registers before the wait for the stage before; after it one pass over x 
 together, and one reduction adds them all up: a barrier, where a sum each would take a dozen. A program also normalises
 its slice of x for fc1.
 
-Rows of uint8 are nibbles as a bundle stores them: of a row's H = ceil(d / 2) bytes, byte j holds code + 8 of column j
-in its low nibble and of column H + j in the high one. A nibble u becomes the float 1 + u / 16 in the mantissa of 1.0,
-so four instructions and eight byte permutations make eight floats; what the ones and eights add comes off a sum:
+Rows may be int8 or fp8 codes or nibbles with a scale each (`codes`). Of nibbles, what their floats have too much comes
+off a sum:
     sum_j code[j] z[j] = 16 sum_j (1 + u[j] / 16) z[j] - 24 sum_j z[j]
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, INTERPRET, QUANTIZED_TYPES, check_input, check_tensor, require
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
 from kernels.common.launch import (
     load_vector,
     next_power_of_two,
@@ -32,9 +32,8 @@ from kernels.common.launch import (
     wait_for_predecessor,
 )
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
+from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
 
-INTERPRETED = tl.constexpr(INTERPRET)
-CODE_TYPES = (*QUANTIZED_TYPES, torch.uint8)
 PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
 MAX_ROWS = 7
 
@@ -56,24 +55,6 @@ def predict_settings(d: int, rank: int) -> PredictSettings:
     return PredictSettings(min(MAX_ROWS, -(-rank // PROGRAMS)), block, 8)
 
 
-def nibble_codes(stored: Tensor, columns: int) -> Tensor:
-    """Codes (n, columns) int8 of stored nibbles (n, ceil(columns / 2)) uint8."""
-    wide = stored.to(torch.int16)
-    return (torch.cat([wide & 15, wide >> 4], dim=1)[:, :columns] - 8).to(torch.int8)
-
-
-def stored_width(weight: Tensor, columns: int) -> int:
-    """What a row of `columns` has of this weight's elements: half as many where they are nibbles."""
-    return (columns + 1) // 2 if weight.dtype == torch.uint8 else columns
-
-
-def unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
-    """weight (n, columns), or its nibbles, in `dtype`, rows times their scales (n,) where it has some."""
-    if weight.dtype == torch.uint8:
-        weight = nibble_codes(weight, columns)
-    return weight.to(dtype) if scale is None else weight.to(dtype) * scale[:, None].to(dtype)
-
-
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
     """Sums of every row of weight (n, d) with the LayerNorm's weight and bias: (n,) fp32 each, without scales."""
     both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
@@ -90,69 +71,6 @@ def predict_down_reference(
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     y = layer_norm_reference(x, ln, wide) @ unscaled(weight, scale, wide, x.shape[1]).T
     return y.relu() if relu else y
-
-
-@triton.jit
-def to_float(tile):
-    """fp32, exactly. The GPU converts int8 at a quarter of its rate for sums: here a code's byte becomes the end of
-    the mantissa of 2^23, four codes at a time, and 2^23 (and the 128 that makes it positive) is subtracted."""
-    if tile.dtype == tl.int8 and not INTERPRETED:
-        floats = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 bytes;
-            xor.b32 bytes, $4, 0x80808080;
-            prmt.b32 $0, bytes, 0x4B000000, 0x7650;
-            prmt.b32 $1, bytes, 0x4B000000, 0x7651;
-            prmt.b32 $2, bytes, 0x4B000000, 0x7652;
-            prmt.b32 $3, bytes, 0x4B000000, 0x7653;
-            }
-            """,
-            "=r,=r,=r,=r,r",
-            [tile],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-        floats = floats - 8388736.0
-    else:
-        floats = tile.to(tl.float32)
-    return floats
-
-
-@triton.jit
-def nibble_floats(tile):
-    """(1 + low nibble / 16, 1 + high nibble / 16) of bytes, fp32."""
-    if INTERPRETED:
-        wide = tile.to(tl.int32)
-        floats = (1 + (wide & 15).to(tl.float32) / 16, 1 + ((wide >> 4) & 15).to(tl.float32) / 16)
-    else:
-        floats = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, ones;
-            mov.b32 ones, 0x80808080;
-            shl.b32 low, $8, 3;
-            shr.u32 high, $8, 1;
-            lop3.b32 low, low, 0x78787878, ones, 0xEA;
-            lop3.b32 high, high, 0x78787878, ones, 0xEA;
-            prmt.b32 $0, low, 0x3F000000, 0x7044;
-            prmt.b32 $1, low, 0x3F000000, 0x7144;
-            prmt.b32 $2, low, 0x3F000000, 0x7244;
-            prmt.b32 $3, low, 0x3F000000, 0x7344;
-            prmt.b32 $4, high, 0x3F000000, 0x7044;
-            prmt.b32 $5, high, 0x3F000000, 0x7144;
-            prmt.b32 $6, high, 0x3F000000, 0x7244;
-            prmt.b32 $7, high, 0x3F000000, 0x7344;
-            }
-            """,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [tile],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    return floats
 
 
 @triton.jit
@@ -299,6 +217,46 @@ def normalised_rows(
     return y
 
 
+@triton.jit
+def predicted_rows(
+    pid,
+    x_ptr,
+    gain_ptr,
+    shift_ptr,
+    w_ptr,
+    scale_ptr,
+    gains_ptr,
+    shifts_ptr,
+    out_ptr,
+    normalised_ptr,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+    RELU: tl.constexpr,
+    PDL: tl.constexpr,
+    BEFORE: tl.constexpr = 0,
+    EARLY: tl.constexpr = False,
+):
+    """Program pid's whole work, also as a part of another grid: `normalised_rows` times their scales, stored."""
+    first = (pid - BEFORE) * ROWS
+    if scale_ptr is not None:
+        scales = row_values(scale_ptr, first, n_rows, ROWS)
+    y = normalised_rows(
+        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
+        SLICE, PDL, BEFORE, EARLY,
+    )  # fmt: skip
+    for r in tl.static_range(ROWS):
+        value = y[r]
+        if scale_ptr is not None:
+            value = value * scales[r]
+        if RELU:
+            value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
+        tl.store(out_ptr + first + r, value, mask=first + r < n_rows)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _predict_down_kernel(
     x_ptr,
@@ -319,22 +277,11 @@ def _predict_down_kernel(
     RELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    first = pid * ROWS
-    if scale_ptr is not None:
-        scales = row_values(scale_ptr, first, n_rows, ROWS)
     # The selection that follows asks for its own weights meanwhile.
-    y = normalised_rows(
-        pid, x_ptr, gain_ptr, shift_ptr, w_ptr, gains_ptr, shifts_ptr, normalised_ptr, n_rows, eps, D, BLOCK, ROWS,
-        SLICE, PDL, EARLY=True,
+    predicted_rows(
+        tl.program_id(0), x_ptr, gain_ptr, shift_ptr, w_ptr, scale_ptr, gains_ptr, shifts_ptr, out_ptr, normalised_ptr,
+        n_rows, eps, D, BLOCK, ROWS, SLICE, RELU, PDL, EARLY=True,
     )  # fmt: skip
-    for r in tl.static_range(ROWS):
-        value = y[r]
-        if scale_ptr is not None:
-            value = value * scales[r]
-        if RELU:
-            value = tl.where(value <= 0, 0.0, value)  # keeps a NaN
-        tl.store(out_ptr + first + r, value, mask=first + r < n_rows)
 
 
 def predict_down(
@@ -369,7 +316,7 @@ def predict_down(
         check_tensor("scale", scale, (rank,), (torch.float32,), x)
     if normalised_out is not None:
         check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
-    programs, constants, warps = norm_launch(d, rank, settings, weight.dtype == torch.uint8)
+    programs, constants, warps = norm_launch(d, (rank,), settings, weight.dtype == torch.uint8)
     has_pdl, use_pdl = programmatic(x, pdl)
     _predict_down_kernel[(programs,)](
         x,
@@ -390,17 +337,13 @@ def predict_down(
     )
 
 
-def slice_of(d: int, programs: int) -> int:
-    """Columns of n that each of so many programs stores, a power of two."""
-    return next_power_of_two(-(-d // programs))
-
-
 def norm_launch(
-    d: int, n_rows: int, settings: PredictSettings | None = None, nibbles: bool = False
+    d: int, n_rows: Sequence[int], settings: PredictSettings | None = None, nibbles: bool = False
 ) -> tuple[int, dict[str, int], int]:
-    """(programs, constants, warps) of `normalised_rows`, the same in every kernel that calls it."""
-    settings = settings or predict_settings((d + 1) // 2 if nibbles else d, n_rows)
+    """(programs, constants, warps) of `normalised_rows` over matrices of so many rows each, for all kernels with it."""
+    settings = settings or predict_settings((d + 1) // 2 if nibbles else d, sum(n_rows))
     require(1 <= settings.rows <= MAX_ROWS, f"a program takes 1 to {MAX_ROWS} rows, not {settings.rows}")
-    programs = -(-n_rows // settings.rows)
-    constants = {"D": d, "BLOCK": settings.block, "ROWS": settings.rows, "SLICE": slice_of(d, programs)}
+    programs = sum(-(-rows // settings.rows) for rows in n_rows)
+    own = next_power_of_two(-(-d // programs))  # columns of n that each stores
+    constants = {"D": d, "BLOCK": settings.block, "ROWS": settings.rows, "SLICE": own}
     return programs, constants, min(settings.warps, max(1, settings.block // 32))  # no more threads than columns

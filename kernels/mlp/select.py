@@ -17,15 +17,8 @@ from torch import Tensor
 from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
 from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
-from kernels.mlp.predict import (
-    CODE_TYPES,
-    nibble_floats,
-    norm_sums,
-    predict_down,
-    stored_width,
-    to_float,
-    unscaled,
-)
+from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
+from kernels.mlp.predict import norm_sums, predict_down
 from kernels.mlp.predict_batch import predict_down_batch
 from kernels.mlp.select_batch import select_batch_kernel, store_selection
 
@@ -95,7 +88,7 @@ class Selection:
 class PredictorWeights:
     """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
 
-    For one row at a time also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `predict`.
+    For one row at a time also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `codes`.
 
     sums: of down with the LayerNorm in front of it, where that is known (`with_norm`): a shorter kernel for one row.
     """

@@ -1,7 +1,6 @@
 """A guarded engine, in plain torch on the CPU, and gather: the same dense tokens, measurements and thresholds."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.nn import functional as F
 
 from dejavu_train import Guard, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.engine import decode, dispatch, step
+from dejavu_train.engine import decode, dispatch
 from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
@@ -180,9 +179,8 @@ def test_scores_through_the_engine_are_causal(folder):
 
 def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
     """Fused as with 4-bit weights; their attention is dense, so that nothing of it is measured."""
-    for module in (decode, step):
-        as_if_packed = functools.partial(dispatch.fused_layers, packed=True)
-        monkeypatch.setattr(module, "fused_layers", lambda *given, fused=as_if_packed: fused(*given[:3]))
+    of = dispatch.fused_layers
+    monkeypatch.setattr(decode, "fused_layers", lambda *given: of(*given[:3], packed=True))
     bundle = bundle_of(folder, lookahead=True)
     dense = {"threshold": None, "keep_dense": True}
     specs = {

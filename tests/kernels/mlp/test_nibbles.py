@@ -6,7 +6,8 @@ from int4_helpers import with_outliers
 
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, unpack_nibbles
 from kernels.common.layer_norm import LayerNormWeights
-from kernels.mlp.predict import nibble_codes, predict_down, predict_down_reference
+from kernels.mlp.codes import nibble_codes
+from kernels.mlp.predict import predict_down, predict_down_reference
 from kernels.mlp.select import PredictorWeights, Selection, norm_sums, predict_reference, predict_select
 
 NAN = float("nan")

@@ -1,0 +1,134 @@
+"""How the weights of predictors lie: as numbers, or as int8 or fp8 codes or nibbles with a scale a row; and as numbers
+in kernels.
+
+Rows of uint8 are nibbles as a bundle stores them: of a row's H = ceil(d / 2) bytes, byte j holds u = code + 8 of column
+j in its low nibble and of column H + j in the high one. Kernels read them as floats 1 + u / 16, the nibble in the
+mantissa of 1.0, four instructions and eight byte permutations for eight floats (`nibble_floats`), or as fp16 codes for
+the tensor cores (`nibble_halves`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.checks import INTERPRET, QUANTIZED_TYPES
+
+INTERPRETED = tl.constexpr(INTERPRET)
+CODE_TYPES = (*QUANTIZED_TYPES, torch.uint8)
+
+
+def nibble_codes(stored: Tensor, columns: int) -> Tensor:
+    """Codes (n, columns) int8 of stored nibbles (n, ceil(columns / 2)) uint8."""
+    wide = stored.to(torch.int16)
+    return (torch.cat([wide & 15, wide >> 4], dim=1)[:, :columns] - 8).to(torch.int8)
+
+
+def stored_width(weight: Tensor, columns: int) -> int:
+    """What a row of `columns` has of this weight's elements: half as many where they are nibbles."""
+    return (columns + 1) // 2 if weight.dtype == torch.uint8 else columns
+
+
+def unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
+    """weight (n, columns), or its nibbles, in `dtype`, rows times their scales (n,) where it has some."""
+    if weight.dtype == torch.uint8:
+        weight = nibble_codes(weight, columns)
+    return weight.to(dtype) if scale is None else weight.to(dtype) * scale[:, None].to(dtype)
+
+
+@triton.jit
+def to_float(tile):
+    """fp32, exactly. The GPU converts int8 at a quarter of its rate for sums: here a code's byte becomes the end of
+    the mantissa of 2^23, four codes at a time, and 2^23 (and the 128 that makes it positive) is subtracted."""
+    if tile.dtype == tl.int8 and not INTERPRETED:
+        floats = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes;
+            xor.b32 bytes, $4, 0x80808080;
+            prmt.b32 $0, bytes, 0x4B000000, 0x7650;
+            prmt.b32 $1, bytes, 0x4B000000, 0x7651;
+            prmt.b32 $2, bytes, 0x4B000000, 0x7652;
+            prmt.b32 $3, bytes, 0x4B000000, 0x7653;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [tile],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        floats = floats - 8388736.0
+    else:
+        floats = tile.to(tl.float32)
+    return floats
+
+
+@triton.jit
+def nibble_floats(tile):
+    """(1 + low nibble / 16, 1 + high nibble / 16) of bytes, fp32."""
+    if INTERPRETED:
+        wide = tile.to(tl.int32)
+        floats = (1 + (wide & 15).to(tl.float32) / 16, 1 + ((wide >> 4) & 15).to(tl.float32) / 16)
+    else:
+        floats = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, ones;
+            mov.b32 ones, 0x80808080;
+            shl.b32 low, $8, 3;
+            shr.u32 high, $8, 1;
+            lop3.b32 low, low, 0x78787878, ones, 0xEA;
+            lop3.b32 high, high, 0x78787878, ones, 0xEA;
+            prmt.b32 $0, low, 0x3F000000, 0x7044;
+            prmt.b32 $1, low, 0x3F000000, 0x7144;
+            prmt.b32 $2, low, 0x3F000000, 0x7244;
+            prmt.b32 $3, low, 0x3F000000, 0x7344;
+            prmt.b32 $4, high, 0x3F000000, 0x7044;
+            prmt.b32 $5, high, 0x3F000000, 0x7144;
+            prmt.b32 $6, high, 0x3F000000, 0x7244;
+            prmt.b32 $7, high, 0x3F000000, 0x7344;
+            }
+            """,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [tile],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    return floats
+
+
+@triton.jit
+def nibble_halves(tile):
+    """Codes of the low nibbles and of the high ones of bytes, fp16: each becomes the end of the mantissa of 1024."""
+    if INTERPRETED:
+        wide = tile.to(tl.int32)
+        halves = (((wide & 15) - 8).to(tl.float16), (((wide >> 4) & 15) - 8).to(tl.float16))
+    else:
+        halves = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, magic, minus1032;
+            mov.b32 magic, 0x64646464;
+            mov.b32 minus1032, 0xE408E408;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            prmt.b32 $0, low, magic, 0x4140;
+            prmt.b32 $1, low, magic, 0x4342;
+            prmt.b32 $2, high, magic, 0x4140;
+            prmt.b32 $3, high, magic, 0x4342;
+            add.rn.f16x2 $0, $0, minus1032;
+            add.rn.f16x2 $1, $1, minus1032;
+            add.rn.f16x2 $2, $2, minus1032;
+            add.rn.f16x2 $3, $3, minus1032;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [tile],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return halves
