@@ -32,7 +32,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
 from kernels.lookahead import qkv_select, site_predict
-from kernels.mlp import int4_fc2, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -295,8 +295,12 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"4 bits: out {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, heads, y, True)
     yield f"4 bits: out all {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, None, y, True)
     yield (
-        f"4 bits: sparse_mlp {d}",
-        lambda: sparse_mlp.sparse_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
+        f"4 bits: int4_mlp {d}",
+        lambda: int4_mlp.int4_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
+    )
+    yield (
+        f"4 bits: int4_mlp {d} own",
+        lambda: int4_mlp.int4_mlp(mixed, None, w, bias, w, halves(d), x, listed, y, partials, "x", True),
     )
     for tokens in (1, 2, 4, 8):
         several, eight = hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)

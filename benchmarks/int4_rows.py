@@ -40,6 +40,7 @@ from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.dense_gemv import Int4RowSettings, dense_rows
 from kernels.dense.qkv_dense import qkv_dense
 from kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2
+from kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
 from kernels.mlp.select import PredictorWeights, Selection, predict_select, quantize_rows
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, packed_block, partial_sums
 from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp
@@ -164,8 +165,9 @@ def cases(d: int, ops: list[str], device: str, tiny: bool) -> Iterator[Case]:
             lists.append(PackedSelection.empty(ffn, device))
             pack(Selection.from_mask(mask, packed_block(d)), lists[-1])
         partials, source = partial_sums(d, device), x.half()
-        return lambda i, s: sparse_mlp(source, None, weights[i][0], bias, weights[i][1], zero, residual, lists[i], out,
-                                       partials, "x", True, s)  # fmt: skip
+        run = int4_mlp if isinstance(weights[0][0], Int4Rows) else sparse_mlp
+        return lambda i, s: run(source, None, weights[i][0], bias, weights[i][1], zero, residual, lists[i], out,
+                                partials, "x", True, s)  # fmt: skip
 
     if "mlp" in ops:
         for density in (0.1, 0.2, 1.0):
@@ -259,9 +261,9 @@ def candidates(op: str, provider: str, d: int) -> Iterator[Any]:
                 if warps * steps <= 16:  # shared memory
                     yield TileSettings(16, 2, 32 * warps, steps, warps, 8)
     elif op == "mlp":
-        for programs, lanes, rows in ((264, 128, 2), (264, 256, 2), (132, 256, 4), (264, 128, 4), (132, 512, 2)):
-            if rows * d // (8 * lanes) <= 24:
-                yield MlpSettings(programs, lanes, rows, lanes // 32)
+        for programs, warps, ahead in ((132, 8, 1), (132, 8, 2), (264, 4, 3), (264, 4, 5)):
+            for registers in (168, 255):
+                yield Int4MlpSettings(programs, warps, ahead, registers)
     elif op.startswith("fc2"):
         for shape in ((4, 2, 528, 128), (8, 2, 264, 128), (4, 2, 396, 168), (4, 3, 396, 168)):
             for fetched in (0, 32, 64):

@@ -18,6 +18,7 @@ import pytest
 
 GARBAGE = 0xA5
 BASE = 1 << 10  # of the queue in shared memory
+LISTED = 1 << 16  # of the list of rows
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -45,8 +46,9 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     import triton.language as tl
 
     import kernels.attention.qkv
-    import kernels.dense.dense_gemv  # noqa: F401
-    from kernels.common import int4_mma, lane_queue
+    import kernels.dense.dense_gemv
+    import kernels.mlp.int4_mlp  # noqa: F401
+    from kernels.common import int4_mma, lane_queue, shared_rows
 
     state = carried_out(monkeypatch)
     # Called from Python, a function's tuples are not those that the interpreter makes of a kernel's.
@@ -55,7 +57,22 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     monkeypatch.setattr(tl.tuple, "__radd__", lambda self, before: both(before, self), raising=False)
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels.") and module != lane_queue]
     for owner, names in (
-        (lane_queue, ("ask", "take", "ask_lines", "take_unit", "drain", "lane_queue")),
+        (
+            lane_queue,
+            (
+                "ask",
+                "take",
+                "ask_lines",
+                "ask_listed_lines",
+                "take_unit",
+                "drain",
+                "emptied",
+                "lane_queue",
+                "at_slot",
+                "after_slot",
+            ),
+        ),
+        (shared_rows, ("rows_list", "append_rows", "four_rows")),
         (int4_mma, ("ask_words", "ask_inputs", "int4_tile")),
     ):
         for name in names:
@@ -86,6 +103,7 @@ class Program:
             "%laneid": thread % 32,
             "%lanemask_lt": (1 << (thread % 32)) - 1,
             "room": BASE,
+            "listed": LISTED,
         }
         for i, each in enumerate(inputs):
             bits = each.view(np.uint32) if each.dtype.itemsize == 4 else each.astype(np.uint64)
@@ -109,7 +127,13 @@ class Program:
 
     def instruction(self, line: str) -> None:
         if line.startswith(".shared"):
-            self.shared = np.full(BASE + int(re.findall(r"room\[(\d+)\]", line)[0]), GARBAGE, np.uint8)
+            name, size = re.findall(r"(\w+)\[(\d+)\]", line)[0]
+            end = {"room": BASE, "listed": LISTED}[name] + int(size)
+            if name == "listed":  # which comes first, where there is one
+                self.shared = np.full(end, GARBAGE, np.uint8)
+                return
+            if self.shared.size <= LISTED:
+                self.shared = np.full(end, GARBAGE, np.uint8)
             self.left += self.on_their_way()
             self.groups, self.open = [], []
             return
@@ -134,7 +158,9 @@ class Program:
         if kind == "add" and "f32" in more:
             return (bits[0].view(np.float32) + bits[1].view(np.float32)).view(np.uint32)
         if kind == "setp":
-            return {"ne": np.not_equal, "gt": np.greater, "eq": np.equal}[more[0]](bits[0], bits[1])
+            numbers = [each.view(np.int32) for each in bits] if more[-1] == "s32" else bits
+            compare = {"ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}[more[0]]
+            return compare(numbers[0], numbers[1])
         if kind == "vote":
             votes = of[0].astype(bool).reshape(-1, 32) @ (1 << np.arange(32, dtype=np.uint64))
             return np.repeat(votes, 32).astype(np.uint32)

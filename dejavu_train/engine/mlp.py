@@ -11,7 +11,6 @@ from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.common.int4 import Int4Rows
 from kernels.mlp import int4_fc2
-from kernels.mlp.sparse_mlp import int4_mlp_settings
 
 
 def reads_own_site(mlp: TargetSelection) -> bool:
@@ -45,9 +44,9 @@ class DenseMlp:
             dense_fc2(weights, work, several, x, out)
             return
         if self.one_grid:
-            ops.sparse_mlp(
+            ops.int4_mlp(
                 x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.every_neuron,
-                out, work.partials, "list", pdl, int4_mlp_settings(x.shape[1], dense=True),
+                out, work.partials, "list", pdl,
             )  # fmt: skip
             return
         ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
@@ -77,7 +76,8 @@ class SparseMlp:
         if not self.packed:
             work.ops.pack(self.mlp.selection, work.packed, pdl=work.pdl)
         source, norm = (work.normalised, None) if self.own else (x, weights.norm2)
-        work.ops.sparse_mlp(
+        sparse_mlp = work.ops.int4_mlp if weights.packed else work.ops.sparse_mlp
+        sparse_mlp(
             source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.packed, out,
             work.partials, self.early, work.pdl,
         )  # fmt: skip

@@ -25,7 +25,7 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, _codes, codes_of, halves_of, pairs_of
+from kernels.common.int4_tiles import ASSEMBLY, MMA, codes_asm, codes_of, halves_of, pairs_of
 from kernels.common.lane_queue import ask, ask_lines, drain, line_slot_bytes, take, take_unit
 
 
@@ -56,11 +56,11 @@ def _mma_asm(vector: int) -> str:
         "mov.b32 minus72, 0xD480D480; mov.b32 zero, 0;"
     )
     for v in range(vector):
-        text += _codes(f"${4 + v}", "p") + _codes(f"${4 + vector + v}", "r")
+        text += codes_asm(f"${4 + v}", "p") + codes_asm(f"${4 + vector + v}", "r")
         for half in (0, 1):
             a, b = 2 * half, 4 + 2 * vector + 4 * v + 2 * half
             before = "$0, $1, $2, $3" if v or half else "zero, zero, zero, zero"
-            text += f"{_MMA} {{$0, $1, $2, $3}}, {{p{a}, r{a}, p{a + 1}, r{a + 1}}}, {{${b}, ${b + 1}}}, {{{before}}};"
+            text += f"{MMA} {{$0, $1, $2, $3}}, {{p{a}, r{a}, p{a + 1}, r{a + 1}}}, {{${b}, ${b + 1}}}, {{{before}}};"
     return text + "}"
 
 

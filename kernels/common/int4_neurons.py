@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.int4_mma import FOUR_FLOATS
-from kernels.common.int4_tiles import _MMA, ASSEMBLY, codes_of, split_words
+from kernels.common.int4_tiles import ASSEMBLY, MMA, codes_of, split_words
 
 
 def _products_asm() -> str:
@@ -30,7 +30,7 @@ def _products_asm() -> str:
             text += "and.b32 p2, y, 0x000F000F; and.b32 p3, y, 0x00F000F0;"
             first = 4 * (2 * half + high)
             to, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 22))
-            text += f"{_MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
+            text += f"{MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
     return text + "}"
 
 
@@ -39,7 +39,7 @@ PRODUCTS = tl.constexpr(_products_asm())
 PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
 ONES = tl.constexpr(
     "{ .reg .b32 one; mov.b32 one, 0x3C003C00;"
-    f"{_MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
+    f"{MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
 )
 ONES_OPERANDS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4))
 SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
@@ -102,3 +102,25 @@ def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
         even, odd = tl.split(total)
         more = (acc[0] + even, acc[1] + odd, acc[2] + even, acc[3] + odd)
     return more
+
+
+STORE = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, $6; }"
+)
+
+
+@triton.jit
+def store_four(at, values, there, ASM: tl.constexpr = ASSEMBLY):
+    """Four numbers of each lane to `at` (pointers (L,), 16 bytes aligned) where `there`, in one piece."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            STORE,
+            "=r,l,f,f,f,f,r",
+            (at.to(tl.int64),) + values + (there.to(tl.int32),),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for j in tl.static_range(4):
+            tl.store(at + j, values[j], mask=there)

@@ -1,15 +1,29 @@
 # mypy: disable-error-code="assignment"
-"""Sixteen rows of 4-bit words times one input, a program's warps sharing out the columns, row after row of a matrix.
+"""Sixteen rows of 4-bit words times one input, a program's warps sharing out the columns, rows after rows of a matrix.
 
 The products are those of `int4_mma` with one input. Words come through a queue in lines of 128 bytes (`lane_queue`),
-in rounds: a slot is a constant, though no number need divide a row's pairs of units.
+slot after slot, whatever number divides a row's pairs of units. The rows are neighbours, ROWS =
+(first row, end of the matrix), or, LISTED, any: ROWS = six numbers of each lane's rows (`lane_queue.listed_row`) and
+six flags, whether such a row is read; products of others are zero.
 """
 
 import triton
 import triton.language as tl
 
 from kernels.common.int4_mma import column_sums, groups_of, int4_mma, unit_vector, units_a_group
-from kernels.common.lane_queue import ask_lines, fetch_ahead, lane_queue, line_slot_bytes, take_unit
+from kernels.common.lane_queue import (
+    after_slot,
+    as_it_comes,
+    ask_lines,
+    ask_listed_lines,
+    at_slot,
+    fetch_ahead,
+    lane_queue,
+    line_slot_bytes,
+    take_unit,
+)
+
+ROLLED_FROM = tl.constexpr(5)  # pairs of a warp: whole steps of 6.7B, where dense rows have 4, are faster without
 
 
 @triton.constexpr_function
@@ -20,32 +34,9 @@ def pairs_of_a_warp(words, vector, warps):
 
 
 @triton.constexpr_function
-def rounds_of(pairs, most):
-    """How many rounds through a queue of at most `most` slots a warp's pairs of a row take: as few as can be."""
-    return -(-pairs // most)
-
-
-@triton.constexpr_function
-def round_slots(pairs, rounds):
-    """Slots of such a queue."""
-    return -(-pairs // rounds)
-
-
-@triton.constexpr_function
-def row_queue_bytes(words, group, lanes, rounds):
+def row_queue_bytes(words, group, lanes, ahead):
     """Shared memory of the queue of `first_rows`."""
-    vector = unit_vector(words, group)
-    return round_slots(pairs_of_a_warp(words, vector, lanes // 32), rounds) * line_slot_bytes(lanes, vector)
-
-
-@triton.constexpr_function
-def pair_slot(pair, pairs, rounds):
-    """The slot of a warp's pair, the same in every tile: each round begins with slot 0, longer rounds come first.
-
-    So a slot is asked for anew pairs // rounds pairs later at the soonest, whether or not rounds are equally long.
-    """
-    short, longer = pairs // rounds, pairs % rounds
-    return pair % (short + 1) if pair < longer * (short + 1) else (pair - longer * (short + 1)) % short
+    return ahead * line_slot_bytes(lanes, unit_vector(words, group))
 
 
 @triton.jit
@@ -55,105 +46,156 @@ def unit_of(step, warp, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _two_rows(line, n_rows, lane):
-    """A lane's rows line + g and line + g + 8; of those beyond the last one, the last."""
-    row = line + lane % 32 // 4
-    return tl.minimum(row, n_rows - 1).to(tl.int64), tl.minimum(row + 8, n_rows - 1).to(tl.int64)
+def _two_rows(rows, lane, LISTED: tl.constexpr):
+    """(a lane's rows g and g + 8 of the sixteen, whether they are there); of those beyond the last one, the last."""
+    if LISTED:
+        row = rows[4].to(tl.int64)
+        other_row = rows[5].to(tl.int64)
+        there = rows[10]
+        other_there = rows[11]
+    else:
+        line = rows[0] + lane % 32 // 4
+        row = tl.minimum(line, rows[1] - 1).to(tl.int64)
+        other_row = tl.minimum(line + 8, rows[1] - 1).to(tl.int64)
+        there = rows[0] < rows[1]  # one comparison for both: scales of a row that is not there are multiplied with zero
+        other_there = there
+    return row, other_row, there, other_there
 
 
 @triton.jit
 def _ask_rows(
-    queue, words, line, n_rows, lane, PAIR: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, ROUNDS: tl.constexpr,
-    WHOLE: tl.constexpr, THERE: tl.constexpr,
-):  # fmt: skip
-    """The queue with the words of rows line .. line + 15 for the warp's pair number PAIR on their way.
+    queue, words, rows, pair, lane, W: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr
+):
+    """The queue with the words of sixteen rows for the warp's pair number `pair` on their way, in its first slot.
 
-    THERE: line itself is one of the rows. Rows from n_rows on are not read; WHOLE: n_rows is a multiple of 16.
+    WHOLE: the matrix has a multiple of 16 rows.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
-    START: tl.constexpr = PAIR * WARPS * 8 * V
-    INSIDE: tl.constexpr = START + WARPS * 8 * V <= W
-    SLOT: tl.constexpr = pair_slot(PAIR, pairs_of_a_warp(W, V, WARPS), ROUNDS)
-    place = lane // 32 * (8 * V)
-    at = words + tl.cast(line, tl.int64) * W + place
-    rows = n_rows - line
-    if WHOLE:
-        rows = tl.where(line < n_rows, 16, 0)  # one comparison for all rows
+    INSIDE: tl.constexpr = pairs_of_a_warp(W, V, WARPS) * WARPS * 8 * V <= W
+    place = pair * (WARPS * 8 * V) + lane // 32 * (8 * V)
     left = tl.full(lane.shape, 8 * V, tl.int32)
     if not INSIDE:
-        left = W - START - place
-    return ask_lines(queue, lane, at, rows, left, SLOT, V, W, START, not (INSIDE and WHOLE and THERE))
+        left = W - place
+    if LISTED:
+        queue = ask_listed_lines(queue, lane, words + place, rows[:6], rows[6:], left, 0, V, W, 0, INSIDE)
+    else:
+        at = words + tl.cast(rows[0], tl.int64) * W + place
+        number = rows[1] - rows[0]
+        if WHOLE:
+            number = tl.where(rows[0] < rows[1], 16, 0)  # one comparison for all rows
+        queue = ask_lines(queue, lane, at, number, left, 0, V, W, 0, True)
+    return queue
 
 
 @triton.jit
-def _row_scales(scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr):
-    """A lane's scales of rows line + g and line + g + 8 for each eight units: those of units 2 t and 2 t + 1."""
+def _row_scales(scales, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr):
+    """A lane's scales of rows g and g + 8 for each eight units: those of units 2 t and 2 t + 1."""
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     G: tl.constexpr = groups_of(W, GROUP)
-    row, other_row = _two_rows(line, n_rows, lane)
+    row, other_row, there, other_there = _two_rows(rows, lane, LISTED)
     found = ()
     for octet in tl.static_range((pairs_of_a_warp(W, V, WARPS) + 3) // 4):
         for odd in tl.static_range(2):
             unit = unit_of(8 * octet + lane % 4 * 2 + odd, lane // 32, WARPS)
-            there = unit * (4 * V) < tl.where(line < n_rows, W, 0)
             place = unit // units_a_group(GROUP, V)
-            found = found + (tl.load(scales + row * G + place, mask=there, other=0.0),)
-            found = found + (tl.load(scales + other_row * G + place, mask=there, other=0.0),)
+            inside = unit * (4 * V) < tl.where(there, W, 0)
+            found = found + (tl.load(scales + row * G + place, mask=inside, other=0.0),)
+            if LISTED:
+                inside = unit * (4 * V) < tl.where(other_there, W, 0)
+            found = found + (tl.load(scales + other_row * G + place, mask=inside, other=0.0),)
     return found
 
 
 @triton.jit
-def first_rows(
-    words, scales, line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, ROUNDS: tl.constexpr,
-    WHOLE: tl.constexpr, FETCHED: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """(a queue with the first pairs of rows line .. line + 15, if there are such rows, and all their scales).
+def _either(first, one, two, N: tl.constexpr):
+    """N numbers of the tuple `one` where `first`, else of `two`."""
+    chosen = ()
+    for k in tl.static_range(N):
+        chosen = chosen + (tl.where(first, one[k], two[k]),)
+    return chosen
 
-    ROUNDS: `rounds_of` a warp's pairs; WHOLE: n_rows is a multiple of 16. The L2 is asked for the FETCHED words of each
-    row that come next. ROOM: bytes that the queue takes at least (`lane_queue.even_room`).
+
+@triton.jit
+def first_rows(
+    words, scales, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+    FETCHED: tl.constexpr, ROOM: tl.constexpr, LISTED: tl.constexpr = False,
+):  # fmt: skip
+    """(a queue with the first AHEAD pairs of `rows`, those that there are, and all their scales).
+
+    AHEAD: at most a warp's pairs of a row. WHOLE: the matrix has a multiple of 16 rows. The L2 is asked for the FETCHED
+    words of each row that come next. ROOM: bytes that the queue takes at least (`lane_queue.even_room`).
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     L: tl.constexpr = lane.shape[0]
-    PAIRS: tl.constexpr = pairs_of_a_warp(W, V, L // 32)
-    AHEAD: tl.constexpr = PAIRS // ROUNDS
-    queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, ROUNDS)))
+    queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, AHEAD)))
     for k in tl.static_range(AHEAD):
-        queue = _ask_rows(queue, words, line, n_rows, lane, k, W, GROUP, ROUNDS, WHOLE, False)
+        own = at_slot(queue, k, line_slot_bytes(L, V))
+        queue = after_slot(queue, _ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
     BEGIN: tl.constexpr = 8 * V * AHEAD * (L // 32)
     if FETCHED > 0 and BEGIN < W:
-        row = line + lane
+        row = rows[0] + lane
         at = words + row.to(tl.int64) * W + BEGIN
-        fetch_ahead(at, (lane < 16) & (row < n_rows), 4 * min(W - BEGIN, FETCHED))
-    return queue, _row_scales(scales, line, n_rows, lane, W, GROUP)
+        fetch_ahead(at, (lane < 16) & (row < rows[1]), 4 * min(W - BEGIN, FETCHED))
+    return queue, _row_scales(scales, rows, lane, W, GROUP, LISTED)
+
+
+@triton.jit
+def _pair_step(
+    queue, slot, sums, s, x, words, rows, next_rows, number, pair, lane, W: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """(queue, slot, sums) after pair `pair` of `rows`, the warp's `number`th of those that share x and s."""
+    V: tl.constexpr = unit_vector(W, GROUP)
+    PAIRS: tl.constexpr = pairs_of_a_warp(W, V, lane.shape[0] // 32)
+    own = at_slot(queue, slot, line_slot_bytes(lane.shape[0], V))
+    first = sums[0]
+    second = sums[1]
+    mine = lane % 4 == number
+    for odd in tl.static_range(2):
+        w, own = take_unit(own, lane, 0, odd, V, AHEAD - 1)
+        part = int4_mma(w, x, V)
+        first = tl.where(mine, first + part[odd] * s[odd * 2].to(tl.float32), first)
+        second = tl.where(mine, second + part[2 + odd] * s[odd * 2 + 1].to(tl.float32), second)
+    more = pair + AHEAD < PAIRS
+    asked = _either(more, rows, next_rows, 12 if LISTED else 2)
+    next_pair = tl.where(more, pair + AHEAD, pair + AHEAD - PAIRS)
+    own = _ask_rows(own, words, asked, next_pair, lane, W, GROUP, WHOLE, LISTED)
+    return after_slot(queue, own), tl.where(slot + 1 < AHEAD, slot + 1, 0), (first, second)
 
 
 @triton.jit
 def int4_rows_step(
-    queue, s, x, words, scales, line, next_line, n_rows, lane, W: tl.constexpr, GROUP: tl.constexpr,
-    ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+    queue, slot, s, x, words, scales, rows, next_rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr, LISTED: tl.constexpr = False,
 ):  # fmt: skip
-    """Products (16,) of rows line .. line + 15 with x, and queue and scales of the rows from next_line on.
+    """Products (16,) of `rows` with x, and queue, first slot and scales of `next_rows`.
 
-    queue, s: `first_rows` of line, with the same ROUNDS and WHOLE; x: `normalised_units`. As soon as a pair is taken,
-    the one that comes AHEAD pairs later is asked for.
+    queue, s: `first_rows` of `rows`, with the same constants, whose first slot is 0; x: `normalised_units`. As soon as
+    a pair is taken, the one that comes AHEAD pairs later is asked for. From ROLLED_FROM pairs on, and of LISTED rows,
+    those that share registers of x are a loop that stays one: instructions that a program reads once, or that are too
+    many to be kept, take longer to come than words do (66B's sparse MLP: 10 us for fc1 in one piece, 5 in a loop).
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     PAIRS: tl.constexpr = pairs_of_a_warp(W, V, lane.shape[0] // 32)
-    AHEAD: tl.constexpr = PAIRS // ROUNDS
-    first = tl.zeros(lane.shape, tl.float32)
-    second = tl.zeros(lane.shape, tl.float32)
-    coming = _row_scales(scales, next_line, n_rows, lane, W, GROUP)
-    for k in tl.static_range(PAIRS):
-        for odd in tl.static_range(2):
-            w, queue = take_unit(queue, lane, pair_slot(k, PAIRS, ROUNDS), odd, V, AHEAD - 1)
-            part = int4_mma(w, x[k // 4 * 4 * V : k // 4 * 4 * V + 4 * V], V)
-            mine = lane % 4 == k % 4
-            first = tl.where(mine, first + part[odd] * s[k // 4 * 4 + odd * 2].to(tl.float32), first)
-            second = tl.where(mine, second + part[2 + odd] * s[k // 4 * 4 + odd * 2 + 1].to(tl.float32), second)
-        if k + AHEAD < PAIRS:
-            queue = _ask_rows(queue, words, line, n_rows, lane, k + AHEAD, W, GROUP, ROUNDS, WHOLE, True)
+    if PAIRS % AHEAD == 0:
+        slot = 0
+    sums = (tl.zeros(lane.shape, tl.float32), tl.zeros(lane.shape, tl.float32))
+    coming = _row_scales(scales, next_rows, lane, W, GROUP, LISTED)
+    for octet in tl.static_range((PAIRS + 3) // 4):
+        own_x = x[4 * V * octet : 4 * V * octet + 4 * V]
+        own_s = s[4 * octet : 4 * octet + 4]
+        if LISTED or PAIRS >= ROLLED_FROM:
+            for number in range(0, as_it_comes(min(4, PAIRS - 4 * octet))):
+                queue, slot, sums = _pair_step(
+                    queue, slot, sums, own_s, own_x, words, rows, next_rows, number, 4 * octet + number, lane, W,
+                    GROUP, AHEAD, WHOLE, LISTED,
+                )  # fmt: skip
         else:
-            queue = _ask_rows(queue, words, next_line, n_rows, lane, k + AHEAD - PAIRS, W, GROUP, ROUNDS, WHOLE, False)
-    return column_sums(first, second, lane.shape[0]), queue, coming
+            for number in tl.static_range(min(4, PAIRS - 4 * octet)):
+                queue, slot, sums = _pair_step(
+                    queue, slot, sums, own_s, own_x, words, rows, next_rows, number, 4 * octet + number, lane, W,
+                    GROUP, AHEAD, WHOLE, LISTED,
+                )  # fmt: skip
+    return column_sums(sums[0], sums[1], lane.shape[0]), queue, slot, coming

@@ -104,7 +104,8 @@ def ask(
     """
     L: tl.constexpr = lane.shape[0]
     if ASM:
-        to = queue[0] + lane * (4 * V)
+        # With OR, see `_line_place`.
+        to = (queue[0] + lane // 8 * (32 * V)) | (lane % 8 * (4 * V))
         if PARTLY:
             sizes = (tl.where(first, 4 * V, 0), tl.where(second, 4 * V, 0))
             tl.inline_asm_elementwise(
@@ -225,6 +226,62 @@ def ask_lines(
     return queue
 
 
+@triton.constexpr_function
+def _ask_listed(lanes, slot, vector, start):
+    """PTX: when all lanes of the warp are here, copies from `start` words behind $2..$5, of $6..$9 bytes, into slot
+    `slot` of $1."""
+    text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
+    for four in range(4):
+        to = slot * line_slot_bytes(lanes, vector) + 4 * four * 32 * vector
+        text += f"cp.async.{'cg' if vector == 4 else 'ca'}.shared.global.L2::cache_hint [$1 + {to}], "
+        text += f"[${2 + four} + {4 * start}], {4 * vector}, ${6 + four}, policy;"
+    return text + "cp.async.commit_group; mov.u32 $0, $1; }"
+
+
+@triton.jit
+def listed_row(lane, K: tl.constexpr):
+    """Which of sixteen rows a lane has to do with: it copies rows K = 0 to 3, and multiplies rows K = 4 and 5."""
+    row = lane % 32 // 8 + 4 * K
+    if K >= 4:
+        row = lane % 32 // 4 + 8 * (K - 4)
+    return row
+
+
+@triton.jit
+def ask_listed_lines(
+    queue, lane, words, rows, there, left, SLOT: tl.constexpr, V: tl.constexpr, W: tl.constexpr, START: tl.constexpr,
+    INSIDE: tl.constexpr, ASM: tl.constexpr = ASSEMBLY,
+):  # fmt: skip
+    """`ask_lines` of sixteen rows that lie anywhere in a matrix of rows of W words, START words from what is copied.
+
+    words: pointers (L,), the same for a warp, to where its lines lie in row 0. rows, there: numbers, and whether they
+    are read, of each lane's six rows (`listed_row`). INSIDE: all 8 V words lie within a row, of `left` otherwise.
+    """
+    L: tl.constexpr = lane.shape[0]
+    if ASM:
+        chunk = lane % 8
+        operands = (_line_place(queue, lane, lane % 32 // 8, chunk, V),)
+        for four in tl.static_range(4):
+            operands = operands + (words + (rows[four].to(tl.int64) * W + chunk * V),)
+        for four in tl.static_range(4):
+            copied = there[four]
+            if not INSIDE:
+                copied = copied & (chunk * V < left)
+            operands = operands + (tl.where(copied, 4 * V, 0),)
+        tl.inline_asm_elementwise(
+            _ask_listed(L, SLOT, V, START), "=r,r,l,l,l,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        for unit in tl.static_range(2):
+            place = (4 * unit + lane % 4) * V
+            for half in tl.static_range(2):
+                for v in tl.static_range(V):
+                    read = there[4 + half] & (place < left)
+                    at = words + (rows[4 + half].to(tl.int64) * W + START + place + v)
+                    queue = queue + (tl.load(at, mask=read, other=0),)
+    return queue
+
+
 @triton.jit
 def take_unit(
     queue, lane, SLOT: tl.constexpr, UNIT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
@@ -257,6 +314,50 @@ def drain(lane, ASM: tl.constexpr = ASSEMBLY):
             "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [lane], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def at_slot(queue, number, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """The queue, of slots of BYTES, a multiple of 128, as if slot `number` were its first: known when the kernel runs.
+
+    Hand what has become of it to `after_slot`.
+    """
+    if ASM:
+        queue = (queue[0] + number * BYTES,)
+    return queue
+
+
+@triton.jit
+def after_slot(queue, own, ASM: tl.constexpr = ASSEMBLY):
+    """The queue of which `own` was a slot, after what was asked for or taken there."""
+    if not ASM:
+        queue = own
+    return queue
+
+
+@triton.jit
+def emptied(queue, lane, ASM: tl.constexpr = ASSEMBLY):
+    """The queue without what is on its way: asked for, but taken by no one."""
+    drain(lane, ASM)
+    if not ASM:
+        queue = ()
+    return queue
+
+
+@triton.constexpr_function
+def _number(value):
+    """PTX: $0 = a number that the compiler does not see."""
+    return f"mov.u32 $0, {value}; // $1"
+
+
+@triton.jit
+def as_it_comes(number: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """A constant that the compiler does not know, so that a loop up to it is not unrolled."""
+    if ASM:
+        number = tl.inline_asm_elementwise(
+            _number(number), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return number
 
 
 @triton.constexpr_function

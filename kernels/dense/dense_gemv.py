@@ -8,7 +8,7 @@ width such as 7168 is seven pieces of 1024, where two powers of two would pad it
 
 GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_row_step`; n
 is then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns; of words, a program's threads, and
-ROWS how many rounds through its queue a warp's part of a row takes. WHOLE: there are a multiple of sixteen rows.
+ROWS how many pairs of units its queue has room for. WHOLE: there are a multiple of sixteen rows.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_mma import unit_vector
 from kernels.common.int4_norm import normalised_units, unit_norms
-from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_of_a_warp, rounds_of, row_queue_bytes
+from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_of_a_warp, row_queue_bytes
 from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -58,10 +58,7 @@ def row_settings(d: int) -> RowSettings:
 class Int4RowSettings:
     """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most.
 
-    A pair is 128 bytes of 16 rows, 2 KB (`int4_row_step`). The queue is as long as all rounds through it need where
-    they are as few and as even as they can be (`rounds_of`): 9 pairs with room for 5 go in rounds of 5 and 4, and 4 are
-    on their way; 12 go in three rounds of 4, 7 in 4 and 3. So a slot is a constant even where no number divides the
-    pairs.
+    A pair is 128 bytes of 16 rows, 2 KB (`int4_row_step`).
     fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
     """
 
@@ -172,14 +169,27 @@ def _dense_rows_kernel(
 ):
     c = tl.arange(0, BLOCK)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, tl.program_id(0) * 16, n_rows, c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
+        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, n_rows), c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
         norms = unit_norms(norm_weight, norm_bias, c, D // 8, GROUP)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norms, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
+        first_slot = 0
         for begin in range(tl.program_id(0) * 16, n_rows, step):
-            values, w, s = int4_rows_step(
-                w, s, n, weight, scales, begin, begin + step, n_rows, c, D // 8, GROUP, ROWS, WHOLE
+            values, w, first_slot, s = int4_rows_step(
+                w,
+                first_slot,
+                s,
+                n,
+                weight,
+                scales,
+                (begin, n_rows),
+                (begin + step, n_rows),
+                c,
+                D // 8,
+                GROUP,
+                ROWS,
+                WHOLE,
             )
             lines = begin + tl.arange(0, 16)
             if HAS_BIAS:
@@ -229,10 +239,10 @@ def row_launch(
         raise ValueError("4-bit rows need Int4RowSettings")
     vector, threads = unit_vector(d // 8, weight.group), 32 * chosen.warps
     ahead = min(chosen.ahead, MOST_BYTES // line_slot_bytes(threads, vector))
-    rounds = rounds_of(pairs_of_a_warp(d // 8, vector, chosen.warps), ahead)
-    constants = {"BLOCK": threads, "ROWS": rounds, "GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
+    ahead = min(ahead, pairs_of_a_warp(d // 8, vector, chosen.warps))
+    constants = {"BLOCK": threads, "ROWS": ahead, "GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
-    needed = row_queue_bytes(d // 8, weight.group, threads, rounds)
+    needed = row_queue_bytes(d // 8, weight.group, threads, ahead)
     constants["ROOM"] = even_room(chosen.programs, d, fetches_rows(device), needed)
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps

@@ -74,14 +74,27 @@ def _qkv_dense_kernel(
     c = tl.arange(0, BLOCK)
     last = tl.load(position)
     if GROUP > 0:
-        w, s = first_rows(weight, scales, tl.program_id(0) * 16, N_ROWS, c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
+        w, s = first_rows(weight, scales, (tl.program_id(0) * 16, N_ROWS), c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
         norms = unit_norms(norm_weight, norm_bias, c, D // 8, GROUP)
         wait_for_predecessor(PDL)
         n = normalised_units(x, norms, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
+        first_slot = 0
         for begin in range(tl.program_id(0) * 16, N_ROWS, step):
-            values, w, s = int4_rows_step(
-                w, s, n, weight, scales, begin, begin + step, N_ROWS, c, D // 8, GROUP, ROWS, WHOLE
+            values, w, first_slot, s = int4_rows_step(
+                w,
+                first_slot,
+                s,
+                n,
+                weight,
+                scales,
+                (begin, N_ROWS),
+                (begin + step, N_ROWS),
+                c,
+                D // 8,
+                GROUP,
+                ROWS,
+                WHOLE,
             )
             line = begin + tl.arange(0, 16)
             inside = line < N_ROWS

@@ -37,7 +37,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import fp16_pairs
-from kernels.common.int4_neurons import factor_sums, fc2_products, nibble_unit
+from kernels.common.int4_neurons import factor_sums, fc2_products, nibble_unit, store_four
 from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
@@ -63,10 +63,10 @@ class Int4Fc2Settings:
     fetched: int
 
 
-def int4_fc2_settings(d: int) -> Int4Fc2Settings:
-    """Launch settings by width, from whole dense steps: three or four programs of four warps on each of 132
+def int4_fc2_settings() -> Int4Fc2Settings:
+    """Launch settings, from whole dense steps of four widths: three programs of four warps on each of 132
     multiprocessors."""
-    return Int4Fc2Settings(1, 2, 4, 128, 0) if INTERPRET else Int4Fc2Settings(4, 2, 396 if d <= 5120 else 528, 128, 32)
+    return Int4Fc2Settings(1, 2, 4, 128, 0) if INTERPRET else Int4Fc2Settings(4, 2, 396, 128, 32)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
@@ -174,28 +174,6 @@ def _factors(first, second, h, odd):
         both = first[j] if j < 2 else second[j - 2]
         f = f + (half_of(both, odd) * (h[j].to(tl.float32) * FACTOR_UNIT),)
     return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
-
-
-STORE = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, $6; }"
-)
-
-
-@triton.jit
-def _store_four(at, values, there, ASM: tl.constexpr = ASSEMBLY):
-    """Four numbers of each lane to `at` (pointers (L,), 16 bytes aligned) where `there`, in one piece."""
-    if ASM:
-        tl.inline_asm_elementwise(
-            STORE,
-            "=r,l,f,f,f,f,r",
-            (at.to(tl.int64),) + values + (there.to(tl.int32),),
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        for j in tl.static_range(4):
-            tl.store(at + j, values[j], mask=there)
 
 
 @triton.jit(do_not_specialize=["n", "n_own"])
@@ -306,7 +284,7 @@ def _int4_fc2_kernel(
             numbers = numbers + ((tile - ones[p] * 8.0) * (1 / FACTOR_UNIT),)
         to = partials + (tl.program_id(1) * batch + own_token) * D + column
         for k in tl.static_range(8):
-            _store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
+            store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
 
 
 def int4_fc2(
@@ -338,7 +316,7 @@ def int4_fc2(
         raise ValueError(
             f"groups of {weight.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
         )
-    settings = settings or int4_fc2_settings(d)
+    settings = settings or int4_fc2_settings()
     lanes = 32 * settings.warps
     fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
     require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")

@@ -12,13 +12,6 @@ order. Hence few programs, one or two a multiprocessor.
 
 What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
 the predictor normalised it), or the list and its first rows (EARLY_LIST, a look-ahead predictor).
-
-GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_tiles`; of
-w2_t these columns are outputs. BLOCK is then the threads of a row. fc1: n is rounded to fp16. fc2: for each list entry
-and group value * scale * 64 is rounded to fp16 and multiplied with the codes, two entries a tensor-core instruction,
-sums in fp32: |value * scale| must stay below 127, or the sum is infinite. A program's sum is rounded to fp16, and must
-stay below 65504: in fp32 those of 264 programs are a third of all bytes at 10 % of 9216's rows. A dense step is the
-list of all rows, where `int4_fc2.pays` does not say otherwise.
 """
 
 from dataclasses import dataclass
@@ -28,24 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape
-from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_norm import ask_norm, normalised_planes
-from kernels.common.int4_tiles import (
-    FACTOR_UNIT,
-    column_tiles,
-    int4_outer,
-    int4_product,
-    int4_row,
-    lane_words,
-    n_pieces,
-    pairs_of,
-    piece_start,
-    piece_vector,
-    planes_of,
-    row_tiles,
-    store_columns,
-)
+from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
@@ -74,29 +50,10 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
     return MlpSettings(132, 2048, 2, 8) if d <= 8192 and not norm else MlpSettings(132, 4096, 2, 16)
 
 
-def int4_mlp_settings(d: int, dense: bool = False) -> MlpSettings:
-    """Launch settings for 4-bit rows, from `benchmarks/int4_rows.py --sweep` up to 9216; block is the threads of a row.
-
-    dense: for the list of all rows. At 4096 two rows a step leave room for a third program on a multiprocessor, and
-    those that are free first then take three, the last ones none.
-    """
-    if INTERPRET:
-        return MlpSettings(5, 4 if d < 512 else 16, 2, 1)
-    if d < 2048:
-        return MlpSettings(132, 128 if d >= 1024 else 32, 4, 4)
-    if d <= 5120:
-        return MlpSettings(264, 128, 4, 4) if dense else MlpSettings(264, 256, 4 if 2048 < d <= 4096 else 2, 8)
-    return MlpSettings(264, 128, 2, 4) if d <= 9216 else MlpSettings(132, 256, 4, 8)
-
-
 def sparse_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
     """Plain torch over a selection."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    if isinstance(w1, Int4Rows):
-        n = x.half() if ln is None else layer_norm_reference(x, ln, torch.float16)
-        w1, w2_t = w1.dequantised(wide), w2_t.dequantised(wide)
-    else:
-        n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
+    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
     h = (n.to(wide) @ w1.to(wide).T + b1.to(wide)).relu()
     out.copy_(torch.where(selection.to_mask(len(x)), h, 0.0) @ w2_t.to(wide) + b2.to(wide) + residual)
 
@@ -148,54 +105,14 @@ def _layer_norm(x, gain, shift, D: tl.constexpr, EPS: tl.constexpr, STEPS: tl.co
     return n
 
 
-@triton.jit
-def _rows(
-    w, scales, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
-):
-    """`gathered_tiles`, or gathered 4-bit rows one after another."""
-    if GROUP > 0:
-        tiles = ()
-        for r in tl.static_range(ROWS):
-            tiles = tiles + int4_row(w, scales, rows[r], live[r] != 0, columns, D // 8, GROUP)
-    else:
-        tiles = gathered_tiles(w, rows, live, columns, D, BLOCK, ROWS)
-    return tiles
-
-
-@triton.jit
-def _int4_added(acc, tiles, values, D: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr):
-    """acc, eight columns a word, plus 4-bit rows times their values times FACTOR_UNIT, two rows at a time."""
-    N: tl.constexpr = lane_words(D // 8, L)
-    SIZE: tl.constexpr = row_tiles(D // 8, L)
-    for r in tl.static_range(0, ROWS, 2):
-        more = ()
-        for j in tl.static_range(n_pieces(D // 8, L)):
-            one = (tiles[r * SIZE + N + j].to(tl.float32) * FACTOR_UNIT * values[r]).to(tl.float16)
-            two = (tiles[r * SIZE + SIZE + N + j].to(tl.float32) * FACTOR_UNIT * values[r + 1]).to(tl.float16)
-            ones = pairs_of(one, one)
-            twos = pairs_of(two, two)
-            for v in tl.static_range(piece_vector(D // 8, L, j)):
-                more = more + int4_outer(
-                    acc[8 * (piece_start(D // 8, L, j) // L + v) : 8 * (piece_start(D // 8, L, j) // L + v) + 8],
-                    tiles[r * SIZE + piece_start(D // 8, L, j) // L + v],
-                    tiles[r * SIZE + SIZE + piece_start(D // 8, L, j) // L + v],
-                    ones,
-                    twos,
-                )
-        acc = more
-    return acc
-
-
 @triton.jit(do_not_specialize=["last"])
 def _sparse_mlp_kernel(
     x,
     norm_weight,
     norm_bias,
     w1,
-    scales1,
     b1,
     w2,
-    scales2,
     ids,
     count,
     partials,
@@ -203,7 +120,6 @@ def _sparse_mlp_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
     NORM: tl.constexpr,
     EARLY_X: tl.constexpr,
     EARLY_LIST: tl.constexpr,
@@ -215,57 +131,42 @@ def _sparse_mlp_kernel(
     columns = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     if EARLY_X:
-        if GROUP > 0:
-            n = planes_of(column_tiles(x, columns, D // 8, BLOCK, ".cg"), lane_words(D // 8, BLOCK))
-        else:
-            n = load_vector(x, columns, D, BLOCK, ".cg")
+        n = load_vector(x, columns, D, BLOCK, ".cg")
     if NORM:
-        if GROUP > 0:
-            norms = ask_norm(norm_weight, norm_bias, columns, D // 8, BLOCK)
-        else:
-            gain = load_vector(norm_weight, columns, D, BLOCK)
-            shift = load_vector(norm_bias, columns, D, BLOCK)
+        gain = load_vector(norm_weight, columns, D, BLOCK)
+        shift = load_vector(norm_bias, columns, D, BLOCK)
     if not EARLY_LIST:
         wait_for_predecessor(PDL)
     # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
     number = tl.load(count, cache_modifier=".cg")
     rows = _ids(ids, pid, step, last, ROWS)
     next_rows = _ids(ids, pid + ROWS * step, step, last, ROWS)
-    w = _rows(w1, scales1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS, GROUP)
+    w = gathered_tiles(w1, rows, _inside(pid, step, number, ROWS), columns, D, BLOCK, ROWS)
     if EARLY_LIST:
         wait_for_predecessor(PDL)
-    if GROUP > 0:
-        if NORM:
-            n = normalised_planes(norms, x, norm_weight, norm_bias, columns, D // 8, BLOCK, EPS)
-        elif not EARLY_X:
-            n = planes_of(column_tiles(x, columns, D // 8, BLOCK), lane_words(D // 8, BLOCK))
-    else:
-        if not EARLY_X:
-            n = load_vector(x, columns, D, BLOCK)
-        if NORM:
-            n = _layer_norm(n, gain, shift, D, EPS, STEPS, w1.dtype.element_ty)
+    if not EARLY_X:
+        n = load_vector(x, columns, D, BLOCK)
+    if NORM:
+        n = _layer_norm(n, gain, shift, D, EPS, STEPS, w1.dtype.element_ty)
     acc = ()
-    for _ in tl.static_range(8 * lane_words(D // 8, BLOCK) if GROUP > 0 else STEPS):
+    for _ in tl.static_range(STEPS):
         acc = acc + (tl.zeros((BLOCK,), tl.float32),)
     values = ()
     for _ in tl.static_range(ROWS):
         values = values + (0.0,)
-    second = _rows(w2, scales2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS, GROUP)  # none: zeros
+    second = gathered_tiles(w2, rows, _inside(pid, 0, 0, ROWS), columns, D, BLOCK, ROWS)  # none: zeros
     for item in range(pid, number, ROWS * step):
         inside = _inside(item, step, number, ROWS)
         after = _inside(item + ROWS * step, step, number, ROWS)
-        coming = _rows(w1, scales1, next_rows, after, columns, D, BLOCK, ROWS, GROUP)
+        coming = gathered_tiles(w1, next_rows, after, columns, D, BLOCK, ROWS)
         far_rows = _ids(ids, item + 2 * ROWS * step, step, last, ROWS)
         offsets = ()
         products = ()
         for r in tl.static_range(ROWS):
             offsets = offsets + (tl.load(b1 + rows[r]).to(tl.float32),)
-            if GROUP > 0:
-                product = int4_product(w, n, D // 8, BLOCK, r * row_tiles(D // 8, BLOCK))
-            else:
-                product = w[r * STEPS].to(tl.float32) * n[0].to(tl.float32)
-                for j in tl.static_range(1, STEPS):
-                    product += w[r * STEPS + j].to(tl.float32) * n[j].to(tl.float32)
+            product = w[r * STEPS].to(tl.float32) * n[0].to(tl.float32)
+            for j in tl.static_range(1, STEPS):
+                product += w[r * STEPS + j].to(tl.float32) * n[j].to(tl.float32)
             products = products + (product,)
         sums = sums_together(products, ROWS)
         fresh = ()
@@ -275,30 +176,24 @@ def _sparse_mlp_kernel(
             value = tl.where((value <= 0) | (inside[r] == 0), 0.0, value)  # keeps a NaN
             fresh = fresh + (value,)
             live = live + (value != 0,)
-        if GROUP > 0:
-            acc = _int4_added(acc, second, values, D, BLOCK, ROWS)
-        else:
-            acc = _added(acc, second, values, STEPS, ROWS)
-        second = _rows(w2, scales2, rows, live, columns, D, BLOCK, ROWS, GROUP)
+        acc = _added(acc, second, values, STEPS, ROWS)
+        second = gathered_tiles(w2, rows, live, columns, D, BLOCK, ROWS)
         values = fresh
         rows = next_rows
         next_rows = far_rows
         w = coming
-    if GROUP > 0:
-        store_columns(partials + pid * D, _int4_added(acc, second, values, D, BLOCK, ROWS), columns, D // 8)
-    else:
-        acc = _added(acc, second, values, STEPS, ROWS)
-        for j in tl.static_range(STEPS):
-            c = j * BLOCK + columns
-            tl.store(partials + pid * D + c, acc[j], mask=c < D)
+    acc = _added(acc, second, values, STEPS, ROWS)
+    for j in tl.static_range(STEPS):
+        c = j * BLOCK + columns
+        tl.store(partials + pid * D + c, acc[j], mask=c < D)
 
 
 def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
-    w1: Tensor | Int4Rows,
+    w1: Tensor,
     b1: Tensor,
-    w2_t: Tensor | Int4Rows,
+    w2_t: Tensor,
     b2: Tensor,
     residual: Tensor,
     rows: PackedSelection,
@@ -311,44 +206,31 @@ def sparse_mlp(
     """Reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic. See the module's docstring.
 
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
-    Errors: shapes, a CPU tensor; of 4-bit rows a LayerNorm that is not in fp16.
+    Errors: shapes, a CPU tensor.
     """
     check_device("x", x)
     n, d = w1.shape
     check_shape("x", x, 1, d)
     check_shape("b1", b1, n)
-    packed = isinstance(w1, Int4Rows)
-    if packed != isinstance(w2_t, Int4Rows) or (packed and w1.group != w2_t.group):
-        raise ValueError("w1 and w2_t must be of one format, with groups of one size")
-    if packed and ln is not None:
-        check_dtype("LayerNorm weight", ln.weight, (torch.float16,))
-        check_dtype("LayerNorm bias", ln.bias, (torch.float16,))
-    check_rows("w1", w1, (n, d), x)
-    check_rows("w2_t", w2_t, (n, d), x)
+    check_shape("w2_t", w2_t, n, d)
     check_shape("rows.ids", rows.ids, n)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
-    settings = settings or (int4_mlp_settings(d) if packed else mlp_settings(d, ln is not None))
-    if packed and settings.rows not in (2, 4, 8):
-        raise ValueError(f"4-bit rows go two at a time: 2, 4 or 8 a step, not {settings.rows}")
+    settings = settings or mlp_settings(d, ln is not None)
     programs = min(settings.programs, MAX_SPLITS)
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
-    if packed:
-        partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
     _sparse_mlp_kernel[(programs,)](
         x,
         None if ln is None else ln.weight,
         None if ln is None else ln.bias,
-        w1.words if packed else w1,
-        w1.scales if packed else None,
+        w1,
         b1,
-        w2_t.words if packed else w2_t,
-        w2_t.scales if packed else None,
+        w2_t,
         rows.ids,
         rows.count,
         partials,
@@ -356,7 +238,6 @@ def sparse_mlp(
         D=d,
         BLOCK=settings.block,
         ROWS=settings.rows,
-        GROUP=w1.group if packed else 0,
         NORM=ln is not None,
         EARLY_X=early == "x",
         EARLY_LIST=early == "list",

@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.int4_row_step import pair_slot, round_slots, rounds_of
 from kernels.common.lane_queue import (
     SHARED_BYTES,
     ask,
@@ -113,18 +112,6 @@ def test_units_of_lines_arrive_in_order_and_zeros_beyond_the_matrix(device, asm,
     whole[:n_rows, :width] = words
     want = whole.view(2, 8, pairs, warps, 2, 4, vector).permute(2, 4, 0, 6, 3, 1, 5)
     assert torch.equal(out, want)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 20])
-def test_a_slot_is_free_when_it_is_asked_for_anew(most):
-    """A pair's slot is asked for when the pair `ahead` before it was taken, whose predecessors are gone as well."""
-    for pairs in range(1, 20):
-        rounds = rounds_of(pairs, most)
-        ahead, slots = pairs // rounds, round_slots(pairs, rounds)
-        assert 1 <= ahead <= slots <= min(most, pairs)
-        places = [pair_slot(pair, pairs, rounds) for pair in range(pairs)] * 2
-        assert set(places) == set(range(slots))
-        assert all(len(set(places[first : first + ahead])) == ahead for first in range(pairs))
 
 
 @pytest.mark.gpu

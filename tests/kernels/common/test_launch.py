@@ -46,7 +46,9 @@ def test_a_carveout_leaves_results_alone():
 @pytest.mark.parametrize("early", ["x", "list"])
 def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     """What stands before the wait in the compiled kernels: every layer rewrites the list, x and the residual."""
-    from kernels.mlp import sparse_fc2, sparse_mlp
+    from int4_helpers import random_rows
+
+    from kernels.mlp import int4_mlp, sparse_fc2, sparse_mlp
     from kernels.mlp.select import Selection
 
     if torch.cuda.get_device_capability() < (9, 0):
@@ -58,7 +60,9 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     rows = sparse_fc2.PackedSelection.empty(n, "cuda")
     sparse_fc2.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
     sparse_mlp.sparse_mlp(x.half(), None, w1, b1, w2, b2, x, rows, out, early=early, pdl=True)
-    for function in (sparse_mlp._sparse_mlp_kernel, sparse_fc2._add_kernel):
+    four_bits = (random_rows("cuda", n, d), b1, random_rows("cuda", n, d), b2)
+    int4_mlp.int4_mlp(x.half(), None, *four_bits, x, rows, out, early=early, pdl=True)
+    for function in (sparse_mlp._sparse_mlp_kernel, int4_mlp._int4_mlp_kernel, sparse_fc2._add_kernel):
         compiled = [kernel for cached in function.device_caches.values() for kernel in cached[0].values()]
         texts = [kernel.asm["ptx"] for kernel in compiled if "griddepcontrol.wait" in kernel.asm["ptx"]]
         assert texts and any("ld.global.cg" in text.split("griddepcontrol.wait")[0] for text in texts), function

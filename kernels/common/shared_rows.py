@@ -1,0 +1,103 @@
+# mypy: disable-error-code="assignment"
+"""A program's list of row numbers with a value each, in shared memory, written sixteen at a time for all its warps.
+
+All threads of a program hold the same sixteen numbers and values and write what is wanted of them, at most CAPACITY in
+all, a multiple of 16; after a barrier (`tl.debug_barrier`) any lane reads four of them in two loads. With ASM the state
+is the list's address; without it, in the interpreter, the list.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.common.int4_tiles import ASSEMBLY
+
+
+@triton.constexpr_function
+def rows_bytes(capacity):
+    """Shared memory of a list."""
+    return 8 * capacity
+
+
+@triton.constexpr_function
+def _room(size):
+    """PTX: $0 = the address of `size` bytes of shared memory."""
+    return f"{{ .shared .align 16 .b8 listed[{size}]; mov.u32 $0, listed; }}"
+
+
+@triton.constexpr_function
+def _append(capacity):
+    """PTX: row number $3 and value $4 to place $2 of the list $1, where that is not negative."""
+    return (
+        "{ .reg .pred p; .reg .b32 at; setp.ge.s32 p, $2, 0; shl.b32 at, $2, 2; add.u32 at, at, $1;"
+        f"@p st.shared.b32 [at], $3; @p st.shared.f32 [at + {4 * capacity}], $4; mov.u32 $0, $2; }}"
+    )
+
+
+@triton.constexpr_function
+def _four(capacity):
+    """PTX: $0..$3 = four row numbers, $4..$7 = their values, from byte $9 of the list $8 on."""
+    return (
+        "{ .reg .b32 at; add.u32 at, $8, $9; ld.shared.v4.b32 {$0, $1, $2, $3}, [at];"
+        f"ld.shared.v4.f32 {{$4, $5, $6, $7}}, [at + {4 * capacity}]; }}"
+    )
+
+
+FOUR_OF_EACH = tl.constexpr((tl.int32,) * 4 + (tl.float32,) * 4)
+
+
+@triton.jit
+def rows_list(program, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """An empty list, one a kernel; program: any number."""
+    if ASM:
+        at = tl.inline_asm_elementwise(
+            _room(rows_bytes(CAPACITY)), "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
+        )
+        listed = (at,)
+    else:
+        N: tl.constexpr = triton.next_power_of_2(CAPACITY)
+        listed = (tl.zeros((N,), tl.int32), tl.zeros((N,), tl.float32))
+    return listed
+
+
+@triton.jit
+def append_rows(listed, held, numbers, values, wanted, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """(the list with those of sixteen numbers and values (16,) that are wanted, how many it holds): held: before."""
+    flags = wanted.to(tl.int32)
+    place = held + tl.cumsum(flags, 0) - flags
+    if ASM:
+        tl.inline_asm_elementwise(
+            _append(CAPACITY),
+            "=r,r,r,r,f",
+            [listed[0], tl.where(wanted, place, -1), numbers, values],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        number = tl.arange(0, listed[0].shape[0])
+        own = wanted[None, :] & (place[None, :] == number[:, None])
+        listed = (
+            listed[0] + tl.sum(tl.where(own, numbers[None, :], 0), 1),
+            listed[1] + tl.sum(tl.where(own, values[None, :], 0.0), 1),
+        )
+    return listed, held + tl.sum(flags)
+
+
+@triton.jit
+def four_rows(listed, four, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """Rows 4 four .. 4 four + 3 of the list: four tiles (L,) of numbers, four of values; undefined beyond its end."""
+    four = tl.minimum(four, CAPACITY // 4 - 1)
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            _four(CAPACITY), "=r,=r,=r,=r,=f,=f,=f,=f,r,r", [listed[0], 16 * four], dtype=FOUR_OF_EACH, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        numbers = ()
+        values = ()
+        for k in tl.static_range(4):
+            own = tl.arange(0, listed[0].shape[0])[None, :] == (4 * four + k)[:, None]
+            numbers = numbers + (tl.sum(tl.where(own, listed[0][None, :], 0), 1),)
+            values = values + (tl.sum(tl.where(own, listed[1][None, :], 0.0), 1),)
+        found = numbers + values
+    return found
