@@ -7,7 +7,8 @@ Independent work in a grid costs no launch edge and no event, and it fills the l
 program needs more registers than a tile of q/k/v does, this product runs on the tensor cores as well: a tile of `up`
 times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding. In fp16
 two parts hold up to 131008: a larger hidden value counts as that. Codes and nibbles become fp16 numbers, exactly.
-One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
+Nibbles whose rows are whole words are multiplied as 4-bit weights are (`select_nibbles`), with a third of the
+instructions. One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
 """
 
 import torch
@@ -19,6 +20,7 @@ from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.common.checks import check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
+from kernels.lookahead.select_nibbles import select_nibbles, takes
 from kernels.mlp.codes import nibble_halves, stored_width
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_selection
@@ -159,13 +161,21 @@ def _qkv_select_kernel(
     MLP_STAGES: tl.constexpr,
     TYPE: tl.constexpr,
     PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid >= n_tiles:
-        _select_tile(
-            pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
-            MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL,
-        )  # fmt: skip
+        if WORDS:
+            select_nibbles(
+                pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
+                MLP_BLOCK, LANES, PDL,
+            )  # fmt: skip
+        else:
+            _select_tile(
+                pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
+                MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL,
+            )  # fmt: skip
     else:
         qkv_tile(
             pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
@@ -230,6 +240,8 @@ def qkv_select(
         MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
         TYPE=multiplied,
         PARTS=PARTS[multiplied],
+        WORDS=mlp.up.dtype == torch.uint8 and takes(rank, mlp_selection.block, 32 * warps),
+        LANES=32 * warps,
         num_warps=warps,
         launch_pdl=pdl,
     )

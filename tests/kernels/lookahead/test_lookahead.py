@@ -23,7 +23,12 @@ def norm(d, device):
 @pytest.mark.parametrize("state", [0, 1, 2])
 @pytest.mark.parametrize(
     ("n_heads", "head_dim", "d", "rank", "n", "relu", "stored"),
-    [(3, 16, 48, 7, 70, False, None), (2, 32, 64, 16, 128, True, torch.int8), (2, 32, 64, 15, 70, True, torch.uint8)],
+    [
+        (3, 16, 48, 7, 70, False, None),
+        (2, 32, 64, 16, 128, True, torch.int8),
+        (2, 32, 64, 15, 70, True, torch.uint8),
+        (2, 32, 64, 72, 70, True, torch.uint8),  # whole words: nine, of which no two lie at a multiple of 8 bytes
+    ],
 )
 def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     """All three stages in turn, the kernels' chain against the references' chain."""
@@ -80,17 +85,22 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_hidden_values_beyond_fp16(device, batch):
+@pytest.mark.parametrize(("batch", "stored"), [(1, None), (1, torch.uint8), (2, None)])
+def test_hidden_values_beyond_fp16(device, batch, stored):
     """A hidden value above 65504 is no infinity: its neurons are selected as by the reference."""
     n, rank, h, hd, d = 70, 16, 2, 16, 32
     up = (torch.rand(n, rank, device=device) - 0.5).half()
+    scale = None
+    if stored is not None:
+        codes, scale = int4_rows(up.float())
+        up, scale = pack_nibbles(codes), scale.float()
     hidden = torch.randn(batch, rank, device=device)
     hidden[0, 3], hidden[-1, 5] = 1.2e5, -7e4
-    predictor = PredictorWeights(torch.eye(rank, device=device), up)
+    predictor = PredictorWeights(torch.eye(rank, device=device), up, up_scale=scale)
+    numbers = up.float() if stored is None else codes.float() * scale[:, None]
     neurons, wanted = Selection.empty(n, device), Selection.empty(n, device)
     zero, row_state = torch.zeros(1, device=device), torch.ones(batch, dtype=torch.int32, device=device)
-    wanted.set_mask(hidden @ up.float().T > 0)
+    wanted.set_mask(hidden @ numbers.T > 0)
     if batch > 1:
         select_rows(hidden, predictor, zero, neurons, row_state)
     else:
