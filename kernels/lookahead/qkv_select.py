@@ -7,8 +7,8 @@ Independent work in a grid costs no launch edge and no event, and it fills the l
 program needs more registers than a tile of q/k/v does, this product runs on the tensor cores as well: a tile of `up`
 times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding. In fp16
 two parts hold up to 131008: a larger hidden value counts as that. Codes and nibbles become fp16 numbers, exactly.
-Nibbles whose rows are whole words are multiplied as 4-bit weights are (`select_nibbles`), with a third of the
-instructions. One batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
+Nibbles whose rows are whole words are multiplied as 4-bit weights are (`select_nibbles`), with fewer instructions. One
+batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
 """
 
 import torch
