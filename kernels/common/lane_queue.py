@@ -95,17 +95,18 @@ def lane_queue(lane, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 @triton.jit
 def ask(
     queue, lane, one, two, first, second, SLOT: tl.constexpr, V: tl.constexpr, PARTLY: tl.constexpr,
-    AGAIN: tl.constexpr = False, ASM: tl.constexpr = ASSEMBLY,
+    AGAIN: tl.constexpr = False, ASM: tl.constexpr = ASSEMBLY, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """The queue with V words from `one` and V from `two` (pointers, (L,)) on their way into SLOT.
 
     PARTLY: first and second (L,) say which lanes' words are read; others get zeros. AGAIN: other programs read the same
-    words, which the caches should keep.
+    words, which the caches should keep. LATE: the queue is one of `at_slot`.
     """
     L: tl.constexpr = lane.shape[0]
     if ASM:
-        # With OR, see `_line_place`.
-        to = (queue[0] + lane // 8 * (32 * V)) | (lane % 8 * (4 * V))
+        to = queue[0] + lane * (4 * V)
+        if LATE:  # with OR, see `_line_place`
+            to = (queue[0] + lane // 8 * (32 * V)) | (lane % 8 * (4 * V))
         if PARTLY:
             sizes = (tl.where(first, 4 * V, 0), tl.where(second, 4 * V, 0))
             tl.inline_asm_elementwise(

@@ -165,8 +165,8 @@ def _ask_slot(queue, words, item, word, place, W: tl.constexpr, V: tl.constexpr)
     for j in tl.static_range(4):
         at = at + (words + item[j].to(tl.int64) * W + word,)
         there = there + (item[4 + j] & (word < W),)
-    queue = ask(queue, place, at[0], at[1], there[0], there[1], 0, V, True)
-    return ask(queue, place, at[2], at[3], there[2], there[3], 1, V, True)
+    queue = ask(queue, place, at[0], at[1], there[0], there[1], 0, V, True, LATE=True)
+    return ask(queue, place, at[2], at[3], there[2], there[3], 1, V, True, LATE=True)
 
 
 @triton.jit
