@@ -12,7 +12,8 @@ import torch
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights, TargetPredictor, written_out
+from dejavu_train.engine.predictors import TargetPredictor
+from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights, written_out
 from dejavu_train.models.opt import OPTShape
 from kernels.common.layer_norm import layer_norm_reference
 from kernels.mlp.select import PredictorWeights, predict_reference

@@ -18,16 +18,9 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.memory import DoesNotFit
+from dejavu_train.engine.predictors import TargetPredictor, check_calibrated, load_predictors
 from dejavu_train.engine.request import starts_of
-from dejavu_train.engine.weights import (
-    DecodeWeights,
-    TargetPredictor,
-    check_calibrated,
-    check_four_bits,
-    check_head,
-    engine_dtype,
-    load_predictors,
-)
+from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES, OPTShape

@@ -33,15 +33,10 @@ from dejavu_train.engine.memory import (
     scratch_bytes,
     weight_bytes,
 )
+from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.weights import (
-    DecodeWeights,
-    TargetPredictor,
-    check_four_bits,
-    engine_dtype,
-    load_predictors,
-)
+from dejavu_train.engine.weights import DecodeWeights, check_four_bits, engine_dtype
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from kernels.attention import qkv

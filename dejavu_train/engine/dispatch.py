@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.weights import TargetPredictor
+from dejavu_train.engine.predictors import TargetPredictor
 from kernels.common import launch
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
+from dejavu_train.engine.predictors import TargetPredictor
+from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import OPTShape

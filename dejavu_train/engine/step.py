@@ -26,7 +26,8 @@ from dejavu_train.engine.dispatch import ExecutionMode
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
 from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, MaskedMlp, Mlp, SparseMlp
 from dejavu_train.engine.ops import operations
-from dejavu_train.engine.weights import DecodeWeights, TargetPredictor
+from dejavu_train.engine.predictors import TargetPredictor
+from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from kernels.attention import head_select
 from kernels.common import launch

@@ -1,4 +1,4 @@
-"""Reads an OPT model and a bundle, writes the tensors as the decode engine reads them: one layout for dense and sparse.
+"""Reads an OPT model, writes the tensors as the decode engine reads them: one layout for dense and sparse.
 
 fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
 stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
@@ -22,20 +22,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dejavu_train.bundle.spec import check_low_rank
+from dejavu_train.engine.predictors import Grid, TargetPredictor
 from dejavu_train.engine.share import GroupedProjection
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.errors import Unsupported
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
-from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.bit_planes import BitPlanes
-from dejavu_train.predictors.quantization import pack_nibbles
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade import CascadeWeights
-from kernels.mlp.select import PredictorWeights
 
-Grid = tuple[Tensor, Tensor, Tensor]
 Matrix: TypeAlias = Tensor | Int4Rows
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
@@ -334,38 +331,6 @@ class DecodeWeights:
         yield from parts_of(self.lm_head)
 
 
-@dataclass(frozen=True)
-class TargetPredictor:
-    """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
-    (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
-    frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`."""
-
-    layer: int
-    target: str
-    site: str
-    site_layer: int
-    weights: PredictorWeights
-    threshold: Tensor
-    top_k: int | None
-    folded: Tensor | None
-    bias: Tensor
-    density: float
-    mean: Tensor | None = None
-    frequency: Tensor | None = None
-    grid: Grid | None = None
-
-
-def check_calibrated(bundle: Any) -> None:
-    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold, or is no low-rank one."""
-    check_low_rank(bundle.specs, "the decode engine")
-    for (layer, target), spec in bundle.specs.items():
-        if spec.threshold is None and spec.top_k is None and not spec.keep_dense and not spec.curve:
-            raise UserError(
-                f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
-                " run python train.py with the --config and --output that trained it: it calibrates what is trained"
-            )
-
-
 def engine_dtype(model: Any, ops: str) -> torch.dtype:
     """Of an engine's weights and caches: the model's; of 4-bit matrices float16, which their kernels multiply with."""
     packed = any(isinstance(module, CodedLinear) for module in model.modules())
@@ -391,62 +356,3 @@ def check_four_bits(second_stage: bool, dtype: torch.dtype, ops: str) -> None:
     if ops == "triton" and dtype != torch.float16:
         name = str(dtype).removeprefix("torch.")
         raise Unsupported(f"4-bit weights meet float16 inputs in the decode engine, not {name}; load them with float16")
-
-
-def load_predictors(
-    bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
-) -> dict[tuple[int, str], TargetPredictor]:
-    """The predictors of a bundle by (layer, target); dense specs are left out.
-
-    A head predictor without a nonlinearity is folded into one matrix of h rows: one stage instead of two, and fewer
-    bytes wherever the rank exceeds h.
-
-    Args:
-        dtype: of the model; predictors are kept in it.
-        codes: keep specs of int8 or int4 as codes with row scales: what one row at a time reads. Several rows are a
-            library's matrix product, which takes one dtype. int4 is two codes a byte.
-    Raises:
-        UserError: thresholds that were never calibrated.
-    """
-    check_calibrated(bundle)
-    predictors = {}
-    means = bundle.head_means(device)
-    grids = bundle.cascades()
-    for (layer, target), spec in bundle.specs.items():
-        if spec.threshold is None and spec.top_k is None:
-            continue
-        module = bundle.predictor(layer, target)
-        down, up = module.down.detach().float(), module.up.detach().float()
-        bias = torch.zeros(len(up)) if module.bias is None else module.bias.detach().float()
-        relu = module.nonlinearity == "relu"
-        folded = None
-        if target == "heads" and not relu and spec.top_k is None:
-            if (spec.site, spec.site_layer) == ("attn_in", layer):
-                folded = (up @ down).to(device=device, dtype=dtype)
-        if spec.dtype in DTYPES or not codes:
-            weights = PredictorWeights(
-                down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
-            )
-        else:
-            (down, down_scale), (up, up_scale) = (bundle.codes(layer, target, part) for part in ("down", "up"))
-            if spec.dtype == "int4":
-                down, up = pack_nibbles(down), pack_nibbles(up)
-            weights = PredictorWeights(
-                down.to(device), up.to(device), bias.to(device), down_scale.to(device), up_scale.to(device), relu
-            )
-        predictors[layer, target] = TargetPredictor(
-            layer,
-            target,
-            spec.site,
-            spec.site_layer,
-            weights,
-            torch.tensor([spec.threshold or 0.0], dtype=torch.float32, device=device),
-            spec.top_k,
-            folded,
-            bias.to(device),
-            spec.density,
-            means.get(layer) if target == "heads" else None,
-            bundle.frequency(layer, target),
-            grids.get(layer) if target == "mlp" else None,
-        )
-    return predictors

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.weights import TargetPredictor
+from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.models.opt import OPTShape
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.common.layer_norm import LayerNormWeights

@@ -10,7 +10,8 @@ from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.dispatch import choose_execution, describe_execution, expected_union, heads_pay
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.weights import DecodeWeights, load_predictors
+from dejavu_train.engine.predictors import load_predictors
+from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
 from kernels.common.launch import sparse_pays

@@ -15,7 +15,8 @@ from dejavu_train.engine.dispatch import fused_layers
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.mlp import dense_fc2
 from dejavu_train.engine.ops import operations
-from dejavu_train.engine.weights import DecodeWeights, load_predictors
+from dejavu_train.engine.predictors import load_predictors
+from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
 from kernels.common.int4 import Int4Rows
