@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,14 +164,8 @@ def halves(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float16)
 
 
-def fp16_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls with fp16 weights, and with int8 predictors, as the decode engine makes them."""
-    for d in WIDTHS:
-        yield from cases_of(d)
-
-
 def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Those of one width."""
+    """Calls with fp16 weights, and with int8 predictors, as the decode engine makes them, of one width."""
     row_state, limit, position = (torch.ones(1, dtype=kind) for kind in (torch.int32, torch.float32, torch.int32))
     n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
     h = d // hd
@@ -234,7 +228,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Those with 4-bit weights of one width, predictors of int8 codes and of nibbles."""
+    """Those with 4-bit weights, predictors of int8 codes and of nibbles."""
 
     def rows(*shape: int) -> Int4Rows:
         *outer, width = shape
@@ -312,10 +306,11 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
 
 
-def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """All of them."""
-    yield from fp16_cases()
-    for d in WIDTHS:
+def cases(widths: Sequence[int] = WIDTHS) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All of these widths."""
+    for d in widths:
+        yield from cases_of(d)
+    for d in widths:
         yield from int4_cases(d)
 
 
@@ -324,10 +319,11 @@ def main() -> int:
     parser.add_argument("--save", metavar="JSON")
     parser.add_argument("--compare", metavar="JSON")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, metavar="D")
     args = parser.parse_args()
     pretend_a_gpu()
     texts: dict[str, str] = {}
-    for name, call in cases():  # one after the other: a case holds the tensors of its width
+    for name, call in cases(args.widths):  # one after the other: a case holds the tensors of its width
         if args.only not in name:
             continue
         for function, kernel in compiled_launches(call):

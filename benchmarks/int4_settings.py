@@ -5,6 +5,7 @@
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES[/REGISTERS/ROOM], out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
 mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED,
+block=NEURONS of a program of the predictor's second half,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), codes=SHARE (int8 ones), stream=SHARE
 (on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each

@@ -88,8 +88,8 @@ class Program:
 
     def __init__(self) -> None:
         self.shared = np.zeros(0, np.uint8)
-        self.groups: list[list[Callable[[], None]]] = []
-        self.open: list[Callable[[], None]] = []
+        self.groups: list[list[tuple[int, Callable[[], None]]]] = []  # of copies: where to, and what carries it out
+        self.open: list[tuple[int, Callable[[], None]]] = []
         self.registers: dict[str, np.ndarray] = {}
         self.threads = 0
         self.left = 0  # copies that programs before this one left on their way
@@ -183,8 +183,8 @@ class Program:
                 self.open = []
             keep = int(names[0]) if names else 0
             while len(self.groups) > keep:
-                for each in self.groups.pop(0):
-                    each()
+                for _, arrives in self.groups.pop(0):
+                    arrives()
         else:
             size = int(names[2])
             to, at = self.address(names[0]), self.address(names[1])
@@ -192,10 +192,13 @@ class Program:
             assert not (to % size).any(), "not aligned in shared memory"
             assert not (at % size)[slice(None) if read is None else read > 0].any(), "not aligned in memory"
             assert "cg" not in more or size == 16
+            late = {place for group in [*self.groups, self.open] for place, _ in group}
+            assert late.isdisjoint(to.tolist()), "a copy to where another one is on its way, in whatever order"
             for thread in range(self.threads):
                 length = size if read is None else int(read[thread])
                 self.shared[to[thread] : to[thread] + size] = GARBAGE
-                self.open.append(lambda to=to[thread], at=int(at[thread]), n=length: self.arrive(to, at, n, size))
+                arrives = lambda to=to[thread], at=int(at[thread]), n=length: self.arrive(to, at, n, size)  # noqa: E731
+                self.open.append((int(to[thread]), arrives))
 
     def arrive(self, to: int, at: int, length: int, size: int) -> None:
         words = ctypes.string_at(at, length) if length else b""

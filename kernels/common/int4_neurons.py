@@ -14,8 +14,8 @@ instructions multiply: 7 a word. Without ASM twins in plain arithmetic.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import FOUR_FLOATS
-from kernels.common.int4_tiles import ASSEMBLY, MMA, codes_of, split_words
+from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
+from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, MMA, codes_of, split_words
 
 
 def _products_asm() -> str:
@@ -49,6 +49,23 @@ SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
 def nibble_unit(i):
     """What a raised code of 1 in the masked nibble of column 2 i or 2 i + 1 is as a fp16 number."""
     return 2.0**-20 if i % 2 else 2.0**-24
+
+
+@triton.jit
+def lane_places(lane):
+    """Where a lane's words lie in a queue: pieces of a line on different banks, as are those that eight lanes read at a
+    time."""
+    t = lane % 4
+    return lane // 32 * 32 + 8 * t + (lane % 32 // 4 + 2 * t) % 8
+
+
+@triton.jit
+def factor_pairs(scales, h):
+    """The two operands of B: h of four rows times a lane's fp32 scales of them, times FACTOR_UNIT, as fp16 pairs."""
+    f = ()
+    for j in tl.static_range(4):
+        f = f + (scales[j] * (h[j].to(tl.float32) * FACTOR_UNIT),)
+    return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
 
 
 @triton.jit

@@ -4,7 +4,7 @@
 The products are those of `int4_mma` with one input. Words come through a queue in lines of 128 bytes (`lane_queue`),
 slot after slot, whatever number divides a row's pairs of units. The rows are neighbours, ROWS =
 (first row, end of the matrix), or, LISTED, any: ROWS = six numbers of each lane's rows (`lane_queue.listed_row`) and
-six flags, whether such a row is read; products of others are zero.
+six flags, whether such a row is read. Products of rows that are not read have no meaning (LISTED: they are zero).
 """
 
 import triton
@@ -57,7 +57,7 @@ def _two_rows(rows, lane, LISTED: tl.constexpr):
         line = rows[0] + lane % 32 // 4
         row = tl.minimum(line, rows[1] - 1).to(tl.int64)
         other_row = tl.minimum(line + 8, rows[1] - 1).to(tl.int64)
-        there = rows[0] < rows[1]  # one comparison for both: scales of a row that is not there are multiplied with zero
+        there = rows[0] < rows[1]  # one comparison for both: sums of rows beyond the matrix are not stored
         other_there = there
     return row, other_row, there, other_there
 
@@ -78,7 +78,7 @@ def _ask_rows(
     if not INSIDE:
         left = W - place
     if LISTED:
-        queue = ask_listed_lines(queue, lane, words + place, rows[:6], rows[6:], left, 0, V, W, 0, INSIDE)
+        queue = ask_listed_lines(queue, lane, words + place, rows[:6], rows[6:], left, V, W, INSIDE)
     else:
         at = words + tl.cast(rows[0], tl.int64) * W + place
         number = rows[1] - rows[0]
@@ -129,6 +129,7 @@ def first_rows(
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     L: tl.constexpr = lane.shape[0]
+    tl.static_assert(not (LISTED and FETCHED), "the rows of a list are no neighbours")
     queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, AHEAD)))
     for k in tl.static_range(AHEAD):
         own = at_slot(queue, k, line_slot_bytes(L, V))

@@ -32,25 +32,17 @@ def codes_asm(word: str, pairs: str) -> str:
 
 @triton.jit
 def codes_of(words):
-    """The codes of words (...), fp32 (..., 8)."""
+    """The codes of words (L,), fp32 (L, 8)."""
     column = tl.arange(0, 8)
     shift = 4 * (column // 2) + 16 * (column % 2)
-    if len(words.shape) == 1:
-        codes = (words[:, None] >> shift[None, :]) & 15
-    else:
-        codes = (words[:, :, None] >> shift[None, None, :]) & 15
-    return (codes - 8).to(tl.float32)
+    return (((words[:, None] >> shift[None, :]) & 15) - 8).to(tl.float32)
 
 
 @triton.jit
 def halves_of(plane0, plane1, plane2, plane3):
-    """What lies in four planes of pairs (...), fp32 (..., 8)."""
-    columns = tl.join(tl.join(plane0, plane2), tl.join(plane1, plane3))  # (..., 2, 2): high bit of the plane, low bit
-    both = tl.join(columns & 0xFFFF, columns >> 16)
-    if len(plane0.shape) == 1:
-        both = tl.reshape(both, (plane0.shape[0], 8))
-    else:
-        both = tl.reshape(both, (plane0.shape[0], plane0.shape[1], 8))
+    """What lies in four planes of pairs (L,), fp32 (L, 8)."""
+    columns = tl.join(tl.join(plane0, plane2), tl.join(plane1, plane3))  # (L, 2, 2): high bit of the plane, low bit
+    both = tl.reshape(tl.join(columns & 0xFFFF, columns >> 16), (plane0.shape[0], 8))
     return both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -69,15 +61,11 @@ def pairs_of(low, high):
 
 @triton.jit
 def split_words(tile, VECTOR: tl.constexpr):
-    """The VECTOR words of a tile (..., VECTOR), a tile each; those of a thread are renamed, not moved."""
+    """The VECTOR words of a tile (L, VECTOR), a tile each; those of a thread are renamed, not moved."""
     if VECTOR == 2:
         words = tl.split(tile)
     else:
-        if len(tile.shape) == 2:
-            fours = tl.reshape(tile, (tile.shape[0], 2, 2))
-        else:
-            fours = tl.reshape(tile, (tile.shape[0], tile.shape[1], 2, 2))
-        even, odd = tl.split(fours)
+        even, odd = tl.split(tl.reshape(tile, (tile.shape[0], 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         words = (first, second, third, fourth)

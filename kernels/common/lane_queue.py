@@ -11,9 +11,9 @@ cover whole cache lines, which are not the words that a lane of the tensor cores
 slot holds 8 V words of sixteen rows for each warp. Such a row's line is eight chunks of V words, two units of four; in
 odd rows the units change places, so that lanes that take together find no bank shared (V = 4).
 
-Slots are numbers known when compiling; what was asked for first is taken first, and every `ask` counts for `take`, also
-one for nothing. The state is a tuple that loops hand on: with ASM the queue's address in shared memory, without it, in
-the interpreter, the words themselves.
+Slots are numbers known when compiling, or of `at_slot`; what was asked for first is taken first, and every `ask` counts
+for `take`, also one for nothing. The state is a tuple that loops hand on: with ASM the queue's address in shared
+memory, without it, in the interpreter, the words themselves.
 """
 
 import triton
@@ -228,14 +228,12 @@ def ask_lines(
 
 
 @triton.constexpr_function
-def _ask_listed(lanes, slot, vector, start):
-    """PTX: when all lanes of the warp are here, copies from `start` words behind $2..$5, of $6..$9 bytes, into slot
-    `slot` of $1."""
+def _ask_listed(vector):
+    """PTX: when all lanes of the warp are here, copies from $2..$5, of $6..$9 bytes, into the first slot of $1."""
     text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
     for four in range(4):
-        to = slot * line_slot_bytes(lanes, vector) + 4 * four * 32 * vector
-        text += f"cp.async.{'cg' if vector == 4 else 'ca'}.shared.global.L2::cache_hint [$1 + {to}], "
-        text += f"[${2 + four} + {4 * start}], {4 * vector}, ${6 + four}, policy;"
+        text += f"cp.async.{'cg' if vector == 4 else 'ca'}.shared.global.L2::cache_hint "
+        text += f"[$1 + {4 * four * 32 * vector}], [${2 + four}], {4 * vector}, ${6 + four}, policy;"
     return text + "cp.async.commit_group; mov.u32 $0, $1; }"
 
 
@@ -250,15 +248,14 @@ def listed_row(lane, K: tl.constexpr):
 
 @triton.jit
 def ask_listed_lines(
-    queue, lane, words, rows, there, left, SLOT: tl.constexpr, V: tl.constexpr, W: tl.constexpr, START: tl.constexpr,
-    INSIDE: tl.constexpr, ASM: tl.constexpr = ASSEMBLY,
+    queue, lane, words, rows, there, left, V: tl.constexpr, W: tl.constexpr, INSIDE: tl.constexpr,
+    ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
-    """`ask_lines` of sixteen rows that lie anywhere in a matrix of rows of W words, START words from what is copied.
+    """`ask_lines` of sixteen rows that lie anywhere in a matrix of rows of W words, into the first slot.
 
     words: pointers (L,), the same for a warp, to where its lines lie in row 0. rows, there: numbers, and whether they
     are read, of each lane's six rows (`listed_row`). INSIDE: all 8 V words lie within a row, of `left` otherwise.
     """
-    L: tl.constexpr = lane.shape[0]
     if ASM:
         chunk = lane % 8
         operands = (_line_place(queue, lane, lane % 32 // 8, chunk, V),)
@@ -270,7 +267,7 @@ def ask_listed_lines(
                 copied = copied & (chunk * V < left)
             operands = operands + (tl.where(copied, 4 * V, 0),)
         tl.inline_asm_elementwise(
-            _ask_listed(L, SLOT, V, START), "=r,r,l,l,l,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1
+            _ask_listed(V), "=r,r,l,l,l,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1
         )
     else:
         for unit in tl.static_range(2):
@@ -278,7 +275,7 @@ def ask_listed_lines(
             for half in tl.static_range(2):
                 for v in tl.static_range(V):
                     read = there[4 + half] & (place < left)
-                    at = words + (rows[4 + half].to(tl.int64) * W + START + place + v)
+                    at = words + (rows[4 + half].to(tl.int64) * W + place + v)
                     queue = queue + (tl.load(at, mask=read, other=0),)
     return queue
 

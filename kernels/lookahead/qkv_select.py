@@ -240,7 +240,7 @@ def qkv_select(
         MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
         TYPE=multiplied,
         PARTS=PARTS[multiplied],
-        WORDS=mlp.up.dtype == torch.uint8 and takes(rank, mlp_selection.block, 32 * warps),
+        WORDS=mlp.up.dtype == torch.uint8 and mlp.up_scale is not None and takes(rank, mlp_selection.block, 32 * warps),
         LANES=32 * warps,
         num_warps=warps,
         launch_pdl=pdl,

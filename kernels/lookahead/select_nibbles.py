@@ -20,10 +20,14 @@ from kernels.common.int4_tiles import split_words
 from kernels.common.launch import wait_for_predecessor
 from kernels.mlp.select_batch import saturated, store_selection
 
+MOST_WORDS = 96  # of a lane
+
 
 def takes(rank: int, block: int, lanes: int) -> bool:
-    """Whether a program of so many threads can select `block` neurons by rows of this rank."""
-    return rank % 8 == 0 and block % (lanes // 2) == 0
+    """Whether a program of so many threads can select `block` neurons by rows of this rank, all in registers."""
+    rounds, vector = block // (lanes // 2), word_vector(rank // 8)
+    words = 2 * rounds * vector * -(-rank // (32 * vector))
+    return rank % 8 == 0 and block % (lanes // 2) == 0 and rounds in (1, 2, 4) and words <= MOST_WORDS
 
 
 @triton.constexpr_function

@@ -6,7 +6,7 @@
 h (B, n), after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h is not
 zero for one of the tokens that a program has. Neurons lie along K of the tensor cores' m16n8k16, outputs along M,
 tokens along N. The factor h * scale * 64 is rounded to fp16; products with the codes are exact, sums in fp32:
-|h * scale| must stay below 1023, or the sum is infinite.
+|h * scale| must stay below 1023, or sums are NaN.
 
 No code is converted (`int4_neurons`): 7 instructions a word by count, and 6 for list, addresses, words, scales and h.
 
@@ -21,10 +21,6 @@ in `add_partials`; everything has a fixed order. In plain torch: `int4_fc2_refer
 
 What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
 first rows, and for their scales: those that turn out to be read are then near.
-
-Why one token's fc1 is not in the same grid (`sparse_mlp` over the list of all rows): there a word takes 29
-instructions, and a layer of 66B 126 us, of 77 by bytes. `dense_rows` takes 13 for fc1, this kernel 13 for each that it
-reads.
 """
 
 from dataclasses import dataclass
@@ -36,8 +32,7 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import fp16_pairs
-from kernels.common.int4_neurons import factor_sums, fc2_products, nibble_unit, store_four
+from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
 from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
@@ -88,7 +83,8 @@ def takes(weight: Int4Rows, batch: int) -> bool:
 
 
 def pays(weight: Int4Rows) -> bool:
-    """Whether a dense step of one token is faster with it than with `sparse_mlp`. Below 4096: not measured."""
+    """Whether a dense step of one token runs fc1 and fc2 apart: faster from 4096 on than one grid was in its former
+    state, before `int4_mlp`; not measured since, nor below."""
     return takes(weight, 1) and weight.shape[-1] >= PAYS_FROM
 
 
@@ -166,16 +162,6 @@ def _load_four(h, rows, live):
     return found
 
 
-@triton.jit
-def _factors(first, second, h, odd):
-    """The two operands of B: h of four rows times a lane's scale of two, times FACTOR_UNIT, as fp16 pairs."""
-    f = ()
-    for j in tl.static_range(4):
-        both = first[j] if j < 2 else second[j - 2]
-        f = f + (half_of(both, odd) * (h[j].to(tl.float32) * FACTOR_UNIT),)
-    return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
-
-
 @triton.jit(do_not_specialize=["n", "n_own"])
 def _int4_fc2_kernel(
     h,
@@ -204,8 +190,7 @@ def _int4_fc2_kernel(
     lane = tl.arange(0, L)
     g = lane % 32 // 4
     t = lane % 4
-    # Pieces of a line on different banks, as are those that eight lanes read at a time.
-    place = lane // 32 * 32 + 8 * t + (g + 2 * t) % 8
+    place = lane_places(lane)
     begin = tl.program_id(1) * n_own
     end = tl.minimum(begin + n_own, n)
     stripe = tl.program_id(0) // BLOCKS
@@ -263,7 +248,8 @@ def _int4_fc2_kernel(
             w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 2)
             s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
             s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
-            b0, b1 = _factors(s01, s23, coming[:4], odd)
+            four_scales = (half_of(s01[0], odd), half_of(s01[1], odd), half_of(s23[0], odd), half_of(s23[1], odd))
+            b0, b1 = factor_pairs(four_scales, coming[:4])
             ones = factor_sums(ones, b0, b1)
             for v in tl.static_range(4):
                 words = (w01[v], w01[4 + v], w23[v], w23[4 + v])

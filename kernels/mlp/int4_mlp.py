@@ -11,7 +11,7 @@ not say otherwise.
 fc1: sixteen rows of a list are multiplied as those of a matrix are (`int4_row_step`), a program's warps sharing out the
 columns. The rows with h other than zero, and h, go into a list in shared memory (`shared_rows`).
 fc2: neurons lie along K, as in `int4_fc2`, sixteen of that list at a time, h * scale * 64 rounded to fp16, products
-with the codes exact, sums in fp32: |h * scale| must stay below 1023, or the sum is infinite. A warp has stripes of 8
+with the codes exact, sums in fp32: |h * scale| must stay below 1023, or sums are NaN. A warp has stripes of 8
 lane groups' columns. What takes a multiprocessor's time there is not the products but a program's sums, of which it
 has all d: each is one of eight columns of C, the others being those of other lane groups' scales. So as many stripes as
 lane groups share a scale (T) have their factors in different columns of B, and their sums in one C: of stripe s in
@@ -32,18 +32,19 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import fp16_pairs, unit_vector
-from kernels.common.int4_neurons import factor_sums, fc2_products, nibble_unit, store_four
+from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
 from kernels.common.int4_norm import normalised_units, unit_norms, unit_pairs
 from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_of_a_warp
 from kernels.common.int4_tiles import FACTOR_UNIT
 from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, line_slot_bytes, listed_row, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.common.shared_rows import append_rows, four_rows, rows_bytes, rows_list
+from kernels.common.shared_rows import append_rows, four_rows, rows_list
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
 
 ROWS = tl.constexpr(16)  # of a step
 QUEUE_BYTES = 40 * 1024  # of shared memory for words: a list of rows and sums have the rest of 48 KB
+MOST_ROWS = 384  # of a program, live or not, for which its list has room: 3 KB
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,6 @@ def _listed(ids, first, end, last, lane):
 
 
 @triton.jit
-def _factors(item):
-    """The two operands of B: h of a lane's four rows times its scales of them, times FACTOR_UNIT, as fp16 pairs."""
-    f = ()
-    for j in tl.static_range(4):
-        f = f + (item[12 + j].to(tl.float32) * (item[8 + j] * FACTOR_UNIT),)
-    return fp16_pairs(f[0], f[1]), fp16_pairs(f[2], f[3])
-
-
-@triton.jit
 def _item(listed, held, unit, number, scales, lane, W: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr):
     """Of a lane's rows 4 t .. 4 t + 3 of sixteen of the list, for pass `number`: the four row numbers, whether these
     are there, their h, and their scales of the stripe whose column of B is the lane's."""
@@ -145,16 +137,19 @@ def _item(listed, held, unit, number, scales, lane, W: tl.constexpr, GROUP: tl.c
     stripe = (number * SLOTS + slot) * WARPS + lane // 32
     word = stripe * (8 * V) + g % (8 // T) * (T * V)
     inside = (slot < SLOTS) & (word < W)
+    numbers = ()
     there = ()
     h = ()
     found = ()
     for j in tl.static_range(4):
         own = left > j
         there = there + (own,)
+        number_of = tl.where(own, four[j], 0)  # beyond the end there may be anything
+        numbers = numbers + (number_of,)
         h = h + (tl.where(own, four[4 + j], 0.0),)
-        at = scales + four[j].to(tl.int64) * (8 * W // GROUP) + word * 8 // GROUP
-        found = found + (tl.load(at, mask=own & inside, other=0.0),)
-    return four[:4] + there + h + found
+        at = scales + number_of.to(tl.int64) * (8 * W // GROUP) + word * 8 // GROUP
+        found = found + (tl.load(at, mask=own & inside, other=0.0).to(tl.float32),)
+    return numbers + there + h + found
 
 
 @triton.jit
@@ -184,8 +179,7 @@ def _sums_of_columns(
     STRIDE: tl.constexpr = WARPS * 8 * V  # words from one slot's stripe to the next
     g = lane % 32 // 4
     t = lane % 4
-    # Pieces of a line on different banks, as are those that eight lanes read at a time.
-    place = lane // 32 * 32 + 8 * t + (g + 2 * t) % 8
+    place = lane_places(lane)
     begin = lane // 32 * (8 * V) + g * V  # a lane's words of the first stripe
     units = (held + 15) // 16
     item = _item(listed, held, 0, 0, scales, lane, W, GROUP, CAPACITY)
@@ -199,7 +193,7 @@ def _sums_of_columns(
             acc = acc + (zero,)
         ones = (zero, zero, zero, zero)
         for unit in range(0, units):
-            b0, b1 = _factors(item)
+            b0, b1 = factor_pairs(item[12:], item[8:12])
             ones = factor_sums(ones, b0, b1)
             # The next sixteen rows, or the first ones for the next pass.
             more = unit + 1 < units
@@ -332,8 +326,7 @@ def int4_mlp(
     n, d = w1.shape
     check_shape("x", x, 1, d)
     check_shape("b1", b1, n)
-    if ln is None:
-        check_dtype("x", x, (torch.float16,))
+    check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
     require(w1.group == w2_t.group, f"w1 and w2_t must have groups of one size, not {w1.group} and {w2_t.group}")
     w1.check("w1", (n, d), x)
     w2_t.check("w2_t", (n, d), x)
@@ -343,7 +336,7 @@ def int4_mlp(
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
     settings = settings or int4_mlp_settings()
-    programs = min(settings.programs, MAX_SPLITS)
+    programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
     if partials is None:
         partials = partial_sums(d, out.device)
     check_shape("partials", partials, MAX_SPLITS, d)
@@ -352,7 +345,7 @@ def int4_mlp(
     vector, lanes = unit_vector(d // 8, w1.group), 32 * settings.warps
     ahead = min(settings.ahead, QUEUE_BYTES // line_slot_bytes(lanes, vector))
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
-    require(rows_bytes(capacity) <= 3072, f"{programs} programs for {n} neurons: more are needed for their lists")
+    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * MAX_SPLITS}, which {MAX_SPLITS} lists hold")
     _int4_mlp_kernel[(programs,)](
         x if ln is not None else x.view(torch.int32),
         None if ln is None else ln.weight,

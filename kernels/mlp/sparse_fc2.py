@@ -274,7 +274,7 @@ def fc2_settings(d: int) -> Fc2Settings:
 
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
-    """Scratch for `sparse_fc2` and `sparse_mlp`; shared by calls that run one after another."""
+    """Scratch for every kernel that `add_partials` follows; shared by calls that run one after another."""
     return torch.zeros(MAX_SPLITS, d, device=device)
 
 

@@ -1,4 +1,8 @@
-"""What compiled.py reads from disassembled loops."""
+"""What compiled.py reads from disassembled loops; that kernels compile, which the interpreter does not show."""
+
+import os
+import subprocess
+import sys
 
 from benchmarks.compiled import loops, on_their_way
 
@@ -24,3 +28,20 @@ def test_an_innermost_loop_is_what_a_backward_branch_encloses():
     code += [(96, "BRA", " 0x10"), (112, "BRA", " 0x0"), (128, "EXIT", "")]
     (inner,) = loops(code)
     assert [name for name, _ in inner] == [name for name, _ in LOOP[1:]] + ["BRA"]
+
+
+def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
+    """For compute capability 9.0, at one width: a variable that changes its type in a loop is no mistake in Python."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--only", "bits: ", "--widths", "2048"],
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line for line in found.stdout.splitlines() if " registers, " in line]
+    assert found.returncode == 0, found.stderr[-2000:]
+    names = ("int4_mlp", "int4_fc2", "dense_rows", "qkv_dense", "qkv_select", "project_head_rows")
+    for name in [f" _{name}_kernel" for name in names]:
+        assert any(name in line for line in lines), name
+    assert all(" 0 B stack" in line and "REFUSES" not in line for line in lines)

@@ -5,6 +5,7 @@ import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.mlp import int4_mlp as module
 from kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp, int4_mlp_reference
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
@@ -61,6 +62,14 @@ def test_equals_both_products(device, n, d, group, warps, density):
     check(out, selection, *tensors)
 
 
+def test_a_program_has_room_for_all_its_rows(device):
+    selection, rows, tensors = make_problem(device, 50, 64, 1.0)
+    tensors[2].add_(40)  # all live
+    out = torch.full((1, 64), NAN, device=device)
+    int4_mlp(tensors[0], None, *tensors[1:], rows, out, settings=Int4MlpSettings(2, 1, 2, 255))
+    check(out, selection, *tensors)
+
+
 @pytest.mark.parametrize(
     ("n", "d", "group", "warps", "density"),
     [(40, 640, 128, 1, 0.9), (20, 192, 64, 2, 0.7), (37, 40, 40, 1, 0.6), (40, 320, 32, 1, 0.8)],
@@ -109,11 +118,25 @@ def test_errors_name_what_does_not_fit(device):
     out = torch.empty(1, 64, device=device)
     with pytest.raises(ValueError, match="groups of one size"):
         int4_mlp(x, None, w1, b1, random_rows(device, 8, 64, group=64), b2, residual, rows, out)
-    with pytest.raises(ValueError, match="1 programs for 8192 neurons: more are needed"):
-        many = make_problem(device, 8192, 32, 0.1)
-        int4_mlp(many[2][0], None, *many[2][1:], many[1], out[:, :32], settings=Int4MlpSettings(1, 1, 2, 255))
     with pytest.raises(ValueError, match="x: expected float16, got float32"):
         int4_mlp(x.float(), None, w1, b1, w2, b2, residual, rows, out)
+    ln = LayerNormWeights(torch.ones(64, device=device), torch.zeros(64, device=device))
+    with pytest.raises(ValueError, match="x: expected float32, got float16"):
+        int4_mlp(x, ln, w1, b1, w2, b2, residual, rows, out)
+
+
+def test_more_neurons_take_more_programs(device):
+    """One program's list would not hold them; more than all programs' lists do are refused."""
+    n = 2 * module.MOST_ROWS + 1
+    selection, rows, tensors = make_problem(device, n, 32, 0.02)
+    out, partials = torch.full((1, 32), NAN, device=device), partial_sums(32, device).fill_(NAN)
+    int4_mlp(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(1, 1, 2, 255))
+    check(out, selection, *tensors)
+    n = module.MOST_ROWS * module.MAX_SPLITS + 1
+    w = random_rows(device, n, 32, group=32)
+    rows = PackedSelection.empty(n, device)
+    with pytest.raises(ValueError, match="101377 neurons: at most 101376"):
+        int4_mlp(tensors[0], None, w, torch.zeros(n, device=device), w, tensors[4], tensors[5], rows, out)
 
 
 @pytest.mark.gpu
