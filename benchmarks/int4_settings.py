@@ -15,13 +15,16 @@ in --csv as it comes; one GPU.
 import argparse
 import gc
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks import decode
-from benchmarks.decode_cells import read_cells
+from benchmarks.decode_cells import Cell, read_cells
 from benchmarks.rows import append_row, commit, five_digits
+from dejavu_train.engine.weights import DecodeWeights
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
 from kernels.dense import dense_gemv
@@ -65,6 +68,32 @@ def choose(text: str) -> None:
         setattr(module, name, lambda *_args, settings=settings, **_kwargs: settings)
 
 
+@dataclass(frozen=True)
+class Try:
+    """A cell whose settings are chosen, and a model's weights for it."""
+
+    settings: str
+    step: str
+    cell: Cell
+    weights: DecodeWeights
+
+
+def tries_of(words: Sequence[str], model: str) -> Iterator[Try]:
+    """SETTINGS:STEPS words in turn; weights are made once, and again where an engine that failed lost them."""
+    weights = None
+    for word in words:
+        settings, _, steps = word.rpartition(":")
+        choose(settings)
+        for step in steps.split(","):
+            kind, _, share = step.partition("=")
+            (cell,) = read_cells(STEPS[kind] + share)
+            gc.collect()
+            torch.cuda.empty_cache()
+            if weights is None or not weights.layers:
+                weights = decode.made_weights(cell, decode.SHAPES[model], 0.6)
+            yield Try(settings, step, cell, weights)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="66b", choices=list(decode.SHAPES))
@@ -75,23 +104,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
     times, size = decode.best_read()
-    weights = None
-    for word in args.tries:
-        settings, _, steps = word.rpartition(":")
-        choose(settings)
-        for step in steps.split(","):
-            kind, _, share = step.partition("=")
-            (cell,) = read_cells(STEPS[kind] + share)
-            gc.collect()
-            torch.cuda.empty_cache()
-            if weights is None or not weights.layers:  # lost with an engine that failed
-                weights = decode.made_weights(cell, decode.SHAPES[args.model], 0.6)
-            row = decode.run_cell(cell, args.model, weights, args.steps, size / times[1] / 1e6)
-            row |= {"model": args.model, "settings": settings, "step": step, "gpu": torch.cuda.get_device_name(),
-                    "torch": torch.__version__, "commit": commit(), "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-            row["note"] = "" if "p50_ms" in row else row.get("note", "")
-            append_row(args.csv, five_digits(row), COLUMNS)
-            print(*(row.get(name, "") for name in COLUMNS[:6]), flush=True)
+    for each in tries_of(args.tries, args.model):
+        row = decode.run_cell(each.cell, args.model, each.weights, args.steps, size / times[1] / 1e6)
+        row |= {"model": args.model, "settings": each.settings, "step": each.step, "torch": torch.__version__,
+                "gpu": torch.cuda.get_device_name(), "commit": commit(), "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+        row["note"] = "" if "p50_ms" in row else row.get("note", "")
+        append_row(args.csv, five_digits(row), COLUMNS)
+        print(*(row.get(name, "") for name in COLUMNS[:6]), flush=True)
     return 0
 
 

@@ -12,7 +12,6 @@ tenth, half, nine tenths and the latest of its programs, of the last launch in a
 """
 
 import argparse
-import gc
 import importlib
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ import triton
 import triton.language as tl
 
 from benchmarks import decode, int4_settings
-from benchmarks.decode_cells import read_cells
 from benchmarks.placement import quantiles
 
 PROGRAMS = 8192  # of a grid; those beyond are not noted
@@ -134,22 +132,13 @@ def main() -> int:
     times = torch.zeros(len(PLACES), PROGRAMS, dtype=torch.int64, device="cuda")
     TIMES = tl.constexpr(times.data_ptr())
     note_all_places()
-    weights = None
-    for word in args.tries:
-        settings, _, steps = word.rpartition(":")
-        int4_settings.choose(settings)
-        for step in steps.split(","):
-            kind, _, share = step.partition("=")
-            (cell,) = read_cells(int4_settings.STEPS[kind] + share)
-            gc.collect()
-            torch.cuda.empty_cache()
-            if weights is None or not weights.layers:
-                weights = decode.made_weights(cell, decode.SHAPES[args.model], 0.6)
-            times.zero_()
-            row = decode.run_cell(cell, args.model, weights, 20, 4.5e9)
-            print(f"{args.model} {settings} {step}: {row.get('p50_ms')} ms a step that notes {row.get('note', '')}")
-            print("kernel, place, programs; us: first, a tenth, half, nine tenths, last")
-            print(*described(times.cpu()), sep="\n", flush=True)
+    for each in int4_settings.tries_of(args.tries, args.model):
+        times.zero_()
+        row = decode.run_cell(each.cell, args.model, each.weights, 20, 4.5e9)
+        took = f"{row.get('p50_ms')} ms a step that notes {row.get('note', '')}"
+        print(f"{args.model} {each.settings} {each.step}: {took}")
+        print("kernel, place, programs; us: first, a tenth, half, nine tenths, last")
+        print(*described(times.cpu()), sep="\n", flush=True)
     return 0
 
 

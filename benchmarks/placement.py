@@ -13,7 +13,6 @@ for each kernel of the middle layer, microseconds after all earlier kernels have
 """
 
 import argparse
-import gc
 import inspect
 import re
 import statistics
@@ -26,7 +25,6 @@ import triton.language as tl
 
 import dejavu_train.engine.ops  # noqa: F401  (imports all kernels that a step may take)
 from benchmarks import decode, int4_settings
-from benchmarks.decode_cells import read_cells
 from benchmarks.harness import step_times
 from dejavu_train.engine.decode import DecodeEngine
 
@@ -188,32 +186,22 @@ def main() -> int:
     entries = torch.zeros(len(names), PROGRAMS, LAUNCHES, NUMBERS, dtype=torch.int64, device="cuda")
     counts = torch.zeros(len(names), PROGRAMS, dtype=torch.int32, device="cuda")
     ENTRIES, COUNTS = tl.constexpr(entries.data_ptr()), tl.constexpr(counts.data_ptr())
-    weights = None
-    for word in args.tries:
-        settings, _, steps = word.rpartition(":")
-        int4_settings.choose(settings)
-        for step in steps.split(","):
-            kind, _, share = step.partition("=")
-            (cell,) = read_cells(int4_settings.STEPS[kind] + share)
-            gc.collect()
-            torch.cuda.empty_cache()
-            if weights is None or not weights.layers:
-                weights = decode.made_weights(cell, decode.SHAPES[args.model], 0.6)
-            engine = decode.started_engine(cell, args.model, weights, 40)
+    for each in int4_settings.tries_of(args.tries, args.model):
+        engine = decode.started_engine(each.cell, args.model, each.weights, 40)
 
-            def noted(engine: DecodeEngine = engine) -> None:
-                counts.zero_()
-                engine.step()
+        def noted(engine: DecodeEngine = engine) -> None:
+            counts.zero_()
+            engine.step()
 
-            took = statistics.median(step_times(noted, 20))
-            torch.cuda.synchronize()
-            print(f"{args.model} {settings} {step}: {took:.3f} ms a step that notes")
-            print("kernel, programs; us: wait over, first tenth, half, nine tenths of the multiprocessors done, end")
-            print("multiprocessors by their number of programs")
-            every = launches(entries.cpu(), counts.cpu(), names)
-            shared = torch.cuda.get_device_properties(0).multi_processor_count
-            print(*described(middle_layer(every, engine.shape.n_layers), shared), sep="\n", flush=True)
-            del engine, noted
+        took = statistics.median(step_times(noted, 20))
+        torch.cuda.synchronize()
+        print(f"{args.model} {each.settings} {each.step}: {took:.3f} ms a step that notes")
+        print("kernel, programs; us: wait over, first tenth, half, nine tenths of the multiprocessors done, end")
+        print("multiprocessors by their number of programs")
+        every = launches(entries.cpu(), counts.cpu(), names)
+        shared = torch.cuda.get_device_properties(0).multi_processor_count
+        print(*described(middle_layer(every, engine.shape.n_layers), shared), sep="\n", flush=True)
+        del engine, noted
     return 0
 
 

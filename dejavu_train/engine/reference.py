@@ -15,7 +15,6 @@ from kernels.mlp.cascade import CascadeWeights, cascade_reference
 from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
 from kernels.mlp.sparse_fc2 import PackedSelection
-from kernels.mlp.sparse_mlp import MlpSettings
 from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
 
@@ -86,7 +85,6 @@ def sparse_mlp(
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
-    settings: MlpSettings | None = None,
 ) -> None:
     """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()

@@ -2,9 +2,9 @@
 """Sixteen rows of 4-bit words times one input, a program's warps sharing out the columns, rows after rows of a matrix.
 
 The products are those of `int4_mma` with one input. Words come through a queue in lines of 128 bytes (`lane_queue`),
-slot after slot, whatever number divides a row's pairs of units. The rows are neighbours, ROWS =
-(first row, end of the matrix), or, LISTED, any: ROWS = six numbers of each lane's rows (`lane_queue.listed_row`) and
-six flags, whether such a row is read. Products of rows that are not read have no meaning (LISTED: they are zero).
+slot after slot, whatever number divides a row's pairs of units. The rows are neighbours, `rows` = (first row, end of
+the matrix), or, LISTED, any: `rows` = six numbers of each lane's rows (`lane_queue.listed_row`) and six flags, whether
+such a row is read. Products of rows that are not read have no meaning (LISTED: they are zero).
 """
 
 import triton
@@ -31,6 +31,12 @@ def pairs_of_a_warp(words, vector, warps):
     """Pairs of units of a row that each warp takes, some of them beyond the row's end perhaps."""
     pairs = -(-words // (8 * vector))
     return -(-pairs // warps)
+
+
+def pairs_ahead(words: int, group: int, warps: int, most: int, room: int) -> int:
+    """AHEAD of `first_rows`: `most` pairs, or as many as a warp has of a row and `room` bytes of a queue hold."""
+    vector = unit_vector(words, group)
+    return min(most, room // line_slot_bytes(32 * warps, vector), pairs_of_a_warp(words, vector, warps))
 
 
 @triton.constexpr_function

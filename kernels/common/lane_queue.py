@@ -151,18 +151,25 @@ def line_slot_bytes(lanes, vector):
 
 
 @triton.constexpr_function
+def _line_copies(to, sources, sizes, vector):
+    """PTX: when all lanes of the warp are here, four copies of so many bytes to every fourth row from $1 + `to` on."""
+    kind = "cg" if vector == 4 else "ca"
+    text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
+    for four, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        text += f"cp.async.{kind}.shared.global.L2::cache_hint [$1 + {to + 4 * four * 32 * vector}], "
+        text += f"[{source}], {size}, policy;"
+    return text + "cp.async.commit_group; mov.u32 $0, $1; }"
+
+
+@triton.constexpr_function
 def _ask_lines(lanes, slot, vector, words, start, partly):
     """PTX: when all lanes of the warp are here, copies from every fourth row of `words` words into slot `slot` of $1.
 
     $2: a lane's first row, `start` words before what it copies; $3..$6: how many bytes, where `partly`.
     """
-    text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
-    for four in range(4):
-        to = slot * line_slot_bytes(lanes, vector) + 4 * four * 32 * vector
-        size = f"{4 * vector}, ${3 + four}" if partly else f"{4 * vector}"
-        text += f"cp.async.{'cg' if vector == 4 else 'ca'}.shared.global.L2::cache_hint [$1 + {to}], "
-        text += f"[$2 + {4 * (start + 4 * four * words)}], {size}, policy;"
-    return text + "cp.async.commit_group; mov.u32 $0, $1; }"
+    sources = [f"$2 + {4 * (start + 4 * four * words)}" for four in range(4)]
+    sizes = [f"{4 * vector}, ${3 + four}" if partly else f"{4 * vector}" for four in range(4)]
+    return _line_copies(slot * line_slot_bytes(lanes, vector), sources, sizes, vector)
 
 
 @triton.constexpr_function
@@ -230,11 +237,8 @@ def ask_lines(
 @triton.constexpr_function
 def _ask_listed(vector):
     """PTX: when all lanes of the warp are here, copies from $2..$5, of $6..$9 bytes, into the first slot of $1."""
-    text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
-    for four in range(4):
-        text += f"cp.async.{'cg' if vector == 4 else 'ca'}.shared.global.L2::cache_hint "
-        text += f"[$1 + {4 * four * 32 * vector}], [${2 + four}], {4 * vector}, ${6 + four}, policy;"
-    return text + "cp.async.commit_group; mov.u32 $0, $1; }"
+    sources, sizes = [f"${2 + four}" for four in range(4)], [f"{4 * vector}, ${6 + four}" for four in range(4)]
+    return _line_copies(0, sources, sizes, vector)
 
 
 @triton.jit

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_mma import unit_vector
 from kernels.common.int4_norm import normalised_units, unit_norms
-from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_of_a_warp, row_queue_bytes
-from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
+from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, row_queue_bytes
+from kernels.common.lane_queue import MOST_BYTES, even_room
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
@@ -237,9 +236,8 @@ def row_launch(
     chosen = settings or int4_row_settings(d)
     if not isinstance(chosen, Int4RowSettings):
         raise ValueError("4-bit rows need Int4RowSettings")
-    vector, threads = unit_vector(d // 8, weight.group), 32 * chosen.warps
-    ahead = min(chosen.ahead, MOST_BYTES // line_slot_bytes(threads, vector))
-    ahead = min(ahead, pairs_of_a_warp(d // 8, vector, chosen.warps))
+    threads = 32 * chosen.warps
+    ahead = pairs_ahead(d // 8, weight.group, chosen.warps, chosen.ahead, MOST_BYTES)
     constants = {"BLOCK": threads, "ROWS": ahead, "GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
     needed = row_queue_bytes(d // 8, weight.group, threads, ahead)

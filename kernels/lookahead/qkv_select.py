@@ -23,7 +23,7 @@ from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
 from kernels.lookahead.select_nibbles import select_nibbles, takes
 from kernels.mlp.codes import nibble_halves, stored_width
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
-from kernels.mlp.select_batch import saturated, store_selection
+from kernels.mlp.select_batch import saturated, store_chosen
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
 
@@ -108,11 +108,7 @@ def _select_tile(
         else:
             sums = tl.dot(w.to(TYPE), z, sums, input_precision="ieee")
     logits = tl.sum(sums, 1) * scale + offset
-    chosen = (logits > limit) & inside  # False for NaN
-    chosen = (chosen & (state > 0)) | (inside & (state == 2))
-    bits = chosen.to(tl.int32)
-    tl.store(row_bits + rows, bits, mask=inside)
-    store_selection(bits, rows, block_number, ids, counts, BLOCK)
+    store_chosen(logits, limit, state, rows, inside, block_number, ids, counts, row_bits, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.common.int4_mma import fp16_pairs, int4_mma
 from kernels.common.int4_tiles import split_words
 from kernels.common.launch import wait_for_predecessor
-from kernels.mlp.select_batch import saturated, store_selection
+from kernels.mlp.select_batch import saturated, store_chosen
 
 MOST_WORDS = 96  # of a lane
 
@@ -149,8 +149,4 @@ def select_nibbles(
         both = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))  # (L / 2, high bit, low bit)
         products = tl.reshape(tl.permute(both, (1, 2, 0)), (BLOCK,))
     logits = products * scale + offset
-    chosen = (logits > limit) & inside  # False for NaN
-    chosen = (chosen & (state > 0)) | (inside & (state == 2))
-    bits = chosen.to(tl.int32)
-    tl.store(row_bits + rows, bits, mask=inside)
-    store_selection(bits, rows, block_number, ids, counts, BLOCK)
+    store_chosen(logits, limit, state, rows, inside, block_number, ids, counts, row_bits, BLOCK)

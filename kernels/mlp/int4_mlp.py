@@ -29,18 +29,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
+from kernels.common.checks import INTERPRET, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import fp16_pairs, unit_vector
+from kernels.common.int4_mma import fp16_pairs
 from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
 from kernels.common.int4_norm import normalised_units, unit_norms, unit_pairs
-from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_of_a_warp
+from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead
 from kernels.common.int4_tiles import FACTOR_UNIT
-from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, line_slot_bytes, listed_row, take
+from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, listed_row, take
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.common.shared_rows import append_rows, four_rows, rows_list
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
+from kernels.mlp.sparse_mlp import check_mlp, sparse_mlp_reference
 
 ROWS = tl.constexpr(16)  # of a step
 QUEUE_BYTES = 40 * 1024  # of shared memory for words: a list of rows and sums have the rest of 48 KB
@@ -67,10 +68,8 @@ def int4_mlp_settings() -> Int4MlpSettings:
 def int4_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
     """Plain torch over a selection, in fp64 where x is."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    n = x.half() if ln is None else layer_norm_reference(x, ln, torch.float16)
-    h = (n.to(wide) @ w1.dequantised(wide).T + b1.to(wide)).relu()
-    h = torch.where(selection.to_mask(len(x)), h, 0.0)
-    out.copy_(h @ w2_t.dequantised(wide) + b2.to(wide) + residual)
+    n = (x.half() if ln is None else layer_norm_reference(x, ln, torch.float16)).to(wide)
+    sparse_mlp_reference(n, None, w1.dequantised(wide), b1, w2_t.dequantised(wide), b2, residual, selection, out)
 
 
 @triton.constexpr_function
@@ -89,23 +88,27 @@ def sharing(words, group):
 
 
 @triton.constexpr_function
+def stripes_of(words, warps):
+    """Stripes of each warp, some of them beyond the row's end perhaps."""
+    return -(-words // (8 * lane_vector(words) * warps))
+
+
+@triton.constexpr_function
+def slot_bytes(words, warps):
+    """Shared memory of a stripe's words on their way: four rows of each lane."""
+    return 32 * warps * 16 * lane_vector(words)
+
+
+@triton.constexpr_function
 def passes_of(words, group, warps):
     """How often a program goes over its list, with other columns each time: their sums share a C, their words room."""
-    stripes = -(-words // (8 * lane_vector(words) * warps))
-    return -(-stripes // min(sharing(words, group), QUEUE_BYTES // (512 * lane_vector(words) * warps)))
+    return -(-stripes_of(words, warps) // min(sharing(words, group), QUEUE_BYTES // slot_bytes(words, warps)))
 
 
 @triton.constexpr_function
 def slots_of(words, group, warps):
     """Stripes of each warp in a pass."""
-    stripes = -(-words // (8 * lane_vector(words) * warps))
-    return -(-stripes // passes_of(words, group, warps))
-
-
-@triton.constexpr_function
-def fc2_queue_bytes(words, group, lanes):
-    """Shared memory of the words of fc2 on their way, four rows of each lane for each slot."""
-    return 16 * lane_vector(words) * lanes * slots_of(words, group, lanes // 32)
+    return -(-stripes_of(words, warps) // passes_of(words, group, warps))
 
 
 @triton.jit
@@ -184,7 +187,7 @@ def _sums_of_columns(
     units = (held + 15) // 16
     item = _item(listed, held, 0, 0, scales, lane, W, GROUP, CAPACITY)
     for k in tl.static_range(SLOTS):
-        own = at_slot(queue, k, 16 * V * L)
+        own = at_slot(queue, k, slot_bytes(W, WARPS))
         queue = after_slot(queue, _ask_slot(own, words, item, begin + k * STRIDE, place, W, V))
     zero = tl.zeros((L,), tl.float32)
     for number in range(0, as_it_comes(PASSES)):
@@ -201,7 +204,7 @@ def _sums_of_columns(
             left = tl.where(next_number < PASSES, held, 0)
             item = _item(listed, left, tl.where(more, unit + 1, 0), next_number, scales, lane, W, GROUP, CAPACITY)
             for slot in range(0, as_it_comes(SLOTS)):
-                own = at_slot(queue, slot, 16 * V * L)
+                own = at_slot(queue, slot, slot_bytes(W, WARPS))
                 w01, own = take(own, place, 0, V, 2 * SLOTS - 1)
                 w23, own = take(own, place, 1, V, 2 * SLOTS - 2)
                 mine = g // A == slot
@@ -258,6 +261,7 @@ def _int4_mlp_kernel(
     PDL: tl.constexpr,
 ):
     W: tl.constexpr = D // 8
+    ROOM: tl.constexpr = slots_of(W, GROUP, L // 32) * slot_bytes(W, L // 32)  # of fc2's words
     pid = tl.program_id(0)
     lane = tl.arange(0, L)
     listed = rows_list(pid, CAPACITY)
@@ -273,7 +277,7 @@ def _int4_mlp_kernel(
     end = tl.minimum(number, begin + each)
     rows = _listed(ids, begin, end, last, lane)
     queue, s = first_rows(
-        w1, scales1, rows, lane, W, GROUP, AHEAD, False, 0, fc2_queue_bytes(W, GROUP, L), LISTED=True
+        w1, scales1, rows, lane, W, GROUP, AHEAD, False, 0, ROOM, LISTED=True
     )  # fmt: skip
     if EARLY_LIST:
         if NORM:
@@ -322,19 +326,12 @@ def int4_mlp(
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, dtypes, groups, a CPU tensor.
     """
-    check_device("x", x)
     n, d = w1.shape
-    check_shape("x", x, 1, d)
-    check_shape("b1", b1, n)
+    check_mlp(x, ln, n, d, b1, residual, rows, out, early)
     check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
     require(w1.group == w2_t.group, f"w1 and w2_t must have groups of one size, not {w1.group} and {w2_t.group}")
     w1.check("w1", (n, d), x)
     w2_t.check("w2_t", (n, d), x)
-    check_shape("rows.ids", rows.ids, n)
-    check_shape("residual", residual, 1, d)
-    check_shape("out", out, 1, d)
-    if early not in (None, "x", "list") or (early == "x" and ln is not None):
-        raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
     settings = settings or int4_mlp_settings()
     programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
     if partials is None:
@@ -342,8 +339,6 @@ def int4_mlp(
     check_shape("partials", partials, MAX_SPLITS, d)
     partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
-    vector, lanes = unit_vector(d // 8, w1.group), 32 * settings.warps
-    ahead = min(settings.ahead, QUEUE_BYTES // line_slot_bytes(lanes, vector))
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
     require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * MAX_SPLITS}, which {MAX_SPLITS} lists hold")
     _int4_mlp_kernel[(programs,)](
@@ -361,8 +356,8 @@ def int4_mlp(
         n - 1,
         D=d,
         GROUP=w1.group,
-        L=lanes,
-        AHEAD=min(ahead, pairs_of_a_warp(d // 8, vector, settings.warps)),
+        L=32 * settings.warps,
+        AHEAD=pairs_ahead(d // 8, w1.group, settings.warps, settings.ahead, QUEUE_BYTES),
         CAPACITY=capacity,
         NORM=ln is not None,
         EARLY_X=early == "x",

@@ -20,7 +20,7 @@ from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_r
 from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
 from kernels.mlp.predict import norm_sums, predict_down
 from kernels.mlp.predict_batch import predict_down_batch
-from kernels.mlp.select_batch import select_batch_kernel, store_selection
+from kernels.mlp.select_batch import select_batch_kernel, store_chosen
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,7 @@ def _select_kernel(
         limit = tl.load(threshold_ptr)
     else:
         limit = threshold
+    state = None
     if row_state_ptr is not None:
         state = tl.load(row_state_ptr)
     wait_for_predecessor(PDL)
@@ -240,12 +241,7 @@ def _select_kernel(
         logits += bias
     if logits_ptr is not None:
         tl.store(logits_ptr + rows, logits, mask=inside)
-    chosen = (logits > limit) & inside  # False for NaN
-    if row_state_ptr is not None:
-        chosen = (chosen & (state > 0)) | (inside & (state == 2))
-    bits = chosen.to(tl.int32)
-    tl.store(row_bits_ptr + rows, bits, mask=inside)
-    store_selection(bits, rows, pid, ids_ptr, counts_ptr, BLOCK)
+    store_chosen(logits, limit, state, rows, inside, pid, ids_ptr, counts_ptr, row_bits_ptr, BLOCK)
 
 
 def predict_select(

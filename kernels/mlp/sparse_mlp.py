@@ -188,6 +188,28 @@ def _sparse_mlp_kernel(
         tl.store(partials + pid * D + c, acc[j], mask=c < D)
 
 
+def check_mlp(
+    x: Tensor,
+    ln: LayerNormWeights | None,
+    n: int,
+    d: int,
+    b1: Tensor,
+    residual: Tensor,
+    rows: PackedSelection,
+    out: Tensor,
+    early: str | None,
+) -> None:
+    """Raise ValueError for what no format of the weights (n, d) goes with."""
+    check_device("x", x)
+    check_shape("x", x, 1, d)
+    check_shape("b1", b1, n)
+    check_shape("rows.ids", rows.ids, n)
+    check_shape("residual", residual, 1, d)
+    check_shape("out", out, 1, d)
+    if early not in (None, "x", "list") or (early == "x" and ln is not None):
+        raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
+
+
 def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
@@ -208,16 +230,9 @@ def sparse_mlp(
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, a CPU tensor.
     """
-    check_device("x", x)
     n, d = w1.shape
-    check_shape("x", x, 1, d)
-    check_shape("b1", b1, n)
+    check_mlp(x, ln, n, d, b1, residual, rows, out, early)
     check_shape("w2_t", w2_t, n, d)
-    check_shape("rows.ids", rows.ids, n)
-    check_shape("residual", residual, 1, d)
-    check_shape("out", out, 1, d)
-    if early not in (None, "x", "list") or (early == "x" and ln is not None):
-        raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
     settings = settings or mlp_settings(d, ln is not None)
     programs = min(settings.programs, MAX_SPLITS)
     if partials is None:
