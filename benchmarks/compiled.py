@@ -334,9 +334,11 @@ def main() -> int:
                 found = report(kernel)
                 inner = loops(found.code)
                 sizes = ", ".join(str(len(loop)) for loop in inner)
+                spills = sum(name.startswith(("LDL", "STL")) for loop in inner for name, _ in loop)
                 mean, least, loads = on_their_way(max(inner, key=len)) if inner else (0.0, 0, 0)
                 print(
-                    f"{key}: {found.registers} registers, {found.stack} B stack, {found.shared} B shared, "
+                    f"{key}: {found.registers} registers, {found.stack} B stack ({spills} in loops), "
+                    f"{found.shared} B shared, "
                     f"loops of {sizes or 'none'} instructions"
                     + (f"; of {loads} loads {mean:.1f} on their way, at least {least}" if loads else "")
                     + (f"; {refused} COPIES THAT A GPU REFUSES" if (refused := refused_copies(found.code)) else ""),

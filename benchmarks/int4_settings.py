@@ -4,7 +4,7 @@
 
 SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES[/REGISTERS/ROOM], out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
-mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED,
+mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED, site=ROWS/BLOCK/WARPS,
 block=NEURONS of a program of the predictor's second half,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), codes=SHARE (int8 ones), stream=SHARE
@@ -28,7 +28,7 @@ from dejavu_train.engine.weights import DecodeWeights
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
 from kernels.dense import dense_gemv
-from kernels.mlp import int4_fc2, int4_mlp, sparse_fc2
+from kernels.mlp import int4_fc2, int4_mlp, predict, sparse_fc2
 
 COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torch", "commit", "date")
 STEPS = {
@@ -43,13 +43,14 @@ KERNELS = {  # where a kernel's defaults stand, and its settings from their numb
         qkv,
         "int4_qkv_settings",
         lambda warps, stages, registers=0, room=0: qkv.TileSettings(
-            16, 2, 32 * warps, stages, warps, 8, registers or None, room
+            16, 2, 32 * warps, stages, warps, 4, registers or None, room
         ),
     ),
     "out": (out_projection_int4, "head_row_settings", out_projection_int4.HeadRowSettings),
     "rows": (dense_gemv, "int4_row_settings", dense_gemv.Int4RowSettings),
     "mlp": (int4_mlp, "int4_mlp_settings", int4_mlp.Int4MlpSettings),
     "fc2": (int4_fc2, "int4_fc2_settings", int4_fc2.Int4Fc2Settings),
+    "site": (predict, "predict_settings", predict.PredictSettings),
     "apart": (int4_fc2, "pays", bool),
     "block": (sparse_fc2, "packed_block", int),
     "carve": (launch, "carveout", int),

@@ -19,6 +19,7 @@ import pytest
 GARBAGE = 0xA5
 BASE = 1 << 10  # of the queue in shared memory
 LISTED = 1 << 16  # of the list of rows
+NORMALISED = 1 << 17  # of a warp's normalised inputs
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -48,7 +49,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     import kernels.attention.qkv
     import kernels.dense.dense_gemv
     import kernels.mlp.int4_mlp  # noqa: F401
-    from kernels.common import int4_mma, lane_queue, shared_rows
+    from kernels.common import int4_mma, int4_norm, lane_queue, shared_rows
 
     state = carried_out(monkeypatch)
     # Called from Python, a function's tuples are not those that the interpreter makes of a kernel's.
@@ -74,6 +75,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
         ),
         (shared_rows, ("rows_list", "append_rows", "four_rows")),
         (int4_mma, ("ask_words", "ask_inputs", "int4_tile")),
+        (int4_norm, ("normalised_units",)),
     ):
         for name in names:
             function = getattr(owner, name)
@@ -104,6 +106,7 @@ class Program:
             "%lanemask_lt": (1 << (thread % 32)) - 1,
             "room": BASE,
             "listed": LISTED,
+            "normalised": NORMALISED,
         }
         for i, each in enumerate(inputs):
             bits = each.view(np.uint32) if each.dtype.itemsize == 4 else each.astype(np.uint64)
@@ -128,7 +131,10 @@ class Program:
     def instruction(self, line: str) -> None:
         if line.startswith(".shared"):
             name, size = re.findall(r"(\w+)\[(\d+)\]", line)[0]
-            end = {"room": BASE, "listed": LISTED}[name] + int(size)
+            end = {"room": BASE, "listed": LISTED, "normalised": NORMALISED}[name] + int(size)
+            if name == "normalised":  # which comes last
+                self.shared = np.concatenate((self.shared, np.full(max(0, end - self.shared.size), GARBAGE, np.uint8)))
+                return
             if name == "listed":  # which comes first, where there is one
                 self.shared = np.full(end, GARBAGE, np.uint8)
                 return
@@ -211,8 +217,10 @@ class Program:
         for number, name in enumerate(registers.strip("{}").replace(" ", "").split(",")):
             view = self.shared[(at + number * bytes_each)[:, None] + np.arange(bytes_each)]
             if kind == "ld":
-                self.registers[name] = np.ascontiguousarray(view).view(UNSIGNED[bytes_each])[:, 0].astype(np.uint32)
+                new = np.ascontiguousarray(view).view(UNSIGNED[bytes_each])[:, 0].astype(np.uint32)
+                self.registers[name] = np.where(guard, new, self.registers.get(name, new))
             else:
                 data = self.value(name).astype(np.uint32).astype(UNSIGNED[bytes_each])
                 for thread in np.flatnonzero(guard):
-                    self.shared[at[thread] : at[thread] + bytes_each] = data[thread : thread + 1].view(np.uint8)
+                    begin = at[thread] + number * bytes_each
+                    self.shared[begin : begin + bytes_each] = data[thread : thread + 1].view(np.uint8)

@@ -53,6 +53,8 @@ def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
     """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`)."""
     if INTERPRET:
         return HeadRowSettings(1, 2)
+    if 5120 < d <= 8192 and not all_heads:
+        return HeadRowSettings(4, 2, 2, 128)
     if d > 5120:
         return HeadRowSettings(4, 4, 3 if 8192 < d <= 9504 else 4, 168)  # 9504: 24 for each of 3 programs on all of 132
     return HeadRowSettings(4, 4, 2, 128) if all_heads else HeadRowSettings(8, 2, 2, 128)

@@ -38,7 +38,7 @@ class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
     wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
-    4-bit rows: 16 rows, 2 pairs or 8; block: threads of a tile; stages: units of columns of a warp on their way.
+    4-bit rows: 16 rows, 2 pairs, wide 4 or 8; block: a tile's threads; stages: units of columns of a warp on their way.
     registers: of a thread, at most, where that is less than the compiler would take. room: bytes of shared memory that
     the queue of 4-bit rows takes at least, so that no more programs fit on a multiprocessor than are meant to.
     """
@@ -73,7 +73,7 @@ def int4_qkv_settings(d: int) -> TileSettings:
     (`benchmarks/int4_settings.py`): eight units of a tile on their way, by two warps. With 168 registers six programs
     fit on a multiprocessor. "always" takes about 125: up to 5120 columns room is what keeps more of these out."""
     warps, stages = (1, 4) if INTERPRET else (2, 4)
-    return TileSettings(16, 2, 32 * warps, stages, warps, wide=8, registers=168, room=20480 if d <= 5120 else 0)
+    return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=168, room=20480 if d <= 5120 else 0)
 
 
 def qkv_reference(
@@ -360,7 +360,8 @@ def qkv_launch(
         settings = settings or int4_qkv_settings(d)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
         require(
-            (settings.rows, settings.pairs, settings.wide) == (16, 2, 8), "4-bit rows need rows 16, pairs 2 and wide 8"
+            (settings.rows, settings.pairs) == (16, 2) and settings.wide in (4, 8),
+            "4-bit rows need rows 16, pairs 2 and wide 4 or 8",
         )
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())

@@ -6,9 +6,10 @@ before it waits for the launch before: they come while it waits and then reads w
 had to look its tile up in the list of selected heads would ask about 2 us later (one H200). Of a head that is not
 selected these words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
 With one batch row the inputs do not wait for the selection either: the positions that a head lacks are known before.
-A tile is multiplied with up to PAIRS of its head's pairs (`qkv_pairs`), or with up to WIDE, in turns of fewer units.
-Heads that were idle for long lack more groups of WIDE pairs. These are a list of items that all programs share out,
-when they are done with their own tile or not needed for it.
+A program multiplies its tile with up to PAIRS of its head's pairs (`qkv_pairs`), of several batch rows with up to WIDE,
+perhaps in turns of fewer units. Heads that were idle for longer lack more groups of WIDE pairs.
+These are a list of items that the programs of heads that are not selected share out: they begin at once, where the
+head's own programs, perhaps among the last to begin, would end long after all others.
 """
 
 import triton
@@ -20,14 +21,19 @@ from kernels.common.lane_queue import drain, lane_queue
 from kernels.common.launch import wait_for_predecessor
 
 ROWS = tl.constexpr(16)
-WIDE_TURN = tl.constexpr(2)  # units of a turn with WIDE inputs, which take four times as much of the queue as PAIRS
+
+
+@triton.constexpr_function
+def wide_turn(steps, wide):
+    """Units of a turn with `wide` inputs, 4 or 8, which take as much of the queue whichever it is."""
+    return min(steps, 16 // wide)
 
 
 @triton.constexpr_function
 def tile_room(d, group, lanes, steps, pairs, wide):
     """Bytes of the queue of tiles of either form."""
     narrow = tile_bytes(d // 8, group, lanes, steps, pairs)
-    return max(narrow, tile_bytes(d // 8, group, lanes, steps, wide, WIDE_TURN.value))
+    return max(narrow, tile_bytes(d // 8, group, lanes, steps, wide, wide_turn(steps, wide)))
 
 
 @triton.jit
@@ -40,33 +46,33 @@ def _lacking(position, watermark, b, heads, B: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _later_groups(lacking, head_bits, b, WIDE: tl.constexpr):
-    """Groups of WIDE pairs beyond the first that each selected head lacks, (H_TILE,)."""
+def _later_groups(lacking, head_bits, b, FIRST: tl.constexpr, WIDE: tl.constexpr):
+    """Groups of WIDE pairs beyond the FIRST ones that each selected head lacks, (H_TILE,)."""
     there = ((head_bits[None, :] >> b[:, None]) & 1) != 0
-    return tl.maximum((tl.sum(tl.where(there, lacking, 0), 0) + WIDE - 1) // WIDE - 1, 0)
+    return (tl.maximum(tl.sum(tl.where(there, lacking, 0), 0) - FIRST, 0) + WIDE - 1) // WIDE
 
 
 @triton.jit
 def _later_item(
     item, row_bits, position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(head, first row, first pair, how many positions each batch row lacks) of an item of the list of later groups.
 
-    Heads in turn; of each its groups from the second on, of each the tiles of k and v.
+    Heads in turn; of each its groups beyond the FIRST pairs, of each the tiles of k and v.
     """
     TILES: tl.constexpr = 2 * HEAD_DIM // ROWS
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
     _, lacking = _lacking(position, watermark, b, heads, B, H)
     head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
-    items = TILES * _later_groups(lacking, head_bits, b, WIDE)
+    items = TILES * _later_groups(lacking, head_bits, b, FIRST, WIDE)
     ends = tl.cumsum(items, 0)
     own = (ends > item) & (ends - items <= item)
     head = tl.sum(tl.where(own, heads, 0))
     place = item - tl.sum(tl.where(own, ends - items, 0))
     n = tl.sum(tl.where(own[None, :] & (((head_bits[None, :] >> b[:, None]) & 1) != 0), lacking, 0), 1)
-    return head, HEAD_DIM + place % TILES * ROWS, (1 + place // TILES) * WIDE, n
+    return head, HEAD_DIM + place % TILES * ROWS, FIRST + place // TILES * WIDE, n
 
 
 @triton.jit
@@ -129,11 +135,13 @@ def own_tile(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, then its share of later groups.
+    """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, or its share of later groups.
 
     L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`.
     """
     TILES: tl.constexpr = 3 * HEAD_DIM // ROWS
+    FIRST: tl.constexpr = PAIRS if B == 1 else WIDE  # pairs that a tile's own program takes
+    WIDE_TURN: tl.constexpr = wide_turn(STEPS, WIDE)
     W: tl.constexpr = D // 8
     lane = tl.arange(0, L)
     queue = lane_queue(lane, max(ROOM, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE)))
@@ -162,33 +170,47 @@ def own_tile(
             for_row = for_row | (own_row >= HEAD_DIM)
         own_n = tl.where(for_row, own_n, 0)
     own_pairs = tl.sum(own_n)
-    own_wide = own_pairs > PAIRS
-    own_x = _inputs(attn_in, lane, tl.where(own_wide, WIDE, PAIRS), 0, own_pairs, last, own_n, capacity, B, D)
-    if own_wide:
-        ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+    inputs = PAIRS
+    if B > 1:
+        own_wide = own_pairs > PAIRS
+        inputs = tl.where(own_wide, WIDE, PAIRS)
+    own_x = _inputs(attn_in, lane, inputs, 0, own_pairs, last, own_n, capacity, B, D)
+    if B > 1:
+        if own_wide:
+            ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+        elif own_pairs > 0:
+            ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
     elif own_pairs > 0:
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
-    n_later = 0
-    if POLICY == 0:  # the others need a position of each row at most, one group
+    # A program's own tile comes as an item before those of the list: so the code of a product with WIDE is there once.
+    first = tl.where(needed, tile - n_tiles, 0)
+    end = 0
+    step = n_tiles
+    if POLICY == 0:  # the others need a position of each row at most
         head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
-        n_later = tl.sum(_later_groups(lacking, head_bits, b, WIDE)) * (2 * HEAD_DIM // ROWS)
+        idle = ((heads < H) & (head_bits == 0)).to(tl.int32)
+        n_idle = tl.sum(idle) * TILES
+        n_later = tl.sum(_later_groups(lacking, head_bits, b, FIRST, WIDE)) * (2 * HEAD_DIM // ROWS)
+        first = tl.where(needed, first, tl.sum(tl.where(heads < own_head, idle, 0)) * TILES + tile % TILES)
+        end = tl.where(needed & (n_idle > 0), 0, n_later)
+        step = tl.where(needed, n_tiles, n_idle)
     if not needed:
         drain(lane)
-    # A program's own tile comes as an item before those of the list: so the code of a product with WIDE is there once.
-    for item in range(tl.where(needed, tile - n_tiles, tile), n_later, n_tiles):
+    for item in range(first, end, step):
         head = own_head
         row = own_row
         start = 0
         n = own_n
         n_pairs = own_pairs
         x = own_x
-        wide = own_wide
+        wide = item >= 0
+        if B > 1:
+            wide = wide | own_wide
         if item >= 0:
             head, row, start, n = _later_item(
-                item, row_bits, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, WIDE
+                item, row_bits, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, FIRST, WIDE
             )  # fmt: skip
             n_pairs = tl.sum(n)
-            wide = True
             ask_words(queue, weight, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS)
             x = _inputs(attn_in, lane, WIDE, start, n_pairs, last, n, capacity, B, D)
             ask_inputs(queue, x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)

@@ -172,20 +172,17 @@ def scaled(acc, part, first, second):
 
 @triton.jit
 def _tile_sums(acc, L: tl.constexpr, INPUTS: tl.constexpr):
-    """Rows (16) by inputs (2 or 8) of a program's tile: the sums of its warps."""
+    """Rows (16) by inputs (2, 4 or 8) of a program's tile: the sums of its warps, and of units side by side."""
     lanes = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))  # (L, row half, input parity)
     total = tl.sum(tl.reshape(lanes, (L // 32, 32, 2, 2)), 0)
-    if INPUTS == 2:
-        values = tl.permute(tl.sum(tl.reshape(total, (8, 4, 2, 2)), 1), (1, 0, 2))
-    else:
-        values = tl.permute(tl.reshape(total, (8, 4, 2, 2)), (2, 0, 1, 3))
+    values = tl.permute(tl.sum(tl.reshape(total, (8, 8 // INPUTS, INPUTS // 2, 2, 2)), 1), (2, 0, 1, 3))
     return tl.reshape(values, (16, INPUTS))
 
 
 @triton.constexpr_function
 def units_beside(inputs, steps):
     """How many units of an input lie side by side in the columns of B."""
-    assert inputs in (2, 8)
+    assert inputs in (2, 4, 8)
     side = min(8 // inputs, steps)
     least = max(side, 2)  # pairs of units are read together
     assert steps % least == 0, f"{steps} units at once with {inputs} inputs: expected a multiple of {least}"
@@ -260,11 +257,12 @@ def int4_tile(
     queue, words, scales, line, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr,
     INPUTS: tl.constexpr, begun=None, TURN: tl.constexpr = 0, ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
-    """Rows line .. line + 15 times INPUTS = 2 or 8 inputs, (16, INPUTS) fp32.
+    """Rows line .. line + 15 times INPUTS = 2, 4 or 8 inputs, (16, INPUTS) fp32.
 
-    x: for each lane (L,) where input g % INPUTS begins, as pairs (4 W int32). Of two inputs four units each lie side by
-    side in B, so that a lane reads a quarter of them. queue: an empty one of `tile_bytes`. Inputs go through it as
-    well: a load of these into registers is issued 25 instructions before what needs it, which waits.
+    x: for each lane (L,) where input g % INPUTS begins, as pairs (4 W int32). Of two or four inputs four or two units
+    each lie side by side in B, so that a lane reads a quarter or half of them. queue: an empty one of `tile_bytes`.
+    Inputs go through it as well: a load of these into registers is issued 25 instructions before what needs it, which
+    waits.
     begun: `first_scales` of a tile for which `ask_words` and `ask_inputs` were called. What these asked for is waited
     for at once, because it was not asked for in the order in which it is taken; later asks are. Such a tile may take
     STEPS units in turns of TURN: the words of STEPS units are then on their way, but only the inputs of TURN.

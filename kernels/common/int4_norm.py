@@ -4,7 +4,10 @@
     n = (x - mean) rstd gain + shift, rounded to fp16; x (8 W,) fp32, gain and shift (8 W,), W words a row
 
 A layer's gains and shifts were last read a token ago, so they come from the memory. They depend on nothing, and are
-read before the wait for the kernel before (`unit_norms`), for `int4_row_step`.
+read before the wait for the kernel before (`unit_norms`), for `int4_row_step`. Each warp normalises the columns that it
+multiplies with, 128 neighbouring ones at a time, four a lane, and gives them to the lanes that want 32 V neighbours of
+a unit each through a KB of shared memory, for which only its own lanes wait. (Loads of what a lane wants itself would
+touch 32 lines each.)
 """
 
 import triton
@@ -12,9 +15,111 @@ import triton.language as tl
 
 from kernels.common.int4_mma import fp16_pairs, unit_vector
 from kernels.common.int4_row_step import pairs_of_a_warp, unit_of
-from kernels.common.int4_tiles import split_words
+from kernels.common.int4_tiles import ASSEMBLY, split_words
 from kernels.common.launch import THROUGH_L1, sums_together
 from kernels.common.layer_norm import mean_and_rstd
+
+
+@triton.constexpr_function
+def round_words(vector):
+    """Words of a row, eight columns each, that a warp hands over at a time: all or half of eight units."""
+    return min(64, 32 * vector)
+
+
+@triton.constexpr_function
+def norm_bytes(words, group, warps):
+    """Shared memory of `normalised_units`."""
+    return 16 * round_words(unit_vector(words, group)) * warps
+
+
+@triton.constexpr_function
+def _pieces(words, vector, warps):
+    """Loads of four columns a lane with which a warp reads its units of a row of so many words."""
+    return -(-pairs_of_a_warp(words, vector, warps) * 8 * vector // 16)
+
+
+@triton.constexpr_function
+def _room(size):
+    """PTX: $0 = the address of `size` bytes of shared memory."""
+    return f"{{ .shared .align 16 .b8 normalised[{size}]; mov.u32 $0, normalised; }}"
+
+
+@triton.constexpr_function
+def _planes_text(vector, rounds):
+    """PTX: $0.. = 4 `vector` pairs of fp16, four from each of the `vector` addresses that follow; of several rounds,
+    where the last operand is not zero, else the pairs that stand before it."""
+    n = 4 * vector
+    text = "{ .reg .pred p; bar.warp.sync 0xffffffff;"
+    guard = "@p " if rounds > 1 else ""
+    if rounds > 1:
+        text += f"setp.ne.s32 p, ${2 * n + vector}, 0;"
+        for i in range(n):
+            text += f"mov.b32 ${i}, ${n + vector + i};"
+    for v in range(vector):
+        names = ", ".join(f"${4 * v + i}" for i in range(4))
+        text += f"{guard}ld.shared.v4.b32 {{{names}}}, [${n + v}];"
+    return text + "bar.warp.sync 0xffffffff; }"
+
+
+@triton.constexpr_function
+def _planes_operands(vector, rounds):
+    inputs = vector if rounds == 1 else 5 * vector + 1
+    return ",".join(["=&r"] * (4 * vector) + ["r"] * inputs)
+
+
+@triton.constexpr_function
+def _int32s(n):
+    return (tl.int32,) * n
+
+
+@triton.jit
+def _chunk(word, V: tl.constexpr):
+    """Where a warp keeps word `word` of a round, in bytes: lanes that read together find no bank shared."""
+    unit = word // (4 * V)
+    v = word % V ^ (unit % 2 if V > 1 else 0)
+    return unit * (64 * V) + v * 64 + word % (4 * V) // V * 16
+
+
+@triton.jit
+def _put(room, kept, low, high, K: tl.constexpr, lane, V: tl.constexpr, ASM: tl.constexpr):
+    """Piece K of a round, four columns of each lane in two int32 pairs; without ASM `kept` with them."""
+    if ASM:
+        at = room + _chunk(16 * K + lane % 32 // 2, V) + lane % 2 * 8
+        tl.inline_asm_elementwise(
+            "st.shared.v2.b32 [$1], {$2, $3}; mov.u32 $0, $1;", "=r,r,r,r", [at, low, high], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        kept = kept + (low, high)
+    return kept
+
+
+@triton.jit
+def _planes(room, kept, before, NUMBER: tl.constexpr, lane, V: tl.constexpr, ASM: tl.constexpr):
+    """`before`, 4 V planes of a warp's eight units, with those that round NUMBER of them brings."""
+    WORDS: tl.constexpr = round_words(V)
+    ROUNDS: tl.constexpr = 32 * V // WORDS
+    first = lane % 32 * V  # a lane's words of the eight units
+    mine = first // WORDS == NUMBER
+    if ASM:
+        operands = ()
+        for v in tl.static_range(V):
+            operands = operands + (room + _chunk(first % WORDS + v, V),)
+        if ROUNDS > 1:
+            operands = operands + before + (mine.to(tl.int32),)
+        planes = tl.inline_asm_elementwise(
+            _planes_text(V, ROUNDS), _planes_operands(V, ROUNDS), operands, dtype=_int32s(4 * V), is_pure=False, pack=1
+        )
+    else:
+        planes = ()
+        for i in tl.static_range(4 * V):
+            word = first % WORDS + i // 4
+            writer = lane // 32 * 32 + word % 16 * 2 + i % 4 // 2
+            found = before[i]
+            for k in tl.static_range(WORDS // 16):
+                found = tl.where(mine & (word // 16 == k), tl.gather(kept[2 * k + i % 2], writer, 0), found)
+            planes = planes + (found,)
+    return planes
 
 
 @triton.jit
@@ -39,46 +144,84 @@ def unit_pairs(x, lane, W: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexp
 
 
 @triton.jit
+def _piece(row, K: tl.constexpr, lane, W: tl.constexpr, V: tl.constexpr):
+    """A lane's four columns of piece K of its warp, a tile (L, 4); zero beyond the row."""
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    INSIDE: tl.constexpr = ((16 * K + 15) // (8 * V) + 1) * WARPS * 8 * V <= W
+    word = 16 * K + lane % 32 // 2
+    place = unit_of(word // (4 * V), lane // 32, WARPS) * (4 * V) + word % (4 * V)
+    at = (row + 8 * place + lane % 2 * 4)[:, None] + tl.arange(0, 4)[None, :]
+    if INSIDE:
+        four = tl.load(at)
+    else:
+        four = tl.load(at, mask=(place < W)[:, None], other=0.0)
+    return four
+
+
+@triton.jit
 def unit_norms(gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr):
     """A lane's gains and shifts, tiles (L, 4) in turn, of four columns each, for `normalised_units`."""
     V: tl.constexpr = unit_vector(W, GROUP)
     norms = ()
-    for octet in tl.static_range((pairs_of_a_warp(W, V, lane.shape[0] // 32) + 3) // 4):
-        place = _lane_place(octet, lane, V)
-        for piece in tl.static_range(2 * V):
-            column = (8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
-            there = (place < W)[:, None]
-            norms = norms + (tl.load(gain + column, mask=there, other=0.0),)
-            norms = norms + (tl.load(shift + column, mask=there, other=0.0),)
+    for k in tl.static_range(_pieces(W, V, lane.shape[0] // 32)):
+        norms = norms + (_piece(gain, k, lane, W, V), _piece(shift, k, lane, W, V))
     return norms
 
 
 @triton.jit
-def normalised_units(x, norms, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr):
-    """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a warp, lane group g unit g.
+def _round(
+    room, xs, norms, mean, rstd, before, ROUND: tl.constexpr, NUMBER: tl.constexpr, PIECES: tl.constexpr, lane,
+    V: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`before`, planes of eight units, with those of the warp's round ROUND, the eight units' number NUMBER."""
+    SHARE: tl.constexpr = round_words(V) // 16
+    FIRST: tl.constexpr = ROUND * SHARE
+    planes = before
+    if FIRST < PIECES:
+        kept = ()
+        for k in tl.static_range(SHARE):
+            if FIRST + k < PIECES:
+                four = (xs[FIRST + k] - mean) * rstd * norms[2 * (FIRST + k)].to(tl.float32)
+                n = split_words(four + norms[2 * (FIRST + k) + 1].to(tl.float32), 4)
+                kept = _put(room, kept, fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]), k, lane, V, ASM)
+            elif not ASM:
+                kept = kept + (before[0] * 0, before[0] * 0)
+        planes = _planes(room, kept, before, NUMBER, lane, V, ASM)
+    return planes
 
-    norms: `unit_norms`. x is read twice, the second time out of the L1.
-    """
+
+@triton.jit
+def normalised_units(
+    x, norms, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY
+):
+    """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a warp, lane group g unit g. Units
+    that a warp has not may be anything. norms: `unit_norms`; once a kernel."""
     V: tl.constexpr = unit_vector(W, GROUP)
-    OCTETS: tl.constexpr = (pairs_of_a_warp(W, V, lane.shape[0] // 32) + 3) // 4
+    WARPS: tl.constexpr = lane.shape[0] // 32
+    PIECES: tl.constexpr = _pieces(W, V, WARPS)
+    ROUNDS: tl.constexpr = 32 * V // round_words(V)  # of eight units
+    xs = ()
     total = tl.zeros(lane.shape, tl.float32)
     squares = tl.zeros(lane.shape, tl.float32)
-    for octet in tl.static_range(OCTETS):
-        place = _lane_place(octet, lane, V)
-        for piece in tl.static_range(2 * V):
-            at = (x + 8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
-            four = tl.load(at, mask=(place < W)[:, None], other=0.0)
-            total += tl.sum(four, 1)
-            squares += tl.sum(four * four, 1)
+    for k in tl.static_range(PIECES):
+        xs = xs + (_piece(x, k, lane, W, V),)
+    for k in tl.static_range(PIECES):
+        total += tl.sum(xs[k], 1)
+        squares += tl.sum(xs[k] * xs[k], 1)
     both = sums_together((total, squares), 2)
     mean, rstd = mean_and_rstd(both[0], both[1], 8 * W, EPS)
+    room = 0
+    if ASM:
+        room = tl.inline_asm_elementwise(
+            _room(norm_bytes(W, GROUP, WARPS)), "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
+        )
+        room += lane // 32 * (16 * round_words(V))
     planes = ()
-    for octet in tl.static_range(OCTETS):
-        place = _lane_place(octet, lane, V)
-        for piece in tl.static_range(2 * V):
-            at = (x + 8 * place + 4 * piece)[:, None] + tl.arange(0, 4)[None, :]
-            four = (tl.load(at, mask=(place < W)[:, None], other=0.0) - mean) * rstd
-            four = four * norms[4 * V * octet + 2 * piece].to(tl.float32)
-            n = split_words(four + norms[4 * V * octet + 2 * piece + 1].to(tl.float32), 4)
-            planes = planes + (fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]))
+    for octet in tl.static_range((PIECES + 2 * V - 1) // (2 * V)):
+        own = ()
+        for _ in tl.static_range(4 * V):
+            own = own + (tl.zeros(lane.shape, tl.int32),)
+        for number in tl.static_range(ROUNDS):
+            own = _round(room, xs, norms, mean, rstd, own, octet * ROUNDS + number, number, PIECES, lane, V, ASM)
+        planes = planes + own
     return planes

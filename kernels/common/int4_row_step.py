@@ -189,7 +189,9 @@ def int4_rows_step(
     if PAIRS % AHEAD == 0:
         slot = 0
     sums = (tl.zeros(lane.shape, tl.float32), tl.zeros(lane.shape, tl.float32))
-    coming = _row_scales(scales, next_rows, lane, W, GROUP, LISTED)
+    coming = ()
+    if PAIRS <= 4:
+        coming = _row_scales(scales, next_rows, lane, W, GROUP, LISTED)
     for octet in tl.static_range((PAIRS + 3) // 4):
         own_x = x[4 * V * octet : 4 * V * octet + 4 * V]
         own_s = s[4 * octet : 4 * octet + 4]
@@ -205,4 +207,6 @@ def int4_rows_step(
                     queue, slot, sums, own_s, own_x, words, rows, next_rows, number, 4 * octet + number, lane, W,
                     GROUP, AHEAD, WHOLE, LISTED,
                 )  # fmt: skip
+        if PAIRS > 4 and octet == 0:  # not before: the first products come sooner
+            coming = _row_scales(scales, next_rows, lane, W, GROUP, LISTED)
     return column_sums(sums[0], sums[1], lane.shape[0]), queue, slot, coming

@@ -155,9 +155,9 @@ def _line_copies(to, sources, sizes, vector):
     """PTX: when all lanes of the warp are here, four copies of so many bytes to every fourth row from $1 + `to` on."""
     kind = "cg" if vector == 4 else "ca"
     text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
-    for four, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+    for four in range(4):
         text += f"cp.async.{kind}.shared.global.L2::cache_hint [$1 + {to + 4 * four * 32 * vector}], "
-        text += f"[{source}], {size}, policy;"
+        text += f"[{sources[four]}], {sizes[four]}, policy;"
     return text + "cp.async.commit_group; mov.u32 $0, $1; }"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.int4 import Int4Rows, check_rows
-from kernels.common.int4_norm import normalised_units, unit_norms
+from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms
 from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, row_queue_bytes
 from kernels.common.lane_queue import MOST_BYTES, even_room
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
@@ -237,11 +237,12 @@ def row_launch(
     if not isinstance(chosen, Int4RowSettings):
         raise ValueError("4-bit rows need Int4RowSettings")
     threads = 32 * chosen.warps
-    ahead = pairs_ahead(d // 8, weight.group, chosen.warps, chosen.ahead, MOST_BYTES)
+    beside = norm_bytes(d // 8, weight.group, chosen.warps)
+    ahead = pairs_ahead(d // 8, weight.group, chosen.warps, chosen.ahead, MOST_BYTES - beside)
     constants = {"BLOCK": threads, "ROWS": ahead, "GROUP": weight.group, "WHOLE": int(n % 16 == 0)}
     constants["FETCHED"] = chosen.fetched if fetches_rows(device) else 0
-    needed = row_queue_bytes(d // 8, weight.group, threads, ahead)
-    constants["ROOM"] = even_room(chosen.programs, d, fetches_rows(device), needed)
+    needed = row_queue_bytes(d // 8, weight.group, threads, ahead) + beside
+    constants["ROOM"] = max(0, even_room(chosen.programs, d, fetches_rows(device), needed) - beside)
     grid = min(n_sms(device) * chosen.programs, triton.cdiv(n, 16))
     return grid, weight.words, weight.scales, constants, chosen.warps
 

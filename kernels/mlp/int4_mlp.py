@@ -59,10 +59,13 @@ class Int4MlpSettings:
     registers: int
 
 
-def int4_mlp_settings() -> Int4MlpSettings:
-    """Launch settings, from whole steps of three widths (`benchmarks/int4_settings.py`): a program for each of 132
-    multiprocessors, which at 10 % of 4 d neurons has one to three steps."""
-    return Int4MlpSettings(3, 1, 2, 255) if INTERPRET else Int4MlpSettings(132, 8, 2, 168)
+def int4_mlp_settings(d: int) -> Int4MlpSettings:
+    """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`): a program for each of 132
+    multiprocessors, or two, of which one multiplies while the other has barriers; at 4096 they would have half a step.
+    """
+    if INTERPRET:
+        return Int4MlpSettings(3, 1, 2, 255)
+    return Int4MlpSettings(132, 8, 2, 168) if d <= 5120 else Int4MlpSettings(264, 4, 4, 200 if d <= 9216 else 224)
 
 
 def int4_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
@@ -332,7 +335,7 @@ def int4_mlp(
     require(w1.group == w2_t.group, f"w1 and w2_t must have groups of one size, not {w1.group} and {w2_t.group}")
     w1.check("w1", (n, d), x)
     w2_t.check("w2_t", (n, d), x)
-    settings = settings or int4_mlp_settings()
+    settings = settings or int4_mlp_settings(d)
     programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
     if partials is None:
         partials = partial_sums(d, out.device)

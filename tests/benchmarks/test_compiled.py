@@ -44,4 +44,4 @@ def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
     names = ("int4_mlp", "int4_fc2", "dense_rows", "qkv_dense", "qkv_select", "project_head_rows")
     for name in [f" _{name}_kernel" for name in names]:
         assert any(name in line for line in lines), name
-    assert all(" 0 B stack" in line and "REFUSES" not in line for line in lines)
+    assert all("(0 in loops)" in line and "REFUSES" not in line for line in lines)

@@ -34,8 +34,9 @@ def _select_kernel(
 def test_the_neurons_above_the_threshold_are_listed(device, rank, block, warps, n, state):
     torch.manual_seed(rank)
     assert takes(rank, block, 32 * warps)
-    codes, scale = int4_rows(torch.randn(n, rank, device=device))
-    hidden, bias = torch.randn(1, rank, device=device) * 3, torch.randn(n, device=device)
+    # The same numbers on every device: how many logits lie near the threshold depends on them.
+    codes, scale = (each.to(device) for each in int4_rows(torch.randn(n, rank)))
+    hidden, bias = (torch.randn(1, rank) * 3).to(device), torch.randn(n).to(device)
     hidden[0, 1] = 1e5  # beyond fp16
     logits = (hidden.double() @ (codes.double() * scale.double()[:, None]).T)[0] + bias
     threshold = logits.median().float().reshape(1) + 1e-2
