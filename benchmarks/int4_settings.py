@@ -2,7 +2,8 @@
 
     python -m benchmarks.int4_settings --model 66b --try defaults:ahead=0.85,dense qkv=1/4:ahead=0.85 rows=1/8/12:dense
 
-SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES[/REGISTERS/ROOM], out=WARPS/SPAN/TILES/REGISTERS,
+SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES[/REGISTERS/ROOM] (groups of 8 positions in
+measurements up to 5c0ec81++, of 4 since), out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
 mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED, site=ROWS/BLOCK/WARPS,
 block=NEURONS of a program of the predictor's second half,

@@ -133,7 +133,8 @@ class Program:
             name, size = re.findall(r"(\w+)\[(\d+)\]", line)[0]
             end = {"room": BASE, "listed": LISTED, "normalised": NORMALISED}[name] + int(size)
             if name == "normalised":  # which comes last
-                self.shared = np.concatenate((self.shared, np.full(max(0, end - self.shared.size), GARBAGE, np.uint8)))
+                before = self.shared[: min(NORMALISED, self.shared.size)]
+                self.shared = np.concatenate((before, np.full(end - before.size, GARBAGE, np.uint8)))
                 return
             if name == "listed":  # which comes first, where there is one
                 self.shared = np.full(end, GARBAGE, np.uint8)

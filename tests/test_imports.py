@@ -67,7 +67,8 @@ def test_kernels_keep_to_names_that_triton_3_6_can_follow():
                     if isinstance(node, ast.For | ast.Assign) and (
                         len(targets) > 1
                         or (
-                            isinstance(targets[0], ast.Tuple) and any(isinstance(e, ast.Tuple) for e in targets[0].elts)
+                            isinstance(targets[0], ast.Tuple)
+                            and any(isinstance(e, ast.Tuple | ast.List) for e in targets[0].elts)
                         )
                     ):
                         found.append(f"{path.name}:{node.lineno}")

@@ -37,7 +37,8 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 class TileSettings:
     """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
 
-    wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns.
+    wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns. Of
+    4-bit rows and one batch row: for what a head lacks beyond the first `pairs`.
     4-bit rows: 16 rows, 2 pairs, wide 4 or 8; block: a tile's threads; stages: units of columns of a warp on their way.
     registers: of a thread, at most, where that is less than the compiler would take. room: bytes of shared memory that
     the queue of 4-bit rows takes at least, so that no more programs fit on a multiprocessor than are meant to.
@@ -71,7 +72,8 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 def int4_qkv_settings(d: int) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
     (`benchmarks/int4_settings.py`): eight units of a tile on their way, by two warps. With 168 registers six programs
-    fit on a multiprocessor. "always" takes about 125: up to 5120 columns room is what keeps more of these out."""
+    fit on a multiprocessor (Triton 3.9 spills some 60 bytes for it outside the loops, 3.6 none). "always" takes 112 to
+    128: up to 5120 columns room is what keeps more of these out."""
     warps, stages = (1, 4) if INTERPRET else (2, 4)
     return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=168, room=20480 if d <= 5120 else 0)
 

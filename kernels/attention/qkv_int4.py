@@ -9,7 +9,8 @@ With one batch row the inputs do not wait for the selection either: the position
 A program multiplies its tile with up to PAIRS of its head's pairs (`qkv_pairs`), of several batch rows with up to WIDE,
 perhaps in turns of fewer units. Heads that were idle for longer lack more groups of WIDE pairs.
 These are a list of items that the programs of heads that are not selected share out: they begin at once, where the
-head's own programs, perhaps among the last to begin, would end long after all others.
+head's own programs, perhaps among the last to begin, would end long after all others. Where these would have more than
+SHARE items each, or no head is idle, all programs share them out, after their own tiles.
 """
 
 import triton
@@ -21,6 +22,7 @@ from kernels.common.lane_queue import drain, lane_queue
 from kernels.common.launch import wait_for_predecessor
 
 ROWS = tl.constexpr(16)
+SHARE = tl.constexpr(2)  # items of a program of an idle head, at most: they take as long as the others' two rounds do
 
 
 @triton.constexpr_function
@@ -135,7 +137,7 @@ def own_tile(
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, or its share of later groups.
+    """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, its share of later groups, or both.
 
     L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`.
     """
@@ -182,8 +184,9 @@ def own_tile(
             ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
     elif own_pairs > 0:
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
-    # A program's own tile comes as an item before those of the list: so the code of a product with WIDE is there once.
-    first = tl.where(needed, tile - n_tiles, 0)
+    # A program's own tile comes as an item before those of the list: so the code of a product with WIDE, which of
+    # several batch rows may be its own tile's, is there once.
+    first = tl.where(needed, tile - n_tiles, tile)
     end = 0
     step = n_tiles
     if POLICY == 0:  # the others need a position of each row at most
@@ -191,9 +194,11 @@ def own_tile(
         idle = ((heads < H) & (head_bits == 0)).to(tl.int32)
         n_idle = tl.sum(idle) * TILES
         n_later = tl.sum(_later_groups(lacking, head_bits, b, FIRST, WIDE)) * (2 * HEAD_DIM // ROWS)
-        first = tl.where(needed, first, tl.sum(tl.where(heads < own_head, idle, 0)) * TILES + tile % TILES)
-        end = tl.where(needed & (n_idle > 0), 0, n_later)
-        step = tl.where(needed, n_tiles, n_idle)
+        end = n_later
+        if n_later <= SHARE * n_idle:  # for the programs of idle heads alone
+            end = tl.where(needed, 0, n_later)
+            first = tl.where(needed, first, tl.sum(tl.where(heads < own_head, idle, 0)) * TILES + tile % TILES)
+            step = tl.where(needed, n_tiles, n_idle)
     if not needed:
         drain(lane)
     for item in range(first, end, step):

@@ -15,7 +15,8 @@ of words, four of inputs, two of scales, four multiplications: 11.5. Products ar
 One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
 which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four; the
 others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
-`int4_row_step` multiplies so. Two inputs lie there as four units each (`int4_tile`), of which a lane group reads one.
+`int4_row_step` multiplies so. Two or four inputs lie there as four or two units each (`int4_tile`), of which a lane
+group reads one.
 
 The warps of a program take units STEPS at a time, one warp after another, and add up what they have in the end.
 A lane is a thread: tiles are (32 * warps,), which the compiler lays out one element a thread. Without ASM a twin in

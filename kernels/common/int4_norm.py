@@ -5,9 +5,9 @@
 
 A layer's gains and shifts were last read a token ago, so they come from the memory. They depend on nothing, and are
 read before the wait for the kernel before (`unit_norms`), for `int4_row_step`. Each warp normalises the columns that it
-multiplies with, 128 neighbouring ones at a time, four a lane, and gives them to the lanes that want 32 V neighbours of
-a unit each through a KB of shared memory, for which only its own lanes wait. (Loads of what a lane wants itself would
-touch 32 lines each.)
+multiplies with, 128 at a time, four a lane, as they follow each other in its units, and gives them to the lanes that
+want 8 V neighbours each through up to a KB of shared memory, for which only its own lanes wait. (Loads of what a lane
+wants itself would touch 32 lines each.)
 """
 
 import triton
@@ -49,10 +49,10 @@ def _planes_text(vector, rounds):
     """PTX: $0.. = 4 `vector` pairs of fp16, four from each of the `vector` addresses that follow; of several rounds,
     where the last operand is not zero, else the pairs that stand before it."""
     n = 4 * vector
-    text = "{ .reg .pred p; bar.warp.sync 0xffffffff;"
+    text = "{ bar.warp.sync 0xffffffff;"
     guard = "@p " if rounds > 1 else ""
     if rounds > 1:
-        text += f"setp.ne.s32 p, ${2 * n + vector}, 0;"
+        text += f".reg .pred p; setp.ne.s32 p, ${2 * n + vector}, 0;"
         for i in range(n):
             text += f"mov.b32 ${i}, ${n + vector + i};"
     for v in range(vector):
@@ -123,18 +123,13 @@ def _planes(room, kept, before, NUMBER: tl.constexpr, lane, V: tl.constexpr, ASM
 
 
 @triton.jit
-def _lane_place(octet, lane, V: tl.constexpr):
-    """Where a lane's V words of its unit of a warp's eight units number `octet` begin in a row."""
-    return unit_of(8 * octet + lane % 32 // 4, lane // 32, lane.shape[0] // 32) * (4 * V) + lane % 4 * V
-
-
-@triton.jit
 def unit_pairs(x, lane, W: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
     """x (8 W,) fp16 as it is, in the planes of `normalised_units`; x: its int32 pairs."""
     V: tl.constexpr = unit_vector(W, GROUP)
     planes = ()
     for octet in tl.static_range((pairs_of_a_warp(W, V, lane.shape[0] // 32) + 3) // 4):
-        place = _lane_place(octet, lane, V)
+        unit = unit_of(8 * octet + lane % 32 // 4, lane // 32, lane.shape[0] // 32)
+        place = unit * (4 * V) + lane % 4 * V
         for v in tl.static_range(V):
             at = (x + 4 * (place + v))[:, None] + tl.arange(0, 4)[None, :]
             planes = planes + split_words(

@@ -10,6 +10,7 @@ such a row is read. Products of rows that are not read have no meaning (LISTED: 
 import triton
 import triton.language as tl
 
+from kernels.common.checks import require
 from kernels.common.int4_mma import column_sums, groups_of, int4_mma, unit_vector, units_a_group
 from kernels.common.lane_queue import (
     after_slot,
@@ -34,9 +35,14 @@ def pairs_of_a_warp(words, vector, warps):
 
 
 def pairs_ahead(words: int, group: int, warps: int, most: int, room: int) -> int:
-    """AHEAD of `first_rows`: `most` pairs, or as many as a warp has of a row and `room` bytes of a queue hold."""
+    """AHEAD of `first_rows`: `most` pairs, or as many as a warp has of a row and `room` bytes of a queue hold.
+
+    Errors: no room for one.
+    """
     vector = unit_vector(words, group)
-    return min(most, room // line_slot_bytes(32 * warps, vector), pairs_of_a_warp(words, vector, warps))
+    held = room // line_slot_bytes(32 * warps, vector)
+    require(held > 0, f"{warps} warps: {room} bytes of shared memory hold no pair of units of each")
+    return min(most, held, pairs_of_a_warp(words, vector, warps))
 
 
 @triton.constexpr_function
@@ -183,6 +189,7 @@ def int4_rows_step(
     a pair is taken, the one that comes AHEAD pairs later is asked for. From ROLLED_FROM pairs on, and of LISTED rows,
     those that share registers of x are a loop that stays one: instructions that a program reads once, or that are too
     many to be kept, take longer to come than words do (66B's sparse MLP: 10 us for fc1 in one piece, 5 in a loop).
+    The scales of `next_rows` are asked for behind the first eight units, where there are more, else before them.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     PAIRS: tl.constexpr = pairs_of_a_warp(W, V, lane.shape[0] // 32)
@@ -190,7 +197,7 @@ def int4_rows_step(
         slot = 0
     sums = (tl.zeros(lane.shape, tl.float32), tl.zeros(lane.shape, tl.float32))
     coming = ()
-    if PAIRS <= 4:
+    if PAIRS <= 4:  # one octet
         coming = _row_scales(scales, next_rows, lane, W, GROUP, LISTED)
     for octet in tl.static_range((PAIRS + 3) // 4):
         own_x = x[4 * V * octet : 4 * V * octet + 4 * V]

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kernels.common.int4_tiles import ASSEMBLY
 
-MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take
+MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take, and `int4_norm`
 SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where `launch.carveout` asks for half
 BESIDE_QUEUE = 2 * 1024  # of a program: for the driver, and for sums of one column of numbers
 EVEN_FROM = 4096
@@ -155,7 +155,7 @@ def _line_copies(to, sources, sizes, vector):
     """PTX: when all lanes of the warp are here, four copies of so many bytes to every fourth row from $1 + `to` on."""
     kind = "cg" if vector == 4 else "ca"
     text = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; bar.warp.sync 0xffffffff;"
-    for four in range(4):
+    for four in range(4):  # no target within a target, see tests/test_imports.py
         text += f"cp.async.{kind}.shared.global.L2::cache_hint [$1 + {to + 4 * four * 32 * vector}], "
         text += f"[{sources[four]}], {sizes[four]}, policy;"
     return text + "cp.async.commit_group; mov.u32 $0, $1; }"

@@ -33,7 +33,7 @@ from kernels.common.checks import INTERPRET, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import fp16_pairs
 from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
-from kernels.common.int4_norm import normalised_units, unit_norms, unit_pairs
+from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, unit_pairs
 from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead
 from kernels.common.int4_tiles import FACTOR_UNIT
 from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, listed_row, take
@@ -44,7 +44,7 @@ from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, pa
 from kernels.mlp.sparse_mlp import check_mlp, sparse_mlp_reference
 
 ROWS = tl.constexpr(16)  # of a step
-QUEUE_BYTES = 40 * 1024  # of shared memory for words: a list of rows and sums have the rest of 48 KB
+QUEUE_BYTES = 40 * 1024  # of shared memory for words and LayerNorm: a list of rows and sums have the rest of 48 KB
 MOST_ROWS = 384  # of a program, live or not, for which its list has room: 3 KB
 
 
@@ -61,7 +61,8 @@ class Int4MlpSettings:
 
 def int4_mlp_settings(d: int) -> Int4MlpSettings:
     """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`): a program for each of 132
-    multiprocessors, or two, of which one multiplies while the other has barriers; at 4096 they would have half a step.
+    multiprocessors, or two, of which one multiplies while the other has barriers; up to 5120 two would have half a
+    step each.
     """
     if INTERPRET:
         return Int4MlpSettings(3, 1, 2, 255)
@@ -343,6 +344,7 @@ def int4_mlp(
     partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
+    room = QUEUE_BYTES - (norm_bytes(d // 8, w1.group, settings.warps) if ln is not None else 0)
     require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * MAX_SPLITS}, which {MAX_SPLITS} lists hold")
     _int4_mlp_kernel[(programs,)](
         x if ln is not None else x.view(torch.int32),
@@ -360,7 +362,7 @@ def int4_mlp(
         D=d,
         GROUP=w1.group,
         L=32 * settings.warps,
-        AHEAD=pairs_ahead(d // 8, w1.group, settings.warps, settings.ahead, QUEUE_BYTES),
+        AHEAD=pairs_ahead(d // 8, w1.group, settings.warps, settings.ahead, room),
         CAPACITY=capacity,
         NORM=ln is not None,
         EARLY_X=early == "x",

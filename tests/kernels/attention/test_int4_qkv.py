@@ -132,6 +132,9 @@ LACKING = [  # (pairs that heads lack, heads that rows select)
     ([[9, 3]], [[0, 0]]),
     ([[1, 5, 1], [3, 4, 2], [9, 1, 1]], [[1, 0, 1], [0, 0, 1], [1, 0, 0]]),
     ([[12, 8], [30, 1], [12, 1]], [[1, 1], [1, 0], [0, 1]]),
+    ([[2, 3, 6, 7, 10, 11]], [[1, 1, 1, 1, 1, 1]]),  # where groups of four begin and end
+    ([[2, 3, 6, 7, 10, 11]], [[1, 1, 1, 0, 1, 1]]),  # few enough items for one idle head
+    ([[30, 3, 30, 30, 30, 30]], [[1, 0, 1, 1, 1, 1]]),  # too many
 ]
 
 
@@ -146,16 +149,16 @@ def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
 
 
 @pytest.mark.parametrize(
-    ("case_number", "policy", "d", "group", "warps", "steps"),
-    [(0, "backfill", 320, 32, 1, 4), (1, "backfill", 1280, 128, 2, 4), (2, "backfill", 1088, 64, 1, 8),
-     (3, "backfill", 64, 32, 1, 4), (4, "backfill", 40, 40, 1, 4), (4, "always", 256, 128, 2, 4),
-     (5, "backfill", 128, 128, 2, 4), (5, "stale", 128, 128, 1, 8)],
+    ("case_number", "policy", "d", "group", "warps", "steps", "wide"),
+    [(0, "backfill", 320, 32, 1, 4, 4), (1, "backfill", 1280, 128, 2, 4, 4), (2, "backfill", 1088, 64, 1, 8, 8),
+     (3, "backfill", 64, 32, 1, 4, 8), (4, "backfill", 40, 40, 1, 4, 8), (4, "always", 256, 128, 2, 4, 4),
+     (5, "backfill", 128, 128, 2, 4, 8), (5, "stale", 128, 128, 1, 8, 4), (7, "backfill", 128, 128, 1, 8, 4)],
 )  # fmt: skip
-def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy, d, group, warps, steps):
+def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy, d, group, warps, steps, wide):
     """Words of a first step that are asked for before the inputs, in several steps or beyond a row's end; no program
     leaves while copies are on their way."""
     tensors = lacking(device, *LACKING[case_number], d=d, group=group)
-    check(qkv, qkv_reference, tensors, policy, settings=TileSettings(16, 2, 32 * warps, steps, warps, 8))
+    check(qkv, qkv_reference, tensors, policy, settings=TileSettings(16, 2, 32 * warps, steps, warps, wide))
     if queues_in_assembly is not None:
         assert queues_in_assembly.shared.size > 0
         assert queues_in_assembly.left + queues_in_assembly.on_their_way() == 0
@@ -189,6 +192,8 @@ def test_errors_name_what_does_not_fit(device):
     made = outputs(tensors[0], tensors[2])
     with pytest.raises(ValueError, match="attn_in: expected float16, got float32"):
         qkv(tensors[0].float(), *tensors[1:], *made)
+    with pytest.raises(ValueError, match="pairs 2 and wide 4 or 8"):
+        qkv(*tensors, *outputs(tensors[0], tensors[2]), settings=TileSettings(16, 2, 32, 4, 1, 16))
     with pytest.raises(ValueError, match="up to 8 batch rows, not 9"):
         more = case(device, 9, 2, 16, 64, 64, 1.0)
         qkv(*more, *outputs(more[0], more[2]))

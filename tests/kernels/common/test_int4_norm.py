@@ -68,6 +68,14 @@ def test_handed_over_in_assembly(device, queues_in_assembly, words, group, warps
         assert queues_in_assembly.shared.size > 1 << 16
 
 
+@pytest.mark.parametrize(("vector", "rounds"), [(1, 1), (2, 1), (4, 2)])
+def test_lanes_wait_for_each_other_before_and_after_they_read(vector, rounds):
+    """What the emulated assembly does not show: all threads of a program go in step there."""
+    text = int4_norm._planes_text(vector, rounds)
+    first, last = text.index("ld.shared"), text.rindex("ld.shared")
+    assert "bar.warp.sync" in text[:first] and "bar.warp.sync" in text[last:]
+
+
 def test_room():
     assert [norm_bytes(1152, 128, warps) for warps in (4, 8)] == [4096, 8192]
     assert norm_bytes(160, 32, 2) == 1024
