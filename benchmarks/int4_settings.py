@@ -96,15 +96,27 @@ def tries_of(words: Sequence[str], model: str) -> Iterator[Try]:
             yield Try(settings, step, cell, weights)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def tries_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a command that makes `tries_of`: --model and --try."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="66b", choices=list(decode.SHAPES))
     parser.add_argument("--try", dest="tries", nargs="+", required=True, metavar="SETTINGS:STEPS")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/int4_settings.csv"))
+    return parser
+
+
+def asked(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What was asked for; an error where there is no GPU."""
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
+    return args
+
+
+def main() -> int:
+    parser = tries_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/int4_settings.csv"))
+    args = asked(parser)
     times, size = decode.best_read()
     for each in tries_of(args.tries, args.model):
         row = decode.run_cell(each.cell, args.model, each.weights, args.steps, size / times[1] / 1e6)

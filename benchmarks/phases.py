@@ -11,7 +11,6 @@ than one that does not. A line for each place: microseconds after the kernel's f
 tenth, half, nine tenths and the latest of its programs, of the last launch in a step.
 """
 
-import argparse
 import importlib
 from dataclasses import dataclass
 
@@ -122,12 +121,7 @@ def described(times: torch.Tensor) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="66b", choices=list(decode.SHAPES))
-    parser.add_argument("--try", dest="tries", nargs="+", required=True, metavar="SETTINGS:STEPS")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    args = int4_settings.asked(int4_settings.tries_parser(__doc__))
     global TIMES
     times = torch.zeros(len(PLACES), PROGRAMS, dtype=torch.int64, device="cuda")
     TIMES = tl.constexpr(times.data_ptr())

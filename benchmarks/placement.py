@@ -12,7 +12,6 @@ counters set back included, and says little where it takes less time than one th
 for each kernel of the middle layer, microseconds after all earlier kernels have ended.
 """
 
-import argparse
 import inspect
 import re
 import statistics
@@ -175,12 +174,7 @@ def middle_layer(steps: list[Launch], n_layers: int) -> list[Launch]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="66b", choices=list(decode.SHAPES))
-    parser.add_argument("--try", dest="tries", nargs="+", required=True, metavar="SETTINGS:STEPS")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    args = int4_settings.asked(int4_settings.tries_parser(__doc__))
     global ENTRIES, COUNTS
     names = note_all_kernels()
     entries = torch.zeros(len(names), PROGRAMS, LAUNCHES, NUMBERS, dtype=torch.int64, device="cuda")

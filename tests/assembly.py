@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 GARBAGE = 0xA5
-BASE = 1 << 10  # of the queue in shared memory
-LISTED = 1 << 16  # of the list of rows
-NORMALISED = 1 << 17  # of a warp's normalised inputs
+# Where in shared memory a kernel's rooms begin: its queue, its list of rows and its warps' normalised inputs.
+ROOMS = {"room": 1 << 10, "listed": 1 << 16, "normalised": 1 << 17}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -104,9 +103,7 @@ class Program:
             "%tid.x": thread,
             "%laneid": thread % 32,
             "%lanemask_lt": (1 << (thread % 32)) - 1,
-            "room": BASE,
-            "listed": LISTED,
-            "normalised": NORMALISED,
+            **ROOMS,
         }
         for i, each in enumerate(inputs):
             bits = each.view(np.uint32) if each.dtype.itemsize == 4 else each.astype(np.uint64)
@@ -131,15 +128,15 @@ class Program:
     def instruction(self, line: str) -> None:
         if line.startswith(".shared"):
             name, size = re.findall(r"(\w+)\[(\d+)\]", line)[0]
-            end = {"room": BASE, "listed": LISTED, "normalised": NORMALISED}[name] + int(size)
+            end = ROOMS[name] + int(size)
             if name == "normalised":  # which comes last
-                before = self.shared[: min(NORMALISED, self.shared.size)]
+                before = self.shared[: ROOMS["normalised"]]
                 self.shared = np.concatenate((before, np.full(end - before.size, GARBAGE, np.uint8)))
                 return
             if name == "listed":  # which comes first, where there is one
                 self.shared = np.full(end, GARBAGE, np.uint8)
                 return
-            if self.shared.size <= LISTED:
+            if self.shared.size <= ROOMS["listed"]:
                 self.shared = np.full(end, GARBAGE, np.uint8)
             self.left += self.on_their_way()
             self.groups, self.open = [], []

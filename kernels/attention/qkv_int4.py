@@ -172,16 +172,10 @@ def own_tile(
             for_row = for_row | (own_row >= HEAD_DIM)
         own_n = tl.where(for_row, own_n, 0)
     own_pairs = tl.sum(own_n)
-    inputs = PAIRS
-    if B > 1:
-        own_wide = own_pairs > PAIRS
-        inputs = tl.where(own_wide, WIDE, PAIRS)
-    own_x = _inputs(attn_in, lane, inputs, 0, own_pairs, last, own_n, capacity, B, D)
-    if B > 1:
-        if own_wide:
-            ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
-        elif own_pairs > 0:
-            ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
+    own_wide = (own_pairs > PAIRS) & (FIRST > PAIRS)
+    own_x = _inputs(attn_in, lane, tl.where(own_wide, WIDE, PAIRS), 0, own_pairs, last, own_n, capacity, B, D)
+    if own_wide:
+        ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
     elif own_pairs > 0:
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
     # A program's own tile comes as an item before those of the list: so the code of a product with WIDE, which of
@@ -208,9 +202,7 @@ def own_tile(
         n = own_n
         n_pairs = own_pairs
         x = own_x
-        wide = item >= 0
-        if B > 1:
-            wide = wide | own_wide
+        wide = own_wide | (item >= 0)
         if item >= 0:
             head, row, start, n = _later_item(
                 item, row_bits, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, FIRST, WIDE

@@ -16,6 +16,7 @@ import triton.language as tl
 from kernels.common.int4_mma import fp16_pairs, unit_vector
 from kernels.common.int4_row_step import pairs_of_a_warp, unit_of
 from kernels.common.int4_tiles import ASSEMBLY, split_words
+from kernels.common.lane_queue import int32s, shared_room
 from kernels.common.launch import THROUGH_L1, sums_together
 from kernels.common.layer_norm import mean_and_rstd
 
@@ -39,12 +40,6 @@ def _pieces(words, vector, warps):
 
 
 @triton.constexpr_function
-def _room(size):
-    """PTX: $0 = the address of `size` bytes of shared memory."""
-    return f"{{ .shared .align 16 .b8 normalised[{size}]; mov.u32 $0, normalised; }}"
-
-
-@triton.constexpr_function
 def _planes_text(vector, rounds):
     """PTX: $0.. = 4 `vector` pairs of fp16, four from each of the `vector` addresses that follow; of several rounds,
     where the last operand is not zero, else the pairs that stand before it."""
@@ -65,11 +60,6 @@ def _planes_text(vector, rounds):
 def _planes_operands(vector, rounds):
     inputs = vector if rounds == 1 else 5 * vector + 1
     return ",".join(["=&r"] * (4 * vector) + ["r"] * inputs)
-
-
-@triton.constexpr_function
-def _int32s(n):
-    return (tl.int32,) * n
 
 
 @triton.jit
@@ -108,7 +98,7 @@ def _planes(room, kept, before, NUMBER: tl.constexpr, lane, V: tl.constexpr, ASM
         if ROUNDS > 1:
             operands = operands + before + (mine.to(tl.int32),)
         planes = tl.inline_asm_elementwise(
-            _planes_text(V, ROUNDS), _planes_operands(V, ROUNDS), operands, dtype=_int32s(4 * V), is_pure=False, pack=1
+            _planes_text(V, ROUNDS), _planes_operands(V, ROUNDS), operands, dtype=int32s(4 * V), is_pure=False, pack=1
         )
     else:
         planes = ()
@@ -207,10 +197,8 @@ def normalised_units(
     mean, rstd = mean_and_rstd(both[0], both[1], 8 * W, EPS)
     room = 0
     if ASM:
-        room = tl.inline_asm_elementwise(
-            _room(norm_bytes(W, GROUP, WARPS)), "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
-        )
-        room += lane // 32 * (16 * round_words(V))
+        room = shared_room(lane, "normalised", norm_bytes(W, GROUP, WARPS), 16)
+        room += lane // 32 * norm_bytes(W, GROUP, 1)
     planes = ()
     for octet in tl.static_range((PIECES + 2 * V - 1) // (2 * V)):
         own = ()

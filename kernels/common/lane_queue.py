@@ -42,10 +42,16 @@ def even_room(programs: int, d: int, dependent: bool, needed: int = 0) -> int:
 
 
 @triton.constexpr_function
-def _room(size):
+def _room(name, size, align):
     """PTX: $0 = the address of `size` bytes of shared memory."""
-    assert size <= MOST_BYTES, f"{size} bytes of shared memory for a queue, of {MOST_BYTES}"
-    return f"{{ .shared .align 128 .b8 room[{size}]; mov.u32 $0, room; }}"
+    assert size <= MOST_BYTES, f"{size} bytes of shared memory for {name}, of {MOST_BYTES}"
+    return f"{{ .shared .align {align} .b8 {name}[{size}]; mov.u32 $0, {name}; }}"
+
+
+@triton.jit
+def shared_room(number, NAME: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr):
+    """The address of SIZE bytes of shared memory, int32 as often as there are numbers; NAME: once a kernel."""
+    return tl.inline_asm_elementwise(_room(NAME, SIZE, ALIGN), "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.constexpr_function
@@ -74,7 +80,7 @@ def _take(lanes, slot, vector, behind):
 
 
 @triton.constexpr_function
-def _words(n):
+def int32s(n):
     return (tl.int32,) * n
 
 
@@ -88,7 +94,7 @@ def lane_queue(lane, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """An empty queue of BYTES, one a kernel; lane: tl.arange over the program's threads."""
     queue = ()
     if ASM:
-        queue = (tl.inline_asm_elementwise(_room(BYTES), "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1),)
+        queue = (shared_room(lane, "room", BYTES, 128),)
     return queue
 
 
@@ -136,7 +142,7 @@ def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
     if ASM:
         at = [queue[0] + lane * (4 * V)]
         words = tl.inline_asm_elementwise(
-            _take(L, SLOT, V, BEHIND), _take_operands(2 * V), at, dtype=_words(2 * V), is_pure=False, pack=1
+            _take(L, SLOT, V, BEHIND), _take_operands(2 * V), at, dtype=int32s(2 * V), is_pure=False, pack=1
         )
     else:
         words = queue[: 2 * V]
@@ -297,7 +303,7 @@ def take_unit(
     if ASM:
         at = [_line_place(queue, lane, lane % 32 // 4, 4 * UNIT + lane % 4, V)]
         words = tl.inline_asm_elementwise(
-            _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2 * V), at, dtype=_words(2 * V), is_pure=False, pack=1
+            _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2 * V), at, dtype=int32s(2 * V), is_pure=False, pack=1
         )
     else:
         words = queue[: 2 * V]

@@ -10,18 +10,13 @@ import triton
 import triton.language as tl
 
 from kernels.common.int4_tiles import ASSEMBLY
+from kernels.common.lane_queue import shared_room
 
 
 @triton.constexpr_function
 def rows_bytes(capacity):
     """Shared memory of a list."""
     return 8 * capacity
-
-
-@triton.constexpr_function
-def _room(size):
-    """PTX: $0 = the address of `size` bytes of shared memory."""
-    return f"{{ .shared .align 16 .b8 listed[{size}]; mov.u32 $0, listed; }}"
 
 
 @triton.constexpr_function
@@ -49,10 +44,7 @@ FOUR_OF_EACH = tl.constexpr((tl.int32,) * 4 + (tl.float32,) * 4)
 def rows_list(program, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """An empty list, one a kernel; program: any number."""
     if ASM:
-        at = tl.inline_asm_elementwise(
-            _room(rows_bytes(CAPACITY)), "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
-        )
-        listed = (at,)
+        listed = (shared_room(program, "listed", rows_bytes(CAPACITY), 16),)
     else:
         N: tl.constexpr = triton.next_power_of_2(CAPACITY)
         listed = (tl.zeros((N,), tl.int32), tl.zeros((N,), tl.float32))
