@@ -26,14 +26,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from kernels import sampling
 from kernels.attention import out_projection, qkv
+from kernels.attention.flash_decode import AttentionScratch
 from kernels.common import checks, launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
-from kernels.lookahead import qkv_select, site_predict
+from kernels.lookahead import attend_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
+from kernels.sampling import TokenState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
@@ -174,6 +177,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     hidden, z = torch.empty(1, n), torch.empty(1, rank)
     yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, w[:, 0], "relu", hidden, True)
     yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", hidden, True)
+    yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), TokenState.empty(1, 64, "cpu"), pdl=True)
     q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
     qkv_w = halves(h, 3, hd, d)
     yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, bias, position, q, cache, cache, True)
@@ -181,6 +185,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                       torch.empty(h, dtype=torch.int32))  # fmt: skip
     kept, marks = halves(1, 64, d), torch.empty(1, h, dtype=torch.int32)
     sparse = (qkv_w, bias, heads, position, marks, None, q, cache, cache)
+    attention = (q, cache, cache, heads, position, marks, None, y, AttentionScratch.empty(1, h, hd, 64, "cpu"))
     yield f"qkv {d}", lambda: qkv.qkv(kept, *sparse, pdl=True)
     yield f"out {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, heads, y, True)
     yield f"out all {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, None, y, True)
@@ -212,9 +217,9 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             lambda predictor=predictor, bits=bits: select.select_rows(z, predictor, limit, bits, row_state, pdl=True),
         )
         yield (
-            f"qkv_select {d} {kind}",
-            lambda predictor=predictor, bits=bits: qkv_select.qkv_select(
-                kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
+            f"attend_select {d} {kind}",
+            lambda predictor=predictor, bits=bits: attend_select.attend_select(
+                *attention, predictor, z, limit, row_state, bits, rows, pdl=True
             ),
         )
     sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
@@ -222,7 +227,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield (
         f"site {d}",
         lambda site=site: site_predict.site_predict(
-            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, True
+            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, rows, True
         ),
     )
 
@@ -241,18 +246,9 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     ln, bias, w = LayerNormWeights(halves(d), halves(d)), halves(n), rows(n, d)
     q, cache, qkv_bias, qkv_w = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd), rows(h, 3, hd, d)
     heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
-    sparse = (
-        halves(1, 64, d),
-        qkv_w,
-        qkv_bias,
-        heads,
-        ones,
-        torch.empty(1, h, dtype=torch.int32),
-        None,
-        q,
-        cache,
-        cache,
-    )
+    marks, scratch = torch.empty(1, h, dtype=torch.int32), AttentionScratch.empty(1, h, hd, 64, "cpu")
+    sparse = (halves(1, 64, d), qkv_w, qkv_bias, heads, ones, marks, None, q, cache, cache)
+    attention = (q, cache, cache, heads, ones, marks, None, halves(1, d), scratch)
     listed, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
     predictors = {
         name: PredictorWeights(
@@ -266,23 +262,20 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"4 bits: dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, bias, "relu", hidden, True)
     yield f"4 bits: qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, qkv_bias, ones, q, cache, cache, True)
     yield f"4 bits: qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
+    yield f"4 bits: qkv {d} always", lambda: qkv.qkv(*sparse, policy="always", pdl=True)
     for kind, predictor in predictors.items():
         sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
         site = site_predict.SiteRows(halves(h, d), predictor.down, predictor.down_scale, *sums, False)
         yield (
-            f"4 bits: qkv_select {d} {kind}",
-            lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
-        )
-        yield (
-            f"4 bits: qkv_select {d} {kind} always",
-            lambda predictor=predictor: qkv_select.qkv_select(
-                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True
+            f"4 bits: attend_select {d} {kind}",
+            lambda predictor=predictor: attend_select.attend_select(
+                *attention, predictor, z, limit, ones, bits, listed, pdl=True
             ),
         )
         yield (
             f"4 bits: site {d} {kind}",
             lambda site=site: site_predict.site_predict(
-                x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
+                x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, listed, True
             ),
         )
     mixed = halves(1, d)

@@ -168,6 +168,12 @@ def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger number, or a NaN where either is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _advance_kernel(
     logits,
     tokens,
@@ -194,21 +200,31 @@ def _advance_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # One program a row holds all logits in registers: no sort, no softmax in memory.
-    wait_for_predecessor(PDL)
+    # One program a row holds all logits in registers: no sort, no softmax in memory. What the step before left is older
+    # than the LM head's launch, so it is read before the wait; past the L1, where it may lie as it was.
     b = tl.program_id(0)
-    if tl.load(done + b) != 0:
+    finished_before = tl.load(done + b, cache_modifier=".cg")
+    at = tl.load(position + b, cache_modifier=".cg") + 1
+    given = at < tl.load(known + b, cache_modifier=".cg")
+    kept = tl.load(tokens + b * capacity + at, mask=finished_before == 0, other=0, cache_modifier=".cg")
+    first_stop = tl.load(least + b, cache_modifier=".cg")
+    last_place = tl.load(limit + b, cache_modifier=".cg")
+    dense_before = tl.load(sparse_from + b, cache_modifier=".cg")
+    wait_for_predecessor(PDL)
+    if finished_before != 0:
         tl.store(row_state + b, 0)
     else:
-        at = tl.load(position + b) + 1
         ids = tl.arange(0, V_TILE)
         inside = ids < n_vocab
         row = tl.load(logits + b.to(tl.int64) * n_vocab + ids, mask=inside, other=float("-inf"))
-        bad = (tl.max((row != row).to(tl.int32), 0) > 0) & (at > 0)
+        best = tl.reduce(row, 0, _larger)
+        bad = (best != best) & (at > 0)
         scaled = row
-        if at < tl.load(least + b):
+        top = best
+        if at < first_stop:
             for i in tl.static_range(N_STOPS):
                 scaled = tl.where(ids == tl.load(stops + i), float("-inf"), scaled)
+            top = tl.max(scaled, 0)
         if MODE > 0:
             scaled = (scaled - tl.max(scaled, 0)) / tl.load(temperature + b)
             if MODE == 3:
@@ -237,15 +253,12 @@ def _advance_kernel(
             uniform = tl.rand(tl.load(seed + b), at * V_TILE + ids)
             noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
             scaled = tl.where(inside, scaled + noise, float("-inf"))
-        top = tl.max(scaled, 0)
+            top = tl.max(scaled, 0)
         choice = tl.min(tl.where(scaled == top, ids, V_TILE), 0)
         choice = tl.minimum(choice, n_vocab - 1)
-        given = at < tl.load(known + b)
-        token = tl.load(tokens + b * capacity + at)
-        token = tl.where(given, token, choice)
+        token = tl.where(given, kept, choice)
         if SCORE:
             if given:
-                best = tl.max(row, 0)
                 target = tl.sum(tl.where(ids == token, row, 0.0))
                 tl.store(nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
         tl.store(tokens + b * capacity + at, token)
@@ -255,11 +268,10 @@ def _advance_kernel(
         stop = tl.where(given, 0, stop)
         if bad:
             tl.store(fault + b, at)
-        finished = (stop != 0) | bad | (at + 1 >= tl.load(limit + b))
+        finished = (stop != 0) | bad | (at + 1 >= last_place)
         tl.store(position + b, at)
         tl.store(done + b, finished.to(tl.int32))
-        dense = at < tl.load(sparse_from + b)
-        tl.store(row_state + b, tl.where(finished, 0, tl.where(dense, 2, 1)))
+        tl.store(row_state + b, tl.where(finished, 0, tl.where(at < dense_before, 2, 1)))
 
 
 def advance(

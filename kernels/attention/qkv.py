@@ -17,7 +17,6 @@ K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays mi
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -247,38 +246,14 @@ def _listed_tiles(
 
 
 @triton.jit
-def qkv_tile(
-    tile,
-    n_tiles,
-    attn_in,
-    weight,
-    scales,
-    bias,
-    row_bits,
-    position,
-    watermark,
-    valid,
-    q,
-    k_cache,
-    v_cache,
-    capacity,
-    B: tl.constexpr,
-    B_TILE: tl.constexpr,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
-    POLICY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program's whole work, its wait included, program `tile` of n_tiles. Other kernels' grids may carry it too."""
+def _qkv_kernel(
+    attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
+    B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    n_tiles = tl.num_programs(0)
     if GROUP > 0:
         own_tile(
             tile, n_tiles, attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache,
@@ -289,20 +264,6 @@ def qkv_tile(
             tile, n_tiles, attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
             B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
         )  # fmt: skip
-
-
-@triton.jit
-def _qkv_kernel(
-    attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
-    B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    qkv_tile(
-        tl.program_id(0), tl.num_programs(0), attn_in, weight, scales, bias, row_bits, position, watermark, valid, q,
-        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP,
-        ROOM, POLICY, PDL,
-    )  # fmt: skip
 
 
 def qkv(
@@ -320,33 +281,11 @@ def qkv(
     pdl: bool = False,
     settings: TileSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
-    pdl = use_pdl(pdl, q.device)
-    n_tiles, arguments, constants, warps = qkv_launch(
-        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl, settings
-    )
-    _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
+    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy.
 
-
-def qkv_launch(
-    attn_in: torch.Tensor,
-    weight: torch.Tensor | Int4Rows,
-    bias: torch.Tensor,
-    selection: Selection,
-    position: torch.Tensor,
-    watermark: torch.Tensor,
-    valid: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    policy: str,
-    pdl: bool,
-    settings: TileSettings | None = None,
-) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
-    """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
-
-    As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
+    As many programs as all heads have tiles: the hardware hands them out, and those that no selected head needs leave.
     """
+    pdl = use_pdl(pdl, q.device)
     d = weight.shape[-1]
     batch, n_heads, head_dim = check_projection(attn_in, d, bias, q, k_cache, v_cache, position)
     check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
@@ -367,7 +306,7 @@ def qkv_launch(
         )
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
-    arguments = (
+    _qkv_kernel[(3 * head_dim * n_heads // settings.rows,)](
         attn_in.view(torch.int32) if packed else attn_in,
         weight.words if packed else weight,
         weight.scales if packed else None,
@@ -380,27 +319,25 @@ def qkv_launch(
         k_cache,
         v_cache,
         k_cache.shape[2],
+        B=batch,
+        B_TILE=triton.next_power_of_2(batch),
+        H=n_heads,
+        H_TILE=triton.next_power_of_2(n_heads),
+        HEAD_DIM=head_dim,
+        D=d,
+        ROWS=settings.rows,
+        PAIRS=settings.pairs,
+        WIDE=max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
+        BLOCK=settings.block,
+        STAGES=settings.stages,
+        GROUP=weight.group if packed else 0,
+        ROOM=settings.room,
+        POLICY=POLICIES[policy],
+        PDL=pdl,
+        num_warps=settings.warps,
+        launch_pdl=pdl,
+        **({"maxnreg": settings.registers} if settings.registers else {}),
     )
-    constants = {
-        "B": batch,
-        "B_TILE": triton.next_power_of_2(batch),
-        "H": n_heads,
-        "H_TILE": triton.next_power_of_2(n_heads),
-        "HEAD_DIM": head_dim,
-        "D": d,
-        "ROWS": settings.rows,
-        "PAIRS": settings.pairs,
-        "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
-        "BLOCK": settings.block,
-        "STAGES": settings.stages,
-        "GROUP": weight.group if packed else 0,
-        "ROOM": settings.room,
-        "POLICY": POLICIES[policy],
-        "PDL": pdl,
-    }
-    if settings.registers:
-        constants["maxnreg"] = settings.registers
-    return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 
 def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
