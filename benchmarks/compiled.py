@@ -28,12 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from kernels import sampling
 from kernels.attention import out_projection, qkv
-from kernels.attention.flash_decode import AttentionScratch
 from kernels.common import checks, launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
-from kernels.lookahead import attend_select, site_predict
+from kernels.lookahead import qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 from kernels.sampling import TokenState
@@ -185,7 +184,6 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                       torch.empty(h, dtype=torch.int32))  # fmt: skip
     kept, marks = halves(1, 64, d), torch.empty(1, h, dtype=torch.int32)
     sparse = (qkv_w, bias, heads, position, marks, None, q, cache, cache)
-    attention = (q, cache, cache, heads, position, marks, None, y, AttentionScratch.empty(1, h, hd, 64, "cpu"))
     yield f"qkv {d}", lambda: qkv.qkv(kept, *sparse, pdl=True)
     yield f"out {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, heads, y, True)
     yield f"out all {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, None, y, True)
@@ -217,9 +215,9 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             lambda predictor=predictor, bits=bits: select.select_rows(z, predictor, limit, bits, row_state, pdl=True),
         )
         yield (
-            f"attend_select {d} {kind}",
-            lambda predictor=predictor, bits=bits: attend_select.attend_select(
-                *attention, predictor, z, limit, row_state, bits, rows, pdl=True
+            f"qkv_select {d} {kind}",
+            lambda predictor=predictor, bits=bits: qkv_select.qkv_select(
+                kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
             ),
         )
     sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
@@ -227,7 +225,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield (
         f"site {d}",
         lambda site=site: site_predict.site_predict(
-            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, rows, True
+            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, True
         ),
     )
 
@@ -246,9 +244,18 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     ln, bias, w = LayerNormWeights(halves(d), halves(d)), halves(n), rows(n, d)
     q, cache, qkv_bias, qkv_w = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd), rows(h, 3, hd, d)
     heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
-    marks, scratch = torch.empty(1, h, dtype=torch.int32), AttentionScratch.empty(1, h, hd, 64, "cpu")
-    sparse = (halves(1, 64, d), qkv_w, qkv_bias, heads, ones, marks, None, q, cache, cache)
-    attention = (q, cache, cache, heads, ones, marks, None, halves(1, d), scratch)
+    sparse = (
+        halves(1, 64, d),
+        qkv_w,
+        qkv_bias,
+        heads,
+        ones,
+        torch.empty(1, h, dtype=torch.int32),
+        None,
+        q,
+        cache,
+        cache,
+    )
     listed, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
     predictors = {
         name: PredictorWeights(
@@ -262,20 +269,23 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"4 bits: dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, bias, "relu", hidden, True)
     yield f"4 bits: qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, qkv_bias, ones, q, cache, cache, True)
     yield f"4 bits: qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
-    yield f"4 bits: qkv {d} always", lambda: qkv.qkv(*sparse, policy="always", pdl=True)
     for kind, predictor in predictors.items():
         sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
         site = site_predict.SiteRows(halves(h, d), predictor.down, predictor.down_scale, *sums, False)
         yield (
-            f"4 bits: attend_select {d} {kind}",
-            lambda predictor=predictor: attend_select.attend_select(
-                *attention, predictor, z, limit, ones, bits, listed, pdl=True
+            f"4 bits: qkv_select {d} {kind}",
+            lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
+        )
+        yield (
+            f"4 bits: qkv_select {d} {kind} always",
+            lambda predictor=predictor: qkv_select.qkv_select(
+                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True
             ),
         )
         yield (
             f"4 bits: site {d} {kind}",
             lambda site=site: site_predict.site_predict(
-                x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, listed, True
+                x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
             ),
         )
     mixed = halves(1, d)

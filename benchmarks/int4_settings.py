@@ -6,8 +6,7 @@ SETTINGS:STEPS words. SETTINGS: "defaults", or qkv=WARPS/STAGES[/REGISTERS/ROOM]
 measurements up to 5c0ec81++, of 4 since), out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
 mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED, site=ROWS/BLOCK/WARPS,
-block=NEURONS of a program of the predictor's second half, attend=POSITIONS/WARPS (of a program beside it),
-add=STRIPE/CHUNK/WARPS (of the kernel that adds the MLP's partial sums),
+block=NEURONS of a program of the predictor's second half,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), codes=SHARE (int8 ones), stream=SHARE
 (on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each
@@ -30,7 +29,6 @@ from dejavu_train.engine.weights import DecodeWeights
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
 from kernels.dense import dense_gemv
-from kernels.lookahead import attend_select
 from kernels.mlp import int4_fc2, int4_mlp, predict, sparse_fc2
 
 COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torch", "commit", "date")
@@ -56,8 +54,6 @@ KERNELS = {  # where a kernel's defaults stand, and its settings from their numb
     "site": (predict, "predict_settings", predict.PredictSettings),
     "apart": (int4_fc2, "pays", bool),
     "block": (sparse_fc2, "packed_block", int),
-    "attend": (attend_select, "attention_settings", lambda *numbers: numbers),
-    "add": (sparse_fc2, "add_settings", sparse_fc2.AddSettings),
     "carve": (launch, "carveout", int),
 }
 DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}

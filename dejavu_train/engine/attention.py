@@ -133,7 +133,7 @@ class MaskedAttention:
 
 
 class FusedAttention:
-    """`SparseAttention` of one row whose grids also run the predictor of its layer's MLP and make the packed list."""
+    """`SparseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list."""
 
     def __init__(
         self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection, mlp: TargetSelection
@@ -152,27 +152,27 @@ class FusedAttention:
         work, predictor = self.work, self.heads.predictor
         work.ops.site_predict(
             x, self.weights.norm1, self.site, predictor.bias, predictor.threshold, work.state.position,
-            work.state.row_state, self.cache.attn_in, self.heads.selection, self.hidden, work.packed, pdl=work.pdl,
+            work.state.row_state, self.cache.attn_in, self.heads.selection, self.hidden, pdl=work.pdl,
         )  # fmt: skip
 
     def attend(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work, mlp = self.weights, self.cache, self.work, self.mlp
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
-        ops.qkv(
+        ops.qkv_select(
             cache.attn_in, weights.qkv, weights.qkv_bias, selection, state.position, cache.watermark, cache.valid,
-            work.q, cache.k, cache.v, policy=work.kv_policy, pdl=pdl,
+            work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold, state.row_state,
+            mlp.selection, policy=work.kv_policy, pdl=pdl,
         )  # fmt: skip
-        ops.attend_select(
+        ops.attend_pack(
             work.q, cache.k, cache.v, selection, state.position, cache.watermark, cache.valid, work.heads_out,
-            work.attention, mlp.predictor.weights, self.hidden, mlp.predictor.threshold, state.row_state, mlp.selection,
-            work.packed, pdl=pdl, mean=predictor.mean,
+            work.attention, mlp_selection=mlp.selection, packed=work.packed, pdl=pdl, mean=predictor.mean,
         )  # fmt: skip
         ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
 
 
 class FusedDenseAttention:
-    """`DenseAttention` of one row whose grids also run the predictor of its layer's MLP and make the packed list.
+    """`DenseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list.
 
     A predictor on a stream of its own costs two events a layer, and its kernels cannot start while others end. inputs:
     (1, T, d), of which a step fills and reads its own position: all layers share it.
@@ -193,15 +193,16 @@ class FusedDenseAttention:
         predictor = mlp.predictor
         ops.site_predict(
             x, weights.norm1, self.site, predictor.bias, predictor.threshold, state.position, state.row_state,
-            self.inputs, every, self.hidden, work.packed, pdl=pdl,
+            self.inputs, every, self.hidden, pdl=pdl,
         )  # fmt: skip
-        ops.qkv(
+        ops.qkv_select(
             self.inputs, weights.qkv, weights.qkv_bias, every, state.position, cache.watermark, None, work.q, cache.k,
-            cache.v, policy="always", pdl=pdl,
+            cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state, mlp.selection,
+            policy="always", pdl=pdl,
         )  # fmt: skip
-        ops.attend_select(
+        ops.attend_pack(
             work.q, cache.k, cache.v, None, state.position, None, None, work.heads_out, work.attention,
-            predictor.weights, self.hidden, predictor.threshold, state.row_state, mlp.selection, work.packed, pdl=pdl,
+            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl,
         )  # fmt: skip
         ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
 

@@ -102,9 +102,7 @@ def choose_execution(
 def fused_layers(
     predictors: Mapping[tuple[int, str], TargetPredictor], n_layers: int, batch: int, packed: bool
 ) -> set[int]:
-    """Layers whose MLP's predictor can run in the grids of head selection and attention.
-
-    Of selected heads or, packed, of all.
+    """Layers whose MLP's predictor can run in the grids of q/k/v and attention: of selected heads or, packed, of all.
 
     One row, and a predictor of the layer's attn_in. packed: 4-bit weights. In fp16 q/k/v of all heads is faster as a
     dense product, beside a predictor on a stream of its own (6.7B on one H200: 1.83 ms a step, fused 1.87).

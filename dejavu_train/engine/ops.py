@@ -7,7 +7,7 @@ from kernels import sampling
 from kernels.attention import flash_decode, head_select, out_projection, qkv
 from kernels.common import layer_norm
 from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense
-from kernels.lookahead import attend_select, site_predict
+from kernels.lookahead import attend_pack, qkv_select, site_predict
 from kernels.mlp import (
     cascade,
     cascade_batch,
@@ -28,7 +28,8 @@ def operations(kind: str) -> SimpleNamespace:
             head_select=head_select.head_select,
             qkv=qkv.qkv,
             site_predict=site_predict.site_predict,
-            attend_select=attend_select.attend_select,
+            qkv_select=qkv_select.qkv_select,
+            attend_pack=attend_pack.attend_pack,
             qkv_dense=qkv_dense.qkv_dense,
             flash_decode=flash_decode.flash_decode,
             project_heads=out_projection.project_heads,
@@ -54,7 +55,8 @@ def operations(kind: str) -> SimpleNamespace:
         head_select=head_select.head_select_reference,
         qkv=qkv.qkv_reference,
         site_predict=site_predict.site_predict_reference,
-        attend_select=attend_select.attend_select_reference,
+        qkv_select=qkv_select.qkv_select_reference,
+        attend_pack=decode_reference.attend_pack,
         qkv_dense=qkv_dense.qkv_dense_reference,
         flash_decode=flash_decode.flash_decode_reference,
         project_heads=out_projection.project_heads_reference,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.flash_decode import flash_decode_reference
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.mlp.cascade import CascadeWeights, cascade_reference
@@ -63,6 +64,12 @@ def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
     ids = rows.indices()
     out.ids[: len(ids)] = ids.int()
     out.count.fill_(len(ids))
+
+
+def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
+    """See `kernels.lookahead.attend_pack.attend_pack`."""
+    flash_decode_reference(*attention, mean=mean)
+    pack(mlp_selection, packed)
 
 
 def sparse_mlp(

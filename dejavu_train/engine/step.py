@@ -48,7 +48,7 @@ class Half:
 class DecodeStep:
     """State and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`.
 
-    fused: layers whose MLP's predictor runs in the grids of head selection and attention, see `dispatch.fused_layers`.
+    fused: layers whose MLP's predictor runs in the grids of q/k/v and attention, see `dispatch.fused_layers`.
 
     Attributes:
         halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one

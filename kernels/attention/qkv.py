@@ -17,6 +17,7 @@ K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays mi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -68,12 +69,13 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     return TileSettings(rows, pairs, block, stages, warps, wide)
 
 
-def int4_qkv_settings(d: int) -> TileSettings:
-    """Launch settings of 4-bit rows by width, from whole steps with 85 and 50 % of the heads
+def int4_qkv_settings(d: int, policy: str) -> TileSettings:
+    """Launch settings of 4-bit rows by width, from whole steps with 100, 85 and 50 % of the heads
     (`benchmarks/int4_settings.py`): eight units of a tile on their way, by two warps. With 168 registers six programs
     fit on a multiprocessor (Triton 3.9 spills some 60 bytes for it outside the loops, 3.6 none). "always" takes 112 to
-    128: up to 5120 columns room is what keeps more of these out."""
-    warps, stages = (1, 4) if INTERPRET else (2, 4)
+    128: up to 5120 columns room is what keeps more of these out. Around 7168 all programs of "always" are resident at
+    once with one warp each, which selected heads do not gain by (30B with half of them: 2.70 ms, by two warps 2.50)."""
+    warps, stages = (1 if INTERPRET or (policy == "always" and 5120 < d <= 8192) else 2), 4
     return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=168, room=20480 if d <= 5120 else 0)
 
 
@@ -246,14 +248,38 @@ def _listed_tiles(
 
 
 @triton.jit
-def _qkv_kernel(
-    attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
-    B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    n_tiles = tl.num_programs(0)
+def qkv_tile(
+    tile,
+    n_tiles,
+    attn_in,
+    weight,
+    scales,
+    bias,
+    row_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's whole work, its wait included, program `tile` of n_tiles. Other kernels' grids may carry it too."""
     if GROUP > 0:
         own_tile(
             tile, n_tiles, attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache,
@@ -264,6 +290,20 @@ def _qkv_kernel(
             tile, n_tiles, attn_in, weight, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
             B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, POLICY, PDL,
         )  # fmt: skip
+
+
+@triton.jit
+def _qkv_kernel(
+    attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache, capacity,
+    B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ROOM: tl.constexpr, POLICY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    qkv_tile(
+        tl.program_id(0), tl.num_programs(0), attn_in, weight, scales, bias, row_bits, position, watermark, valid, q,
+        k_cache, v_cache, capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP,
+        ROOM, POLICY, PDL,
+    )  # fmt: skip
 
 
 def qkv(
@@ -281,11 +321,33 @@ def qkv(
     pdl: bool = False,
     settings: TileSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy.
-
-    As many programs as all heads have tiles: the hardware hands them out, and those that no selected head needs leave.
-    """
+    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, constants, warps = qkv_launch(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl, settings
+    )
+    _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
+
+
+def qkv_launch(
+    attn_in: torch.Tensor,
+    weight: torch.Tensor | Int4Rows,
+    bias: torch.Tensor,
+    selection: Selection,
+    position: torch.Tensor,
+    watermark: torch.Tensor,
+    valid: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    policy: str,
+    pdl: bool,
+    settings: TileSettings | None = None,
+) -> tuple[int, tuple[Any, ...], dict[str, Any], int]:
+    """(tiles, arguments, constants, warps) of `qkv_tile`, the same in every grid that carries it, checked.
+
+    As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
+    """
     d = weight.shape[-1]
     batch, n_heads, head_dim = check_projection(attn_in, d, bias, q, k_cache, v_cache, position)
     check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
@@ -298,7 +360,7 @@ def qkv(
     packed = isinstance(weight, Int4Rows)
     if packed:
         check_dtype("attn_in", attn_in, (torch.float16,))
-        settings = settings or int4_qkv_settings(d)
+        settings = settings or int4_qkv_settings(d, policy)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
         require(
             (settings.rows, settings.pairs) == (16, 2) and settings.wide in (4, 8),
@@ -306,7 +368,7 @@ def qkv(
         )
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
-    _qkv_kernel[(3 * head_dim * n_heads // settings.rows,)](
+    arguments = (
         attn_in.view(torch.int32) if packed else attn_in,
         weight.words if packed else weight,
         weight.scales if packed else None,
@@ -319,25 +381,27 @@ def qkv(
         k_cache,
         v_cache,
         k_cache.shape[2],
-        B=batch,
-        B_TILE=triton.next_power_of_2(batch),
-        H=n_heads,
-        H_TILE=triton.next_power_of_2(n_heads),
-        HEAD_DIM=head_dim,
-        D=d,
-        ROWS=settings.rows,
-        PAIRS=settings.pairs,
-        WIDE=max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
-        BLOCK=settings.block,
-        STAGES=settings.stages,
-        GROUP=weight.group if packed else 0,
-        ROOM=settings.room,
-        POLICY=POLICIES[policy],
-        PDL=pdl,
-        num_warps=settings.warps,
-        launch_pdl=pdl,
-        **({"maxnreg": settings.registers} if settings.registers else {}),
     )
+    constants = {
+        "B": batch,
+        "B_TILE": triton.next_power_of_2(batch),
+        "H": n_heads,
+        "H_TILE": triton.next_power_of_2(n_heads),
+        "HEAD_DIM": head_dim,
+        "D": d,
+        "ROWS": settings.rows,
+        "PAIRS": settings.pairs,
+        "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
+        "BLOCK": settings.block,
+        "STAGES": settings.stages,
+        "GROUP": weight.group if packed else 0,
+        "ROOM": settings.room,
+        "POLICY": POLICIES[policy],
+        "PDL": pdl,
+    }
+    if settings.registers:
+        constants["maxnreg"] = settings.registers
+    return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 
 def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

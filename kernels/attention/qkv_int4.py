@@ -139,7 +139,7 @@ def own_tile(
 ):
     """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, its share of later groups, or both.
 
-    L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv`.
+    L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`.
     """
     TILES: tl.constexpr = 3 * HEAD_DIM // ROWS
     FIRST: tl.constexpr = PAIRS if B == 1 else WIDE  # pairs that a tile's own program takes

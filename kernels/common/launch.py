@@ -134,13 +134,6 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
-def start_dependents(PDL: tl.constexpr):
-    """The next kernel may start; what this one has yet to wait for, it must wait for as well."""
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
 def start_dependents_and_wait(PDL: tl.constexpr):
     """The other way round: the next kernel may start before what this one waits for is written."""
     if PDL:

@@ -7,7 +7,7 @@ A warp multiplies 16 rows, a program L / 2 of them at a time. Byte b of a row ho
 column rank / 2 + b in its high one; four bytes are a word of `int4_mma`, whose pairs of columns are then bytes 0 and 2,
 low and high nibbles, and bytes 1 and 3. hidden is a sum of two fp16 numbers (`select_batch.saturated`), which lie in
 neighbouring columns of B; four units of a row lie side by side there, of which a lane group holds one part of one.
-Products are exact, sums in fp32.
+Products are exact, sums in fp32. All words are on their way before the wait.
 
 In plain torch: `select.predict_select_reference`.
 """
@@ -17,7 +17,8 @@ import triton.language as tl
 
 from kernels.common.int4_mma import fp16_pairs, int4_mma
 from kernels.common.int4_tiles import split_words
-from kernels.mlp.select_batch import saturated
+from kernels.common.launch import wait_for_predecessor
+from kernels.mlp.select_batch import saturated, store_chosen
 
 MOST_WORDS = 96  # of a lane
 
@@ -37,15 +38,11 @@ def word_vector(words):
 
 @triton.jit
 def _neighbours(at, there, V: tl.constexpr):
-    """V neighbouring words or numbers from `at` (L,) on, zero where not `there`.
-
-    Past the L1, where hidden values may lie as an earlier layer left them.
-    """
+    """V neighbouring words or numbers from `at` (L,) on, zero where not `there`."""
     if V == 1:
-        words = (tl.load(at, mask=there, other=0, cache_modifier=".cg"),)
+        words = (tl.load(at, mask=there, other=0),)
     else:
-        columns = at[:, None] + tl.arange(0, V)[None, :]
-        words = split_words(tl.load(columns, mask=there[:, None], other=0, cache_modifier=".cg"), V)
+        words = split_words(tl.load(at[:, None] + tl.arange(0, V)[None, :], mask=there[:, None], other=0), V)
     return words
 
 
@@ -84,12 +81,26 @@ def hidden_planes(hidden, lane, W: tl.constexpr):
 
 
 @triton.jit
-def nibble_logits(
-    block_number, hidden, up, up_scale, bias, n, RANK: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr
-):  # fmt: skip
-    """Logits of neurons block_number * BLOCK .. + BLOCK - 1, (BLOCK,) fp32, by L threads.
+def select_nibbles(
+    block_number,
+    hidden,
+    up,
+    up_scale,
+    bias,
+    threshold,
+    row_state,
+    ids,
+    counts,
+    row_bits,
+    n,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    L: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's whole work, its wait included: list and bits of neurons block_number * BLOCK .. + BLOCK - 1.
 
-    up: pointer to bytes, of rows whose words are whole (`takes`). Nothing is waited for.
+    up: pointer to bytes, of rows whose words are whole (`takes`).
     """
     W: tl.constexpr = RANK // 8
     V: tl.constexpr = word_vector(W)
@@ -110,6 +121,9 @@ def nibble_logits(
     offset = tl.zeros((BLOCK,), tl.float32)
     if bias is not None:
         offset = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    limit = tl.load(threshold)
+    state = tl.load(row_state)
+    wait_for_predecessor(PDL)
     planes = hidden_planes(hidden, lane, W)
     sums = ()
     for k in tl.static_range(ROUNDS):
@@ -134,4 +148,5 @@ def nibble_logits(
     else:
         both = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))  # (L / 2, high bit, low bit)
         products = tl.reshape(tl.permute(both, (1, 2, 0)), (BLOCK,))
-    return products * scale + offset
+    logits = products * scale + offset
+    store_chosen(logits, limit, state, rows, inside, block_number, ids, counts, row_bits, BLOCK)

@@ -5,8 +5,7 @@ The rows of both predictors times n = LayerNorm(x), as in `predict_down`; n is k
 One batch row: x (1, d) fp32, heads (h, d), down (rank, d) as `predict_down` takes it: numbers, or int8 codes or nibbles
 with a scale a row; hidden (1, rank) fp32. The first programs have rows of the heads' predictor, the others of `down`.
 Without heads (h = 0) only `down` is multiplied, and n kept.
-Formulas and layouts of the selection as in `head_select`. Stage 2 is `qkv`, stage 3 `attend_select`, whose programs
-announce in `packed.announced` how many neurons they have selected: here it is set to zero again.
+Formulas and layouts of the selection as in `head_select`. The other stages are `qkv_select` and `attend_pack`.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from kernels.mlp.predict import (
     row_values,
 )
 from kernels.mlp.select import PredictorWeights, Selection
-from kernels.mlp.sparse_fc2 import PackedSelection
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,15 @@ class SiteRows:
 
 
 def site_predict_reference(
-    x, ln, site, bias, threshold, position, row_state, attn_in, selection, hidden, packed, pdl=False
+    x, ln, site, bias, threshold, position, row_state, attn_in, selection, hidden, pdl=False
 ) -> None:
     """Plain torch, in place."""
     heads = site.heads if len(site.heads) else None
     head_select_reference(x, ln, heads, bias, threshold, position, row_state, attn_in, selection)
     hidden.copy_(predict_down_reference(x, ln, site.down, site.scale, site.relu))
-    packed.announced.zero_()
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_announced"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _site_kernel(
     x,
     norm_weight,
@@ -84,9 +81,7 @@ def _site_kernel(
     row_bits,
     counts,
     hidden,
-    announced,
     n_rows,
-    n_announced,
     eps,
     H: tl.constexpr,
     HEAD_PROGRAMS: tl.constexpr,
@@ -95,7 +90,6 @@ def _site_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
-    CLEARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -118,8 +112,6 @@ def _site_kernel(
             pid, x, norm_weight, norm_bias, down, scale, gains, shifts, hidden, kept, n_rows, eps, D, BLOCK, ROWS,
             SLICE, RELU, PDL, HEAD_PROGRAMS,
         )  # fmt: skip
-    cleared = pid * CLEARED + tl.arange(0, CLEARED)
-    tl.store(announced + cleared, tl.zeros((CLEARED,), tl.int32), mask=cleared < n_announced)
 
 
 def site_predict(
@@ -133,7 +125,6 @@ def site_predict(
     attn_in: Tensor,
     selection: Selection,
     hidden: Tensor,
-    packed: PackedSelection,
     pdl: bool = False,
 ) -> None:
     """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32.
@@ -155,7 +146,6 @@ def site_predict(
         check_shape("bias", bias, n_heads)
     pdl = use_pdl(pdl, x.device)
     programs, constants, warps = norm_launch(d, (n_heads, rank))
-    n_announced = packed.announced.numel()
     _site_kernel[(programs,)](
         x,
         ln.weight,
@@ -173,15 +163,12 @@ def site_predict(
         selection.row_bits,
         selection.counts,
         hidden,
-        packed.announced,
         rank,
-        n_announced,
         ln.eps,
         H=n_heads,
         HEAD_PROGRAMS=triton.cdiv(n_heads, constants["ROWS"]),
         RELU=site.relu,
         **constants,
-        CLEARED=triton.next_power_of_2(triton.cdiv(n_announced, programs)),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -32,17 +32,14 @@ def store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr)
 def store_chosen(
     logits, limit, state, rows, inside, block_number, ids_ptr, counts_ptr, row_bits_ptr, BLOCK: tl.constexpr
 ):
-    """Bits and list of the neurons `rows` (BLOCK,), those `inside`, of one batch row by their logits; returns the bits.
-
-    state: the row's, or None: one that is decoded sparsely.
-    """
+    """Bits and list of the neurons `rows` (BLOCK,), those `inside`, of one batch row by their logits; state: the row's,
+    or None: one that is decoded sparsely."""
     chosen = (logits > limit) & inside  # False for NaN
     if state is not None:
         chosen = (chosen & (state > 0)) | (inside & (state == 2))
     bits = chosen.to(tl.int32)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
     store_selection(bits, rows, block_number, ids_ptr, counts_ptr, BLOCK)
-    return bits
 
 
 @triton.jit(do_not_specialize=["n", "batch"])

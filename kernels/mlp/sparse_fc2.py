@@ -9,6 +9,7 @@ them alone. w_t (n, d), values fp32.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,28 +21,21 @@ from kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_p
 from kernels.mlp.select import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
-LEAST_BLOCK = 32  # neurons of a selection's block, at least, whose programs pack as well
 MAX_SPLITS = 264  # rows of the scratch for partial sums
 
 
 @dataclass(frozen=True)
 class PackedSelection:
-    """ids (n) int32, defined below count (1) int32, old ones beyond it; values (n) fp32, where a kernel wrote some.
-
-    announced (n / LEAST_BLOCK) int32: where programs that select pack as well, by what they tell each other, one more
-    than the number of neurons that each has selected; zero while that is not known.
-    """
+    """ids (n) int32, defined below count (1) int32, old ones beyond it; values (n) fp32, where a kernel wrote some."""
 
     ids: Tensor
     values: Tensor
     count: Tensor
-    announced: Tensor
 
     @classmethod
     def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
-        sizes = (n, 1, triton.cdiv(n, LEAST_BLOCK))
-        ids, count, announced = (torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
-        return cls(ids, torch.zeros(n, device=device), count, announced)
+        ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
+        return cls(ids, torch.zeros(n, device=device), count)
 
     def set_dense(self, h: Tensor) -> None:
         """Fill from h (1, n), for tests."""
@@ -58,8 +52,9 @@ class PackedSelection:
         return dense
 
 
-@triton.jit(do_not_specialize=["n_ranges"])
-def _pack_kernel(
+@triton.jit
+def pack_ranges(
+    number_of,
     ids,
     counts,
     packed_ids,
@@ -69,11 +64,16 @@ def _pack_kernel(
     SLOTS_PAD: tl.constexpr,
     ALL_RANGES: tl.constexpr,
     RANGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Program number_of's RANGES ranges, with its wait: a program's whole work, also as a part of another grid."""
     # All slots are read beside the counts that say which of them are valid: one round trip.
-    wait_for_predecessor(PDL)
-    low = tl.program_id(0) * RANGES
+    if EARLY:
+        start_dependents_and_wait(PDL)
+    else:
+        wait_for_predecessor(PDL)
+    low = number_of * RANGES
     every = tl.arange(0, ALL_RANGES)
     number = tl.load(counts + every, mask=every < n_ranges, other=0)
     own = low + tl.arange(0, RANGES)
@@ -90,32 +90,56 @@ def _pack_kernel(
         tl.store(packed_count, tl.sum(number))
 
 
+@triton.jit(do_not_specialize=["n_ranges"])
+def _pack_kernel(
+    ids,
+    counts,
+    packed_ids,
+    packed_count,
+    n_ranges,
+    SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    ALL_RANGES: tl.constexpr,
+    RANGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pack_ranges(
+        tl.program_id(0), ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD,
+        ALL_RANGES, RANGES, False, PDL,
+    )  # fmt: skip
+
+
 def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
     """Close the gaps of a selection of one batch row: ids and count. Values come from the kernel that makes them."""
-    check_device("rows.ids", rows.ids)
     pdl = use_pdl(pdl, rows.ids.device)
+    programs, arguments, constants = pack_launch(rows, out)
+    _pack_kernel[(programs,)](*arguments, **constants, PDL=pdl, num_warps=4, launch_pdl=pdl)
+
+
+def pack_launch(
+    rows: Selection, out: PackedSelection, entries: int = ENTRIES
+) -> tuple[int, tuple[Any, ...], dict[str, int]]:
+    """(programs, arguments, constants) of `pack_ranges`, the same in every grid that carries it, checked.
+
+    entries: slots of the list for a program.
+    """
+    check_device("rows.ids", rows.ids)
     n_ranges = rows.counts.numel()
     padded = triton.next_power_of_2(rows.block)
-    ranges = max(1, ENTRIES // padded)
-    _pack_kernel[(triton.cdiv(n_ranges, ranges),)](
-        rows.ids,
-        rows.counts,
-        out.ids,
-        out.count,
-        n_ranges,
-        SLOTS=rows.block,
-        SLOTS_PAD=padded,
-        ALL_RANGES=max(128, triton.next_power_of_2(n_ranges)),
-        RANGES=ranges,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    ranges = max(1, entries // padded)
+    constants = {
+        "SLOTS": rows.block,
+        "SLOTS_PAD": padded,
+        "ALL_RANGES": max(128, triton.next_power_of_2(n_ranges)),
+        "RANGES": ranges,
+    }
+    arguments = (rows.ids, rows.counts, out.ids, out.count, n_ranges)
+    return triton.cdiv(n_ranges, ranges), arguments, constants
 
 
 def packed_block(d: int) -> int:
     """Block of the selections whose list is packed, for one batch row."""
-    return 64 if d <= 5120 else LEAST_BLOCK
+    return 64 if d <= 5120 else 32
 
 
 @triton.jit
@@ -207,38 +231,24 @@ def _add_kernel(
     tl.store(out + columns, tl.sum(y, 0) + offset + base, mask=inside)
 
 
-@dataclass(frozen=True)
-class AddSettings:
-    """stripe: columns of a program; chunk: partial sums that its `warps` add side by side."""
-
-    stripe: int
-    chunk: int
-    warps: int
-
-
-def add_settings(splits: int, element_size: int) -> AddSettings:
-    """Launch settings by the number of partial sums, and by the size of their numbers."""
-    if INTERPRET:
-        return AddSettings(32, 4, 4)
-    return AddSettings(32, 32, 4) if splits <= 132 else AddSettings(64 // element_size, 64, 4)
-
-
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
     """out (B, d) = residual + bias + the first `splits` times B d partial sums; pdl as `use_pdl` gives it."""
     batch, d = out.shape
-    settings = add_settings(splits, partials.element_size())
-    _add_kernel[(triton.cdiv(batch * d, settings.stripe),)](
+    stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (64 // partials.element_size(), 64, 4)
+    if INTERPRET:
+        chunk = 4
+    _add_kernel[(triton.cdiv(batch * d, stripe),)](
         partials,
         bias,
         residual,
         out,
         D=d,
         SIZE=batch * d,
-        STRIPE=settings.stripe,
+        STRIPE=stripe,
         SPLITS=splits,
-        CHUNK=settings.chunk,
+        CHUNK=chunk,
         PDL=pdl,
-        num_warps=settings.warps,
+        num_warps=warps,
         launch_pdl=pdl,
     )
 

@@ -49,7 +49,7 @@ def test_every_kernel_can_be_noted():
         if hasattr(each, "src") or hasattr(each, "fn")
     ]
     sources = {k.fn.__name__: k for k in kernels if hasattr(k, "fn") and k.fn.__name__.endswith("_kernel")}
-    assert {"_dense_rows_kernel", "_sparse_mlp_kernel", "_attend_select_kernel"} <= set(sources)
+    assert {"_dense_rows_kernel", "_sparse_mlp_kernel", "_qkv_select_kernel"} <= set(sources)
     waits = set()
     for name, kernel in sources.items():
         source = noting(triton.JITFunction(kernel.fn).src, 0)

@@ -10,6 +10,8 @@ from kernels.attention.head_select import head_selection
 from kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from kernels.common.int4 import unpack_int4
 from kernels.common.int4_mma import int4_mma
+from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
+from kernels.mlp.select import PredictorWeights, Selection
 
 NAN = float("nan")
 
@@ -162,6 +164,29 @@ def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy,
         assert queues_in_assembly.left + queues_in_assembly.on_their_way() == 0
 
 
+def with_predictor(device, rank=16, n=70):
+    """qkv_select as a function of qkv's arguments; its list is compared with the reference's."""
+    mlp = PredictorWeights(torch.empty(0), torch.randn(n, rank, device=device), torch.randn(n, device=device))
+    hidden, zero = torch.randn(1, rank, device=device), torch.zeros(1, device=device)
+    state, lists = torch.ones(1, dtype=torch.int32, device=device), []
+
+    def call(*tensors, **options):
+        lists.append(Selection.empty(n, device))
+        (qkv_select if not options.pop("reference", False) else qkv_select_reference)(
+            *tensors, mlp, hidden, zero, state, lists[-1], **options
+        )
+        if len(lists) == 2:
+            assert torch.equal(lists[0].indices(), lists[1].indices())
+
+    return call
+
+
+def test_beside_a_predictor(device):
+    call = with_predictor(device)
+    check(call, lambda *tensors, **options: call(*tensors, reference=True, **options),
+          case(device, 1, 2, 16, 128, 128, 0.5))  # fmt: skip
+
+
 def test_errors_name_what_does_not_fit(device):
     tensors = case(device, 1, 2, 16, 64, 64, 1.0)
     made = outputs(tensors[0], tensors[2])
@@ -186,3 +211,6 @@ def test_at_true_shapes(policy, batch, n_heads, head_dim, d):
     tensors = case("cuda", batch, n_heads, head_dim, d, 128, 0.5, size=d**-0.5 / 5)
     plain, dependent = (check(qkv, qkv_reference, tensors, policy, pdl=pdl) for pdl in (False, True))
     torch.testing.assert_close(dependent, plain, equal_nan=True, atol=0, rtol=0)
+    if batch == 1:
+        call = with_predictor("cuda", d // 16, 4 * d)
+        check(call, lambda *tensors, **options: call(*tensors, reference=True, **options), tensors, policy)

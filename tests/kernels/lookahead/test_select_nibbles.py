@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
-from kernels.lookahead.select_nibbles import nibble_logits, takes, word_vector
+from kernels.lookahead.select_nibbles import select_nibbles, takes, word_vector
 from kernels.mlp.select import Selection
-from kernels.mlp.select_batch import store_chosen
 
 
 @triton.jit
@@ -16,11 +15,9 @@ def _select_kernel(
     hidden, up, scale, bias, threshold, row_state, ids, counts, bits, n, RANK: tl.constexpr, BLOCK: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
-    block_number = tl.program_id(0)
-    rows = block_number * BLOCK + tl.arange(0, BLOCK)
-    logits = nibble_logits(block_number, hidden, up, scale, bias, n, RANK, BLOCK, L)
-    limit = tl.load(threshold)
-    store_chosen(logits, limit, tl.load(row_state), rows, rows < n, block_number, ids, counts, bits, BLOCK)
+    select_nibbles(
+        tl.program_id(0), hidden, up, scale, bias, threshold, row_state, ids, counts, bits, n, RANK, BLOCK, L, False
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,243 @@
+# mypy: disable-error-code="assignment"
+"""Look-ahead, stage 2: q/k/v and the second half of an MLP predictor of `attn_in`, in one grid.
+
+The tiles of `qkv`, and after them programs that own `block` neurons each and list those with
+    up[i] . hidden + bias[i] > threshold
+Independent work in a grid costs no launch edge and no event, and it fills the last wave of the tiles. So that no
+program needs more registers than a tile of q/k/v does, this product runs on the tensor cores as well: a tile of `up`
+times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding. In fp16
+two parts hold up to 131008: a larger hidden value counts as that. Codes and nibbles become fp16 numbers, exactly.
+Nibbles whose rows are whole words are multiplied as 4-bit weights are (`select_nibbles`), with fewer instructions. One
+batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
+from kernels.common.checks import check_shape
+from kernels.common.int4 import Int4Rows
+from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
+from kernels.lookahead.select_nibbles import select_nibbles, takes
+from kernels.mlp.codes import nibble_halves, stored_width
+from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
+from kernels.mlp.select_batch import saturated, store_chosen
+
+PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
+
+
+def qkv_select_reference(
+    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, mlp, hidden,
+    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False,
+) -> None:  # fmt: skip
+    """Plain torch, in place."""
+    qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy=policy)
+    second = PredictorWeights(
+        torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
+    )  # fmt: skip
+    mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
+
+
+@triton.jit
+def _parts(hidden, place, n, TYPE: tl.constexpr, PARTS: tl.constexpr):
+    """Hidden values at `place` (CHUNK,), zero from n on, as PARTS columns (CHUNK, 8) whose sum they are."""
+    part = tl.arange(0, 8)
+    z = tl.load(hidden + place, mask=place < n, other=0.0)
+    high = saturated(z, TYPE)
+    columns = tl.where((part == 0)[None, :], high.to(tl.float32)[:, None], 0.0)
+    if PARTS > 1:
+        rest = z - high.to(tl.float32)
+        middle = saturated(rest, TYPE)
+        columns = tl.where((part == 1)[None, :], middle.to(tl.float32)[:, None], columns)
+    if PARTS > 2:
+        columns = tl.where((part == 2)[None, :], (rest - middle.to(tl.float32))[:, None], columns)
+    return columns.to(TYPE)
+
+
+@triton.jit
+def _select_tile(
+    block_number,
+    hidden,
+    up,
+    up_scale,
+    bias,
+    threshold,
+    row_state,
+    ids,
+    counts,
+    row_bits,
+    n,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Logits and list of the neurons block_number * BLOCK .. + BLOCK - 1."""
+    NIBBLES: tl.constexpr = up.dtype.element_ty == tl.uint8
+    WIDTH: tl.constexpr = (RANK + 1) // 2 if NIBBLES else RANK  # elements of a row
+    rows = block_number * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    k = tl.arange(0, CHUNK)
+    scale = 1.0
+    if up_scale is not None:
+        scale = tl.load(up_scale + rows, mask=inside, other=0.0)
+    offset = tl.zeros((BLOCK,), tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    limit = tl.load(threshold)
+    state = tl.load(row_state)
+    w_ptrs = up + rows.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    wait_for_predecessor(PDL)
+    sums = tl.zeros((BLOCK, 8), tl.float32)
+    for column in tl.range(0, WIDTH, CHUNK, num_stages=STAGES):
+        if WIDTH % CHUNK == 0:
+            w = tl.load(w_ptrs + column, mask=inside[:, None], other=0)
+        else:
+            w = tl.load(w_ptrs + column, mask=inside[:, None] & (column + k < WIDTH)[None, :], other=0)
+        z = _parts(hidden, column + k, WIDTH, TYPE, PARTS)
+        if NIBBLES:
+            low, high = nibble_halves(w)
+            sums = tl.dot(low, z, sums, input_precision="ieee")
+            more = _parts(hidden, WIDTH + column + k, RANK, TYPE, PARTS)
+            sums = tl.dot(high, more, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(w.to(TYPE), z, sums, input_precision="ieee")
+    logits = tl.sum(sums, 1) * scale + offset
+    store_chosen(logits, limit, state, rows, inside, block_number, ids, counts, row_bits, BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _qkv_select_kernel(
+    attn_in,
+    weight,
+    scales,
+    qkv_bias,
+    head_bits,
+    position,
+    watermark,
+    valid,
+    q,
+    k_cache,
+    v_cache,
+    capacity,
+    hidden,
+    up,
+    up_scale,
+    mlp_bias,
+    mlp_threshold,
+    row_state,
+    ids,
+    counts,
+    mlp_bits,
+    n,
+    n_tiles,
+    B: tl.constexpr,
+    B_TILE: tl.constexpr,
+    H: tl.constexpr,
+    H_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    POLICY: tl.constexpr,
+    PDL: tl.constexpr,
+    RANK: tl.constexpr,
+    MLP_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MLP_STAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid >= n_tiles:
+        if WORDS:
+            select_nibbles(
+                pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
+                MLP_BLOCK, LANES, PDL,
+            )  # fmt: skip
+        else:
+            _select_tile(
+                pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
+                MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL,
+            )  # fmt: skip
+    else:
+        qkv_tile(
+            pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL,
+        )  # fmt: skip
+
+
+def qkv_select(
+    attn_in: Tensor,
+    weight: Tensor | Int4Rows,
+    bias: Tensor,
+    selection: Selection,
+    position: Tensor,
+    watermark: Tensor,
+    valid: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mlp: PredictorWeights,
+    hidden: Tensor,
+    mlp_threshold: Tensor,
+    row_state: Tensor,
+    mlp_selection: Selection,
+    policy: str = "backfill",
+    pdl: bool = False,
+) -> None:
+    """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
+
+    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row scales,
+    or as nibbles with such scales. Errors: shapes, policy, a CPU tensor.
+    """
+    pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, constants, warps = qkv_launch(
+        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl
+    )
+    rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
+    check_shape("q", q, 1, *q.shape[1:])
+    width = stored_width(mlp.up, rank)
+    check_shape("up", mlp.up, n, width)
+    chunk = min(64, max(16, triton.next_power_of_2(width)))
+    # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
+    # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.
+    stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
+    multiplied = dot_type(mlp.up.dtype)
+    _qkv_select_kernel[(n_tiles + n_blocks,)](
+        *arguments,
+        hidden,
+        mlp.up,
+        mlp.up_scale,
+        mlp.bias,
+        mlp_threshold,
+        row_state,
+        mlp_selection.ids,
+        mlp_selection.counts,
+        mlp_selection.row_bits,
+        n,
+        n_tiles,
+        **constants,
+        RANK=rank,
+        MLP_BLOCK=mlp_selection.block,
+        CHUNK=chunk,
+        MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
+        TYPE=multiplied,
+        PARTS=PARTS[multiplied],
+        WORDS=mlp.up.dtype == torch.uint8 and mlp.up_scale is not None and takes(rank, mlp_selection.block, 32 * warps),
+        LANES=32 * warps,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
