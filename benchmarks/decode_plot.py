@@ -75,7 +75,8 @@ def main() -> int:
     from matplotlib import pyplot as plt
 
     with (RESULTS / "decode.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if "weights=" not in row["options"]]
+        every = list(csv.DictReader(file))
+    rows = [row for row in every if "weights=" not in row["options"]]
     models = ("6.7b", "30b", "66b")
     figure, axes = plt.subplot_mosaic([list(models), ["batches", "int4", "int4"]], figsize=(12.6, 7.2))
     for model in models:
@@ -107,7 +108,7 @@ def main() -> int:
     axes["batches"].set_ylim(bottom=0)
     axes["batches"].legend(fontsize=6)
     draw_four_bits(axes["int4"])
-    where = f"{rows[-1]['gpu']}, rows of decode.csv up to {rows[-1]['date']}"
+    where = f"{rows[-1]['gpu']}, rows of decode.csv up to {max(row['date'] for row in every)}"
     condition = "Batch 1: MLP 10 %, heads 50 %, 60 % of the selected neurons live"
     figure.suptitle(f"Decoding, fp16 but for the last panel, {where}. {condition}", fontsize=10)
     figure.tight_layout()
