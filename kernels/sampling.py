@@ -201,7 +201,7 @@ def _advance_kernel(
     PDL: tl.constexpr,
 ):
     # One program a row holds all logits in registers: no sort, no softmax in memory. What the step before left is older
-    # than the LM head's launch, so it is read before the wait; past the L1, where it may lie as it was.
+    # than the LM head's launch, so it is read before the wait; past the L1, which may hold values of an earlier step.
     b = tl.program_id(0)
     finished_before = tl.load(done + b, cache_modifier=".cg")
     at = tl.load(position + b, cache_modifier=".cg") + 1
@@ -226,7 +226,7 @@ def _advance_kernel(
                 scaled = tl.where(ids == tl.load(stops + i), float("-inf"), scaled)
             top = tl.max(scaled, 0)
         if MODE > 0:
-            scaled = (scaled - tl.max(scaled, 0)) / tl.load(temperature + b)
+            scaled = (scaled - top) / tl.load(temperature + b)
             if MODE == 3:
                 # The largest cut-off above which top_k tokens still stand, by bisection on the logit.
                 number = tl.load(top_k + b)
