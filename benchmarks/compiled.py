@@ -30,9 +30,10 @@ from kernels import sampling
 from kernels.attention import out_projection, qkv
 from kernels.common import checks, launch
 from kernels.common.int4 import Int4Rows
+from kernels.common.late_norm import LateNorm
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
-from kernels.lookahead import qkv_select, site_predict
+from kernels.lookahead import mlp_ahead, qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 from kernels.sampling import TokenState
@@ -286,6 +287,29 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"4 bits: site {d} {kind}",
             lambda site=site: site_predict.site_predict(
                 x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
+            ),
+        )
+    estimate, moments = torch.empty(2), torch.empty(2, dtype=torch.int64)
+    norm = LateNorm(ln, estimate, moments, torch.empty(64, 2))
+    sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
+    first_half = rows(rank, d) if d >= mlp_ahead.TILED_FROM else predictors["nibbles"].down
+    ahead = mlp_ahead.HeadsAhead(halves(h, d), ln, sums[0], torch.empty(h), limit, ones, heads)
+    for policy, selected in (("backfill", ahead), ("always", None)):
+        late = mlp_ahead.LateSite(
+            norm, sparse[0], ones, *(torch.empty(h, 3, hd) for _ in range(2)), selected, first_half,
+            *(torch.empty(rank) for _ in range(3)), False, ones,
+        )  # fmt: skip
+        yield (
+            f"4 bits: late qkv_select {d} {policy}",
+            lambda late=late, policy=policy: qkv_select.qkv_select(
+                sparse[0], qkv_w, late.shifts, *sparse[3:], predictors["nibbles"], z, limit, ones, bits, policy, True,
+                late,
+            ),
+        )  # fmt: skip
+        yield (
+            f"4 bits: mlp_ahead {d} {policy}",
+            lambda late=late: mlp_ahead.mlp_ahead(
+                x, ln, w, bias, w, halves(d), listed, y, partials, "list", True, ahead=late
             ),
         )
     mixed = halves(1, d)

@@ -82,7 +82,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
     predictors = None
     if cell.engine == "sparse":
         single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
-        predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors)
+        predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors, cell.heads_site)
     engine = DecodeEngine(
         weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
         pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True,

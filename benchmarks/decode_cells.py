@@ -22,6 +22,7 @@ class Cell:
         weights: of the layers, float16 or int4; torch-int4 = dense, products by PyTorch's int4 kernel.
         lm_head: float16 or int4.
         site: half-blocks between the site that the MLP's predictor reads and fc1.
+        heads_site: half-blocks between the site that the heads' predictor reads and q/k/v.
         look_ahead: where a predictor of an earlier site runs; see `DecodeEngine`, as the others below.
         breakdown: what each kernel adds to the step as well, into the note; see `decode_breakdown`.
     """
@@ -36,6 +37,7 @@ class Cell:
     weights: str = "float16"
     lm_head: str = "float16"
     site: int = 0
+    heads_site: int = 0
     look_ahead: str = "fused"
     kv_policy: str = "backfill"
     pdl: bool = True

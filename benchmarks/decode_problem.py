@@ -57,12 +57,13 @@ def random_predictors(
     head_density: float,
     lookahead: int = 0,
     dtype: str = "float16",
+    heads_ahead: int = 0,
 ) -> dict[tuple[int, str], TargetPredictor]:
     """Predictors of both targets, none for a density of 1; thresholds are set later, see `set_thresholds`.
 
     Args:
         mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
-        lookahead: half-blocks between the MLP's site and fc1.
+        lookahead: half-blocks between the MLP's site and fc1; heads_ahead: between the heads' site and q/k/v.
         dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
     """
     generator = torch.Generator("cuda").manual_seed(1)
@@ -78,7 +79,7 @@ def random_predictors(
         if density == 1:
             continue
         n = shape.units(target)
-        half = max(0, 2 * layer + 1 - lookahead) if target == "mlp" else 2 * layer
+        half = max(0, 2 * layer + 1 - lookahead if target == "mlp" else 2 * layer - heads_ahead)
         folded, pair = None, PredictorWeights(none, none)
         if target == "heads":
             folded = normal(n, shape.d_model)

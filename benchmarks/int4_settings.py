@@ -7,10 +7,11 @@ measurements up to 5c0ec81++, of 4 since), out=WARPS/SPAN/TILES/REGISTERS,
 rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements up to 66bf3c1 units),
 mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED, site=ROWS/BLOCK/WARPS,
 block=NEURONS of a program of the predictor's second half,
-apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory; with "+" several of them.
-STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), codes=SHARE (int8 ones), stream=SHARE
-(on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE of the heads; 10 % of the neurons. A row each
-in --csv as it comes; one GPU.
+apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory, late=0 (a stage before q/k/v in
+every layer, also where the MLP before it could make its input); with "+" several of them.
+STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), late=SHARE (heads half a block ahead
+as well), codes=SHARE (int8 ones), stream=SHARE (on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE
+of the heads; 10 % of the neurons. A row each in --csv as it comes; one GPU.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 from benchmarks import decode
 from benchmarks.decode_cells import Cell, read_cells
 from benchmarks.rows import append_row, commit, five_digits
+from dejavu_train.engine import decode as engine
 from dejavu_train.engine.weights import DecodeWeights
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
@@ -35,6 +37,7 @@ COLUMNS = ("model", "settings", "step", "p20_ms", "p50_ms", "note", "gpu", "torc
 STEPS = {
     "dense": "engine=dense weights=int4",
     "ahead": "weights=int4 predictors=int4 site=1 head_density=",
+    "late": "weights=int4 predictors=int4 site=1 heads_site=1 head_density=",
     "codes": "weights=int4 predictors=int8 site=1 head_density=",
     "stream": "weights=int4 predictors=int4 site=1 look_ahead=stream head_density=",
     "own": "weights=int4 predictors=int4 head_density=",
@@ -55,6 +58,7 @@ KERNELS = {  # where a kernel's defaults stand, and its settings from their numb
     "apart": (int4_fc2, "pays", bool),
     "block": (sparse_fc2, "packed_block", int),
     "carve": (launch, "carveout", int),
+    "late": (engine, "late_layers", lambda _: set()),
 }
 DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}
 

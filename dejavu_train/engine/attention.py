@@ -12,6 +12,7 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.attention.head_select import head_selection
+from kernels.lookahead.mlp_ahead import LateSite
 from kernels.lookahead.site_predict import SiteRows
 
 
@@ -73,7 +74,7 @@ class SparseAttention:
         weights, cache, work, predictor = self.weights, self.cache, self.work, self.heads.predictor
         self.heads.join()
         work.ops.head_select(
-            x, weights.norm1, predictor.folded, predictor.bias, predictor.threshold, work.state.position,
+            x, weights.norm1, predictor.own_folded, predictor.bias, predictor.threshold, work.state.position,
             work.state.row_state, cache.attn_in, self.heads.selection, pdl=work.pdl,
         )  # fmt: skip
 
@@ -110,11 +111,11 @@ class MaskedAttention:
 
     def select(self, x: Tensor) -> None:
         work, predictor = self.work, self.heads.predictor
-        if predictor.folded is None:
+        if predictor.own_folded is None:
             self.heads.join()
         else:
             work.ops.head_select(
-                x, self.weights.norm1, predictor.folded, predictor.bias, predictor.threshold, self.first,
+                x, self.weights.norm1, predictor.own_folded, predictor.bias, predictor.threshold, self.first,
                 work.state.row_state, self.scratch, self.heads.selection, pdl=work.pdl,
             )  # fmt: skip
 
@@ -133,12 +134,21 @@ class MaskedAttention:
 
 
 class FusedAttention:
-    """`SparseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list."""
+    """`SparseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list.
+
+    late: of this layer, where the MLP before it makes its input and selects its heads; or None.
+    """
 
     def __init__(
-        self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection, mlp: TargetSelection
+        self,
+        weights: LayerWeights,
+        cache: LayerCache,
+        work: Workspace,
+        heads: TargetSelection,
+        mlp: TargetSelection,
+        late: LateSite | None = None,
     ) -> None:
-        self.weights, self.cache, self.work, self.heads, self.mlp = weights, cache, work, heads, mlp
+        self.weights, self.cache, self.work, self.heads, self.mlp, self.late = weights, cache, work, heads, mlp, late
         self.bias = bias_with_mean(weights, heads)
         assert heads.predictor.folded is not None
         self.site = SiteRows.of(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
@@ -150,19 +160,20 @@ class FusedAttention:
 
     def select(self, x: Tensor) -> None:
         work, predictor = self.work, self.heads.predictor
-        work.ops.site_predict(
-            x, self.weights.norm1, self.site, predictor.bias, predictor.threshold, work.state.position,
-            work.state.row_state, self.cache.attn_in, self.heads.selection, self.hidden, pdl=work.pdl,
-        )  # fmt: skip
+        if self.late is None:
+            work.ops.site_predict(
+                x, self.weights.norm1, self.site, predictor.bias, predictor.threshold, work.state.position,
+                work.state.row_state, self.cache.attn_in, self.heads.selection, self.hidden, pdl=work.pdl,
+            )  # fmt: skip
 
     def attend(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work, mlp = self.weights, self.cache, self.work, self.mlp
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
         ops.qkv_select(
-            cache.attn_in, weights.qkv, weights.qkv_bias, selection, state.position, cache.watermark, cache.valid,
-            work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold, state.row_state,
-            mlp.selection, policy=work.kv_policy, pdl=pdl,
+            cache.attn_in, weights.qkv, late_bias(weights, self.late), selection, state.position, cache.watermark,
+            cache.valid, work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold,
+            state.row_state, mlp.selection, policy=work.kv_policy, pdl=pdl, late=self.late,
         )  # fmt: skip
         ops.attend_pack(
             work.q, cache.k, cache.v, selection, state.position, cache.watermark, cache.valid, work.heads_out,
@@ -175,13 +186,20 @@ class FusedDenseAttention:
     """`DenseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list.
 
     A predictor on a stream of its own costs two events a layer, and its kernels cannot start while others end. inputs:
-    (1, T, d), of which a step fills and reads its own position: all layers share it.
+    (1, T, d), of which a step fills and reads its own position: all layers share it. late: as in `FusedAttention`.
     """
 
     def __init__(
-        self, weights: LayerWeights, cache: LayerCache, work: Workspace, mlp: TargetSelection, inputs: Tensor
+        self,
+        weights: LayerWeights,
+        cache: LayerCache,
+        work: Workspace,
+        mlp: TargetSelection,
+        inputs: Tensor,
+        late: LateSite | None = None,
     ) -> None:
         self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
+        self.late = late
         self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1)
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
         self.every_head = head_selection(work.q.shape[1], work.q.device)
@@ -191,20 +209,26 @@ class FusedDenseAttention:
         weights, cache, work, mlp, every = self.weights, self.cache, self.work, self.mlp, self.every_head
         ops, state, pdl = work.ops, work.state, work.pdl
         predictor = mlp.predictor
-        ops.site_predict(
-            x, weights.norm1, self.site, predictor.bias, predictor.threshold, state.position, state.row_state,
-            self.inputs, every, self.hidden, pdl=pdl,
-        )  # fmt: skip
+        if self.late is None:
+            ops.site_predict(
+                x, weights.norm1, self.site, predictor.bias, predictor.threshold, state.position, state.row_state,
+                self.inputs, every, self.hidden, pdl=pdl,
+            )  # fmt: skip
         ops.qkv_select(
-            self.inputs, weights.qkv, weights.qkv_bias, every, state.position, cache.watermark, None, work.q, cache.k,
-            cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state, mlp.selection,
-            policy="always", pdl=pdl,
+            self.inputs, weights.qkv, late_bias(weights, self.late), every, state.position, cache.watermark, None,
+            work.q, cache.k, cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state,
+            mlp.selection, policy="always", pdl=pdl, late=self.late,
         )  # fmt: skip
         ops.attend_pack(
             work.q, cache.k, cache.v, None, state.position, None, None, work.heads_out, work.attention,
             mlp_selection=mlp.selection, packed=work.packed, pdl=pdl,
         )  # fmt: skip
         ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
+
+
+def late_bias(weights: LayerWeights, late: LateSite | None) -> Tensor:
+    """(h, 3, head_dim): the bias of q/k/v, with the LayerNorm's shift where that is not in their input."""
+    return weights.qkv_bias if late is None else late.shifts
 
 
 Attention = DenseAttention | SparseAttention | MaskedAttention | FusedAttention | FusedDenseAttention

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.engine.dispatch import choose_execution, describe_execution, fused_layers
+from dejavu_train.engine.dispatch import choose_execution, describe_execution, fused_layers, late_layers
 from dejavu_train.engine.inputs import (
     MAX_BATCH,
     Sampling,
@@ -147,9 +147,12 @@ class DecodeEngine:
                 " take fewer rows, or the policy backfill with crossover"
             )
         layers = sum(mode.sparse and mode.target == "heads" for mode in self.modes.values())
-        fused = set()
+        fused, late = set[int](), set[int]()
         if look_ahead == "fused":
             fused = fused_layers(self.predictors, self.shape.n_layers, batch, weights.packed)
+            if weights.packed and guard is None:  # a guard's dense steps make no input for the next layer
+                late = late_layers(self.predictors, self.shape.n_layers, batch)
+                fused |= late
         if any((layer, "heads") not in self.predictors for layer in fused):
             layers += 1  # those of all heads share what one layer keeps
         coming = cache_bytes(self.shape, batch, self.context, weights.embedding.dtype, layers)
@@ -160,7 +163,7 @@ class DecodeEngine:
         self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
             self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
-            look_ahead, fused, self.guard,
+            look_ahead, fused, late, self.guard,
         )  # fmt: skip
         self.state = self.core.state
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dejavu_train.engine.predictors import TargetPredictor
 from kernels.common import launch
+from kernels.common.int4 import COLUMNS_PER_WORD
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,26 @@ def fused_layers(
         heads, mlp = predictors.get((layer, "heads")), predictors.get((layer, "mlp"))
         if batch == 1 and mlp is not None and mlp.top_k is None:
             own_site = (mlp.site, mlp.site_layer) == ("attn_in", layer)
-            if own_site and (packed if heads is None else heads.folded is not None):
+            if own_site and (packed if heads is None else heads.own_folded is not None):
+                found.add(layer)
+    return found
+
+
+def late_layers(predictors: Mapping[tuple[int, str], TargetPredictor], n_layers: int, batch: int) -> set[int]:
+    """Layers that need no stage of their own before q/k/v, of those with 4-bit weights: `kernels.lookahead.mlp_ahead`.
+
+    The MLP before makes their input and selects their heads, if not all are kept: by a predictor of that MLP's own
+    input. Else as `fused_layers`, of which the layer before is one, or one of these; the MLP's predictor is of nibbles
+    that `select_nibbles` takes.
+    """
+    fused, found = fused_layers(predictors, n_layers, batch, packed=True), set[int]()
+    for layer in range(1, n_layers):
+        heads = predictors.get((layer, "heads"))
+        mlp = {key: each for key, each in predictors.items() if key == (layer, "mlp")}
+        ahead = heads is None or (heads.ahead and heads.folded is not None)
+        if ahead and layer - 1 in fused | found and fused_layers(mlp, n_layers, batch, packed=True):
+            weights = predictors[layer, "mlp"].weights
+            if weights.down.dtype == torch.uint8 and len(weights.down) % COLUMNS_PER_WORD == 0:
                 found.add(layer)
     return found
 

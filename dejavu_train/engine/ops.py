@@ -7,7 +7,7 @@ from kernels import sampling
 from kernels.attention import flash_decode, head_select, out_projection, qkv
 from kernels.common import layer_norm
 from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense
-from kernels.lookahead import attend_pack, qkv_select, site_predict
+from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import (
     cascade,
     cascade_batch,
@@ -38,6 +38,7 @@ def operations(kind: str) -> SimpleNamespace:
             pack=sparse_fc2.pack,
             sparse_mlp=sparse_mlp.sparse_mlp,
             int4_mlp=int4_mlp.int4_mlp,
+            mlp_ahead=mlp_ahead.mlp_ahead,
             cascade=cascade.cascade,
             sparse_fc2=sparse_fc2.sparse_fc2,
             cascade_test=cascade_batch.cascade_test,
@@ -65,6 +66,7 @@ def operations(kind: str) -> SimpleNamespace:
         pack=decode_reference.pack,
         sparse_mlp=decode_reference.sparse_mlp,
         int4_mlp=decode_reference.sparse_mlp,
+        mlp_ahead=decode_reference.mlp_ahead,
         cascade=decode_reference.cascade,
         sparse_fc2=decode_reference.sparse_fc2,
         cascade_test=decode_reference.cascade_test,

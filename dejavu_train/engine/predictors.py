@@ -19,7 +19,8 @@ Grid = tuple[Tensor, Tensor, Tensor]
 class TargetPredictor:
     """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
     (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
-    frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`."""
+    frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`.
+    ahead: folded reads mlp_in of the layer before, not attn_in of its own."""
 
     layer: int
     target: str
@@ -34,6 +35,15 @@ class TargetPredictor:
     mean: Tensor | None = None
     frequency: Tensor | None = None
     grid: Grid | None = None
+
+    @property
+    def ahead(self) -> bool:
+        return (self.site, self.site_layer) == ("mlp_in", self.layer - 1)
+
+    @property
+    def own_folded(self) -> Tensor | None:
+        """folded, where the layer itself can run it."""
+        return None if self.ahead else self.folded
 
 
 def check_calibrated(bundle: Any) -> None:
@@ -52,8 +62,8 @@ def load_predictors(
 ) -> dict[tuple[int, str], TargetPredictor]:
     """The predictors of a bundle by (layer, target); dense specs are left out.
 
-    A head predictor without a nonlinearity is folded into one matrix of h rows: one stage instead of two, and fewer
-    bytes wherever the rank exceeds h.
+    A head predictor without a nonlinearity of its layer's attn_in, or of mlp_in of the layer before, is folded into one
+    matrix of h rows: one stage instead of two, and fewer bytes wherever the rank exceeds h.
 
     Args:
         dtype: of the model; predictors are kept in it.
@@ -75,7 +85,7 @@ def load_predictors(
         relu = module.nonlinearity == "relu"
         folded = None
         if target == "heads" and not relu and spec.top_k is None:
-            if (spec.site, spec.site_layer) == ("attn_in", layer):
+            if (spec.site, spec.site_layer) in (("attn_in", layer), ("mlp_in", layer - 1)):
                 folded = (up @ down).to(device=device, dtype=dtype)
         if spec.dtype in DTYPES or not codes:
             weights = PredictorWeights(

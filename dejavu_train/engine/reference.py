@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.attention.flash_decode import flash_decode_reference
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.lookahead.mlp_ahead import add_ahead_reference
 from kernels.mlp.cascade import CascadeWeights, cascade_reference
 from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
@@ -91,6 +92,12 @@ def sparse_mlp(
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
     h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
     out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
+
+
+def mlp_ahead(x, ln, w1, b1, w2_t, b2, rows, out, partials=None, early=None, pdl=False, *, ahead) -> None:  # type: ignore[no-untyped-def]
+    """See `kernels.lookahead.mlp_ahead.mlp_ahead`."""
+    sparse_mlp(x, ln, w1, b1, w2_t, b2, x, rows, out)
+    add_ahead_reference(x, out, ahead)
 
 
 def cascade(

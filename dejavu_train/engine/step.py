@@ -31,6 +31,9 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from kernels.attention import head_select
 from kernels.common import launch
+from kernels.common.int4 import Int4Rows
+from kernels.common.late_norm import LateNorm
+from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
 from kernels.mlp import select, sparse_fc2
 
 Key = tuple[int, str]
@@ -48,7 +51,8 @@ class Half:
 class DecodeStep:
     """State and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`.
 
-    fused: layers whose MLP's predictor runs in the grids of q/k/v and attention, see `dispatch.fused_layers`.
+    fused: layers whose MLP's predictor runs in the grids of q/k/v and attention, see `dispatch.fused_layers`; late:
+    those of them whose input the MLP before makes, see `dispatch.late_layers`.
 
     Attributes:
         halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
@@ -72,12 +76,13 @@ class DecodeStep:
         pdl: bool,
         look_ahead: str,
         fused: Collection[int] = (),
+        late: Collection[int] = (),
         guard: GuardState | None = None,
     ) -> None:
         self.guard = guard
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
-        self._fused = fused
+        self._fused, self._late = fused, late
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
@@ -98,12 +103,15 @@ class DecodeStep:
         ]
         inputs = context if any((layer, "heads") not in predictors for layer in fused) else 0
         self.inputs = torch.zeros(batch, inputs, shape.d_model, dtype=dtype, device=device)
+        sites = self._late_sites(chosen)
         self.halves: list[Half] = []
         for layer in range(shape.n_layers):
             heads, mlp = chosen.get((layer, "heads")), chosen.get((layer, "mlp"))
-            attention = self._attention(layer, heads, mlp if layer in fused else None, (layer, "heads") in masked)
+            attention = self._attention(
+                layer, heads, mlp if layer in fused else None, (layer, "heads") in masked, sites.get(layer)
+            )
             self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
-            body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked)
+            body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked, sites.get(layer + 1))
             self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
@@ -111,7 +119,7 @@ class DecodeStep:
         """The selection of a (layer, target), and its predictor where that runs on its own."""
         predictor, device = self.predictors[key], self.device
         layer, target = key
-        if predictor.folded is not None:
+        if predictor.own_folded is not None or (target == "heads" and layer in self._late):
             return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
         block = sparse_fc2.packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
         selection = select.Selection.empty(self.shape.units(target), device, block)
@@ -136,27 +144,56 @@ class DecodeStep:
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
         )
 
+    def _late_sites(self, chosen: Mapping[Key, TargetSelection]) -> dict[int, LateSite]:
+        """What the MLP before each late layer leaves for it."""
+        device, found = self.device, {}
+        estimate, moments = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        for layer in sorted(self._late):
+            weights, cache, ahead = self.weights.layers[layer], self.caches[layer], None
+            heads, mlp = chosen.get((layer, "heads")), chosen[layer, "mlp"].predictor
+            if heads is not None:
+                rows, norm = heads.predictor.folded, self.weights.layers[layer - 1].norm2
+                assert rows is not None
+                ahead = HeadsAhead.of(
+                    rows, norm, heads.predictor.bias, heads.predictor.threshold, self.state.row_state, heads.selection
+                )
+            assert isinstance(weights.qkv, Int4Rows)
+            found[layer] = LateSite.of(
+                LateNorm.empty(weights.norm1, self.context, estimate, moments),
+                self.inputs if heads is None else cache.attn_in, self.state.position, weights.qkv, weights.qkv_bias,
+                mlp.weights, arrived, ahead,
+            )  # fmt: skip
+        return found
+
     def _attention(
-        self, layer: int, heads: TargetSelection | None, fused_mlp: TargetSelection | None, masked: bool
+        self,
+        layer: int,
+        heads: TargetSelection | None,
+        fused_mlp: TargetSelection | None,
+        masked: bool,
+        late: LateSite | None,
     ) -> Attention:
         weights, cache = self.weights.layers[layer], self.caches[layer]
         if heads is None and fused_mlp is not None:
-            return FusedDenseAttention(weights, cache, self.work, fused_mlp, self.inputs)
+            return FusedDenseAttention(weights, cache, self.work, fused_mlp, self.inputs, late)
         if heads is None:
             return DenseAttention(weights, cache, self.work)
         if masked:
             return MaskedAttention(weights, cache, self.work, heads)
         if fused_mlp is not None:
-            return FusedAttention(weights, cache, self.work, heads, fused_mlp)
+            return FusedAttention(weights, cache, self.work, heads, fused_mlp, late)
         return SparseAttention(weights, cache, self.work, heads)
 
-    def _mlp(self, layer: int, mlp: TargetSelection | None, fused: bool, masked: bool) -> Mlp:
+    def _mlp(self, layer: int, mlp: TargetSelection | None, fused: bool, masked: bool, ahead: LateSite | None) -> Mlp:
         weights = self.weights.layers[layer]
         if mlp is None:
             return DenseMlp(weights, self.work)
         if self.batch > 1:
             return (MaskedMlp if masked else BatchMlp)(weights, self.work, mlp)
-        return (SparseMlp if weights.cascade is None else CascadeMlp)(weights, self.work, mlp, fused)
+        if weights.cascade is not None:
+            return CascadeMlp(weights, self.work, mlp, fused)
+        return SparseMlp(weights, self.work, mlp, fused, ahead)
 
     def _measured(self, body: Any) -> Any:
         assert self.guard is not None

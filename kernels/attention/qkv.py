@@ -76,7 +76,8 @@ def int4_qkv_settings(d: int, policy: str) -> TileSettings:
     128: up to 5120 columns room is what keeps more of these out. Around 7168 all programs of "always" are resident at
     once with one warp each, which selected heads do not gain by (30B with half of them: 2.70 ms, by two warps 2.50)."""
     warps, stages = (1 if INTERPRET or (policy == "always" and 5120 < d <= 8192) else 2), 4
-    return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=168, room=20480 if d <= 5120 else 0)
+    registers = 128 if policy == "always" and warps == 2 else 168
+    return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=registers, room=20480 if d <= 5120 else 0)
 
 
 def qkv_reference(

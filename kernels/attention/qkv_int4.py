@@ -11,6 +11,13 @@ perhaps in turns of fewer units. Heads that were idle for longer lack more group
 These are a list of items that the programs of heads that are not selected share out: they begin at once, where the
 head's own programs, perhaps among the last to begin, would end long after all others. Where these would have more than
 SHARE items each, or no head is idle, all programs share them out, after their own tiles.
+
+Inputs may be those of a LayerNorm that comes late (`late_norm`, LATE; one batch row).
+Products are put right before they are stored: those of the present position with factors from the moments, those of
+others with factors that were kept, as the present ones are. bias then has W shift, `gains` (h, 3, head_dim) W gain.
+The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input, the first half
+of an MLP predictor, and count themselves in `arrived` when their values lie in memory:
+    hidden[r] = act(scale[r] (down[r] n)),   down (DOWN * 16, d) as the weight, of which `rank` rows count
 """
 
 import triton
@@ -19,7 +26,8 @@ import triton.language as tl
 from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.int4_mma import ask_inputs, ask_words, first_scales, int4_tile, tile_bytes
 from kernels.common.lane_queue import drain, lane_queue
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.late_norm import late_factors
+from kernels.common.launch import count_program, wait_for_predecessor
 
 ROWS = tl.constexpr(16)
 SHARE = tl.constexpr(2)  # items of a program of an idle head, at most: they take as long as the others' two rounds do
@@ -89,21 +97,49 @@ def _inputs(attn_in, lane, inputs, start, n_pairs, last, n, capacity, B: tl.cons
 
 
 @triton.jit
+def _store_hidden(values, rows, row_scales, hidden, arrived, rank, RELU: tl.constexpr):
+    """The first column of values (ROWS, N), hidden values of these rows."""
+    own = (tl.arange(0, values.shape[1]) == 0)[None, :]
+    y = tl.sum(tl.where(own, values, 0.0), 1) * row_scales
+    if RELU:
+        y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
+    tl.store(hidden + rows, y, mask=rows < rank)
+    count_program(arrived)
+
+
+@triton.jit
 def _multiply(
-    queue, x, begun, head, row, start, n_pairs, last, n, weight, scales, bias, valid, q, k_cache, v_cache, capacity,
-    B: tl.constexpr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    STEPS: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
+    queue, x, begun, late, head, row, start, n_pairs, last, n, weight, scales, bias, gains, factors, valid, q, k_cache,
+    v_cache, capacity, B: tl.constexpr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    L: tl.constexpr, STEPS: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
-    """Values of ROWS rows of a head for N pairs from `start` on, for which words and inputs were asked for."""
+    """Values (ROWS, N) of rows of a head for N pairs from `start` on, for which words and inputs were asked for; those
+    of pairs beyond n_pairs are not stored.
+
+    late: factors of the present position. Nothing that is used after the product is loaded after it: that comes
+    meanwhile.
+    """
     line = head * (3 * HEAD_DIM) + row
     r = tl.arange(0, ROWS)
-    offset = tl.load(bias + line + r)  # used after the product: nothing waits for it before
-    values = int4_tile(queue, weight, scales, line, x, D // 8, GROUP, L, STEPS, N, begun, TURN)
-    values += offset.to(tl.float32)[:, None]
+    offset = tl.load(bias + line + r)
     i = tl.arange(0, N)
     of_row, p = places(i, start, last + 1 - n, tl.cumsum(n, 0), B)
     exists = start + i < n_pairs
+    if LATE:
+        gain = tl.load(gains + line + r)
+        kept = exists & (p < tl.sum(last))  # one batch row
+        a = tl.load(factors + 2 * p, mask=kept, other=0.0)
+        c = tl.load(factors + 2 * p + 1, mask=kept, other=0.0)
+    values = int4_tile(queue, weight, scales, line, x, D // 8, GROUP, L, STEPS, N, begun, TURN)
+    if LATE:
+        present = p == tl.sum(last)
+        a = tl.where(present, late[0], a)
+        c = tl.where(present, late[1], c)
+        values = values * a[None, :] + gain[:, None] * c[None, :]
+    values += offset.to(tl.float32)[:, None]
     store_rows(values, head, row, row + r, of_row, p, exists, valid, q, k_cache, v_cache, capacity, H, HEAD_DIM, POLICY)
+    return values
 
 
 @triton.jit
@@ -136,10 +172,27 @@ def own_tile(
     ROOM: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
+    gains=None,
+    moments=None,
+    estimate=None,
+    factors=None,
+    down=None,
+    down_scales=None,
+    down_gains=None,
+    down_shifts=None,
+    down_scale=None,
+    hidden=None,
+    arrived=None,
+    rank=0,
+    LATE: tl.constexpr = False,
+    EPS: tl.constexpr = 0.0,
+    DOWN: tl.constexpr = 0,
+    RELU: tl.constexpr = False,
 ):
     """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, its share of later groups, or both.
 
-    L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`.
+    L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`, what follows
+    PDL as in the module's docstring.
     """
     TILES: tl.constexpr = 3 * HEAD_DIM // ROWS
     FIRST: tl.constexpr = PAIRS if B == 1 else WIDE  # pairs that a tile's own program takes
@@ -147,18 +200,34 @@ def own_tile(
     W: tl.constexpr = D // 8
     lane = tl.arange(0, L)
     queue = lane_queue(lane, max(ROOM, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE)))
-    ask_words(queue, weight, tile * ROWS, W, GROUP, L, STEPS)
-    begun = first_scales(scales, tile * ROWS, W, GROUP, L, STEPS, PAIRS, STEPS)
     own_head = tile // TILES
     own_row = tile % TILES * ROWS
+    of_head = True
+    own_weight = weight
+    own_scales = scales
+    own_bias = bias
+    own_gains = gains
+    if DOWN > 0:
+        of_head = tile >= 0
+        own_head = tl.where(of_head, own_head, 0)
+        own_row = tl.where(of_head, own_row, (tile + DOWN) * ROWS)
+        own_weight = tl.where(of_head, weight, down)
+        own_scales = tl.where(of_head, scales, down_scales)
+        own_bias = tl.where(of_head, bias, down_shifts)
+        own_gains = tl.where(of_head, gains, down_gains)
+    ask_words(queue, own_weight, own_head * (3 * HEAD_DIM) + own_row, W, GROUP, L, STEPS)
+    begun = first_scales(own_scales, own_head * (3 * HEAD_DIM) + own_row, W, GROUP, L, STEPS, PAIRS, STEPS)
     # Positions and watermarks are those that the step before left.
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
     own_n = tl.where(b < B, 1, 0)  # positions of each batch row
+    if DOWN > 0:
+        own_rows = own_row + tl.arange(0, ROWS)
+        row_scales = tl.load(down_scale + own_rows, mask=(own_rows < rank) & (tile < 0), other=0.0)
     if POLICY == 0:
         last, lacking = _lacking(position, watermark, b, heads, B, H)
         mark = tl.load(watermark + b * H + own_head, mask=b < B, other=0)
-        own_n = tl.where((b < B) & (own_row >= HEAD_DIM), last + 1 - tl.minimum(mark, last), own_n)
+        own_n = tl.where((b < B) & of_head & (own_row >= HEAD_DIM), last + 1 - tl.minimum(mark, last), own_n)
     else:
         last = tl.load(position + b, mask=b < B, other=0)
     wait_for_predecessor(PDL)
@@ -166,6 +235,8 @@ def own_tile(
     needed = own_bits != 0
     if POLICY == 1:
         needed = needed | (own_row >= HEAD_DIM)
+    if DOWN > 0:
+        needed = needed | (tile < 0)
     if B > 1:
         for_row = ((own_bits >> b) & 1) != 0
         if POLICY == 1:
@@ -178,9 +249,14 @@ def own_tile(
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
     elif own_pairs > 0:
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
+    if DOWN > 0:
+        own_pairs = tl.where(of_head, own_pairs, 0)  # nothing to store for a head
+    late = ()
+    if LATE:
+        late = late_factors(moments, estimate, EPS, D)
     # A program's own tile comes as an item before those of the list: so the code of a product with WIDE, which of
     # several batch rows may be its own tile's, is there once.
-    first = tl.where(needed, tile - n_tiles, tile)
+    first = tl.where(needed, tile - n_tiles, tile)  # below zero
     end = 0
     step = n_tiles
     if POLICY == 0:  # the others need a position of each row at most
@@ -193,6 +269,9 @@ def own_tile(
             end = tl.where(needed, 0, n_later)
             first = tl.where(needed, first, tl.sum(tl.where(heads < own_head, idle, 0)) * TILES + tile % TILES)
             step = tl.where(needed, n_tiles, n_idle)
+    if DOWN > 0:
+        first = tl.where(of_head, first, -1)  # its own tile, once
+        end = tl.where(of_head, end, 0)
     if not needed:
         drain(lane)
     for item in range(first, end, step):
@@ -212,13 +291,21 @@ def own_tile(
             x = _inputs(attn_in, lane, WIDE, start, n_pairs, last, n, capacity, B, D)
             ask_inputs(queue, x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
         if wide:
-            factors = first_scales(scales, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+            begun_wide = first_scales(scales, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
             _multiply(
-                queue, x, factors, head, row, start, n_pairs, last, n, weight, scales, bias, valid, q, k_cache, v_cache,
-                capacity, B, H, HEAD_DIM, D, WIDE, L, STEPS, WIDE_TURN, GROUP, POLICY,
+                queue, x, begun_wide, late, head, row, start, n_pairs, last, n, weight, scales, bias, gains, factors,
+                valid, q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, WIDE, L, STEPS, WIDE_TURN, GROUP,
+                POLICY, LATE,
             )  # fmt: skip
         else:
-            _multiply(
-                queue, own_x, begun, own_head, own_row, 0, own_pairs, last, own_n, weight, scales, bias, valid, q,
-                k_cache, v_cache, capacity, B, H, HEAD_DIM, D, PAIRS, L, STEPS, STEPS, GROUP, POLICY,
+            values = _multiply(
+                queue, own_x, begun, late, own_head, own_row, 0, own_pairs, last, own_n, own_weight,
+                own_scales, own_bias, own_gains, factors, valid, q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D,
+                PAIRS, L, STEPS, STEPS, GROUP, POLICY, LATE,
             )  # fmt: skip
+            if DOWN > 0:
+                if tile < 0:
+                    if own_row == 0:
+                        tl.store(factors + 2 * tl.sum(last), late[0])
+                        tl.store(factors + 2 * tl.sum(last) + 1, late[1])
+                    _store_hidden(values, own_rows, row_scales, hidden, arrived, rank, RELU)

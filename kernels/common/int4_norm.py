@@ -179,8 +179,8 @@ def _round(
 def normalised_units(
     x, norms, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY
 ):
-    """LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a warp, lane group g unit g. Units
-    that a warp has not may be anything. norms: `unit_norms`; once a kernel."""
+    """(planes, mean, 1 / deviation) of LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a
+    warp, lane group g unit g. Units that a warp has not may be anything. norms: `unit_norms`; once a kernel."""
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     PIECES: tl.constexpr = _pieces(W, V, WARPS)
@@ -207,4 +207,4 @@ def normalised_units(
         for number in tl.static_range(ROUNDS):
             own = _round(room, xs, norms, mean, rstd, own, octet * ROUNDS + number, number, PIECES, lane, V, ASM)
         planes = planes + own
-    return planes
+    return planes, mean, rstd

@@ -142,6 +142,40 @@ def start_dependents_and_wait(PDL: tl.constexpr):
 
 
 @triton.jit
+def start_dependents(PDL: tl.constexpr):
+    """The first half of `start_dependents_and_wait`, for programs that read only what is older before they wait."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_started(PDL: tl.constexpr):
+    """Its second half."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def wait_for_count(counter, count):
+    """Until `count` programs of this grid, which have all begun before this one, have counted themselves.
+
+    What they stored before may then be read. The hardware begins a grid's programs in their order.
+    """
+    while tl.load(counter, volatile=True) < count:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 40; mov.u32 $0, $1;", "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.atomic_add(counter, 0, sem="acquire")
+
+
+@triton.jit
+def count_program(counter):
+    """Counts this program for `wait_for_count`, with all that it has stored."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release")
+
+
+@triton.jit
 def prefetch_l2(base, offsets, mask):
     """Ask the L2 for the 128-byte lines at base + offsets. Masked entries ask for the first line again."""
     safe = (base + tl.where(mask, offsets, 0)).to(tl.int64)

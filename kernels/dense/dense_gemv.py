@@ -171,7 +171,7 @@ def _dense_rows_kernel(
         w, s = first_rows(weight, scales, (tl.program_id(0) * 16, n_rows), c, D // 8, GROUP, ROWS, WHOLE, FETCHED, ROOM)
         norms = unit_norms(norm_weight, norm_bias, c, D // 8, GROUP)
         wait_for_predecessor(PDL)
-        n = normalised_units(x, norms, c, D // 8, GROUP, EPS)
+        n, _, _ = normalised_units(x, norms, c, D // 8, GROUP, EPS)
         step = tl.num_programs(0) * 16
         first_slot = 0
         for begin in range(tl.program_id(0) * 16, n_rows, step):

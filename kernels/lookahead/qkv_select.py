@@ -17,9 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
-from kernels.common.checks import check_shape
+from kernels.attention.qkv_int4 import own_tile
+from kernels.common.checks import check_shape, require
 from kernels.common.int4 import Int4Rows
+from kernels.common.late_norm import late_factors_reference, late_sums
 from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
+from kernels.lookahead.late_rows import late_rows
+from kernels.lookahead.mlp_ahead import ROWS, LateSite
 from kernels.lookahead.select_nibbles import select_nibbles, takes
 from kernels.mlp.codes import nibble_halves, stored_width
 from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
@@ -30,9 +34,16 @@ PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as 
 
 def qkv_select_reference(
     attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, mlp, hidden,
-    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False,
+    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False, late=None,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
+    if late is not None:
+        norm, t = late.norm, int(position)
+        norm.factors[t] = late_factors_reference(norm, attn_in.shape[2])
+        attn_in = attn_in.float() * norm.factors[:, :1] + norm.factors[:, 1:] * norm.ln.weight + norm.ln.bias
+        bias = bias - late_sums(weight, norm.ln)[1]
+        product = attn_in[0, t] @ late.numbers().T[:, : hidden.shape[1]] * late.scale[: hidden.shape[1]]
+        hidden.copy_(product.relu() if late.relu else product)
     qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy=policy)
     second = PredictorWeights(
         torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
@@ -136,6 +147,16 @@ def _qkv_select_kernel(
     mlp_bits,
     n,
     n_tiles,
+    gains,
+    moments,
+    estimate,
+    factors,
+    down,
+    down_scales,
+    down_gains,
+    down_shifts,
+    down_scale,
+    arrived,
     B: tl.constexpr,
     B_TILE: tl.constexpr,
     H: tl.constexpr,
@@ -159,19 +180,36 @@ def _qkv_select_kernel(
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
     LANES: tl.constexpr,
+    LATE: tl.constexpr,
+    EPS: tl.constexpr,
+    DOWN: tl.constexpr,
+    DOWN_ROWS: tl.constexpr,
+    RELU: tl.constexpr,
 ):
-    pid = tl.program_id(0)
+    pid = tl.program_id(0) - DOWN
     if pid >= n_tiles:
         if WORDS:
             select_nibbles(
                 pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
-                MLP_BLOCK, LANES, PDL,
+                MLP_BLOCK, LANES, PDL, arrived, DOWN,
             )  # fmt: skip
         else:
             _select_tile(
                 pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
                 MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL,
             )  # fmt: skip
+    elif DOWN_ROWS > 0 and pid < 0:
+        late_rows(
+            pid + DOWN, attn_in, position, moments, estimate, factors, down, down_scale, down_gains, down_shifts,
+            hidden, arrived, RANK, D, LANES, DOWN_ROWS, EPS, RELU, PDL,
+        )  # fmt: skip
+    elif LATE:
+        own_tile(
+            pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
+            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL, gains,
+            moments, estimate, factors, down, down_scales, down_gains, down_shifts, down_scale, hidden, arrived, RANK,
+            LATE, EPS, 0 if DOWN_ROWS > 0 else DOWN, RELU,
+        )  # fmt: skip
     else:
         qkv_tile(
             pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
@@ -197,11 +235,13 @@ def qkv_select(
     mlp_selection: Selection,
     policy: str = "backfill",
     pdl: bool = False,
+    late: LateSite | None = None,
 ) -> None:
     """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
 
     hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row scales,
-    or as nibbles with such scales. Errors: shapes, policy, a CPU tensor.
+    or as nibbles with such scales. late: as `mlp_ahead` left it; hidden is then made here, bias is its
+    `shifts`, weight has 4 bits and up is nibbles. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
@@ -216,7 +256,14 @@ def qkv_select(
     # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.
     stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
     multiplied = dot_type(mlp.up.dtype)
-    _qkv_select_kernel[(n_tiles + n_blocks,)](
+    words = mlp.up.dtype == torch.uint8 and mlp.up_scale is not None and takes(rank, mlp_selection.block, 32 * warps)
+    made: tuple[Tensor | None, ...] = (None,) * 10
+    n_down = 0
+    if late is not None:
+        late.check(q, rank, weight)
+        require(words, "nibbles whose rows are whole words wait for hidden values that this grid makes; not others")
+        made, n_down = late.arguments(), late.programs(rank)
+    _qkv_select_kernel[(n_down + n_tiles + n_blocks,)](
         *arguments,
         hidden,
         mlp.up,
@@ -229,6 +276,7 @@ def qkv_select(
         mlp_selection.row_bits,
         n,
         n_tiles,
+        *made,
         **constants,
         RANK=rank,
         MLP_BLOCK=mlp_selection.block,
@@ -236,8 +284,13 @@ def qkv_select(
         MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
         TYPE=multiplied,
         PARTS=PARTS[multiplied],
-        WORDS=mlp.up.dtype == torch.uint8 and mlp.up_scale is not None and takes(rank, mlp_selection.block, 32 * warps),
+        WORDS=words,
         LANES=32 * warps,
+        LATE=late is not None,
+        EPS=0.0 if late is None else late.norm.ln.eps,
+        DOWN=n_down,
+        DOWN_ROWS=0 if late is None or late.tiled else ROWS,
+        RELU=late is not None and late.relu,
         num_warps=warps,
         launch_pdl=pdl,
     )

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels.common.int4_mma import fp16_pairs, int4_mma
 from kernels.common.int4_tiles import split_words
-from kernels.common.launch import wait_for_predecessor
+from kernels.common.launch import wait_for_count, wait_for_predecessor
 from kernels.mlp.select_batch import saturated, store_chosen
 
 MOST_WORDS = 96  # of a lane
@@ -97,10 +97,13 @@ def select_nibbles(
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     PDL: tl.constexpr,
+    arrived=None,
+    COUNT: tl.constexpr = 0,
 ):
     """A program's whole work, its wait included: list and bits of neurons block_number * BLOCK .. + BLOCK - 1.
 
-    up: pointer to bytes, of rows whose words are whole (`takes`).
+    up: pointer to bytes, of rows whose words are whole (`takes`). COUNT: so many programs of this grid make hidden, and
+    count themselves in `arrived`; 0: it is there.
     """
     W: tl.constexpr = RANK // 8
     V: tl.constexpr = word_vector(W)
@@ -124,6 +127,8 @@ def select_nibbles(
     limit = tl.load(threshold)
     state = tl.load(row_state)
     wait_for_predecessor(PDL)
+    if COUNT > 0:
+        wait_for_count(arrived, COUNT)
     planes = hidden_planes(hidden, lane, W)
     sums = ()
     for k in tl.static_range(ROUNDS):

@@ -37,6 +37,7 @@ from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, u
 from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead
 from kernels.common.int4_tiles import FACTOR_UNIT
 from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, listed_row, take
+from kernels.common.late_norm import LateNorm
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.common.shared_rows import append_rows, four_rows, rows_list
@@ -252,6 +253,8 @@ def _int4_mlp_kernel(
     ids,
     count,
     partials,
+    estimate,
+    moments,
     last,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -288,7 +291,13 @@ def _int4_mlp_kernel(
             norms = unit_norms(norm_weight, norm_bias, lane, W, GROUP)
         wait_for_predecessor(PDL)
     if NORM:
-        n = normalised_units(x, norms, lane, W, GROUP, EPS)
+        n, mean, rstd = normalised_units(x, norms, lane, W, GROUP, EPS)
+        if estimate is not None:
+            if pid == 0:
+                tl.store(estimate, mean)
+                tl.store(estimate + 1, rstd)
+                tl.store(moments, 0)
+                tl.store(moments + 1, 0)
     elif not EARLY_X:
         n = unit_pairs(x, lane, W, GROUP)
     held = 0
@@ -308,6 +317,74 @@ def _int4_mlp_kernel(
     queue = emptied(queue, lane)
     tl.debug_barrier()  # the list is written, and no warp reads words of fc1 any more
     _sums_of_columns(queue, w2, scales2, listed, held, partials + pid * D, lane, W, GROUP, CAPACITY)
+
+
+def int4_mlp_partials(
+    x: Tensor,
+    ln: LayerNormWeights | None,
+    w1: Int4Rows,
+    b1: Tensor,
+    w2_t: Int4Rows,
+    residual: Tensor,
+    rows: PackedSelection,
+    out: Tensor,
+    partials: Tensor | None = None,
+    early: str | None = None,
+    pdl: bool = False,
+    settings: Int4MlpSettings | None = None,
+    late: LateNorm | None = None,
+) -> tuple[Tensor, int]:
+    """(partial sums in fp16, how many of them) whose sum with residual and b2 is `int4_mlp`, whose arguments these are.
+
+    residual, out: of that, for their shapes. late: of what the sum will be; its estimate is made here, which is that
+    of x, with a LayerNorm, and its moments are set to zero.
+    """
+    n, d = w1.shape
+    check_mlp(x, ln, n, d, b1, residual, rows, out, early)
+    check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
+    require(w1.group == w2_t.group, f"w1 and w2_t must have groups of one size, not {w1.group} and {w2_t.group}")
+    require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
+    w1.check("w1", (n, d), x)
+    w2_t.check("w2_t", (n, d), x)
+    settings = settings or int4_mlp_settings(d)
+    programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
+    if partials is None:
+        partials = partial_sums(d, out.device)
+    check_shape("partials", partials, MAX_SPLITS, d)
+    partials = partials.view(torch.float16)
+    capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
+    room = QUEUE_BYTES - (norm_bytes(d // 8, w1.group, settings.warps) if ln is not None else 0)
+    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * MAX_SPLITS}, which {MAX_SPLITS} lists hold")
+    _int4_mlp_kernel[(programs,)](
+        x if ln is not None else x.view(torch.int32),
+        None if ln is None else ln.weight,
+        None if ln is None else ln.bias,
+        w1.words,
+        w1.scales,
+        b1,
+        w2_t.words,
+        w2_t.scales,
+        rows.ids,
+        rows.count,
+        partials,
+        None if late is None else late.estimate,
+        None if late is None else late.moments,
+        n - 1,
+        D=d,
+        GROUP=w1.group,
+        L=32 * settings.warps,
+        AHEAD=pairs_ahead(d // 8, w1.group, settings.warps, settings.ahead, room),
+        CAPACITY=capacity,
+        NORM=ln is not None,
+        EARLY_X=early == "x",
+        EARLY_LIST=early == "list",
+        EPS=1e-5 if ln is None else ln.eps,
+        PDL=pdl,
+        num_warps=settings.warps,
+        maxnreg=settings.registers,
+        launch_pdl=pdl,
+    )
+    return partials, programs
 
 
 def int4_mlp(
@@ -330,47 +407,6 @@ def int4_mlp(
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, dtypes, groups, a CPU tensor.
     """
-    n, d = w1.shape
-    check_mlp(x, ln, n, d, b1, residual, rows, out, early)
-    check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
-    require(w1.group == w2_t.group, f"w1 and w2_t must have groups of one size, not {w1.group} and {w2_t.group}")
-    w1.check("w1", (n, d), x)
-    w2_t.check("w2_t", (n, d), x)
-    settings = settings or int4_mlp_settings(d)
-    programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
-    if partials is None:
-        partials = partial_sums(d, out.device)
-    check_shape("partials", partials, MAX_SPLITS, d)
-    partials = partials.view(torch.float16)
     pdl = use_pdl(pdl, out.device)
-    capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
-    room = QUEUE_BYTES - (norm_bytes(d // 8, w1.group, settings.warps) if ln is not None else 0)
-    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * MAX_SPLITS}, which {MAX_SPLITS} lists hold")
-    _int4_mlp_kernel[(programs,)](
-        x if ln is not None else x.view(torch.int32),
-        None if ln is None else ln.weight,
-        None if ln is None else ln.bias,
-        w1.words,
-        w1.scales,
-        b1,
-        w2_t.words,
-        w2_t.scales,
-        rows.ids,
-        rows.count,
-        partials,
-        n - 1,
-        D=d,
-        GROUP=w1.group,
-        L=32 * settings.warps,
-        AHEAD=pairs_ahead(d // 8, w1.group, settings.warps, settings.ahead, room),
-        CAPACITY=capacity,
-        NORM=ln is not None,
-        EARLY_X=early == "x",
-        EARLY_LIST=early == "list",
-        EPS=1e-5 if ln is None else ln.eps,
-        PDL=pdl,
-        num_warps=settings.warps,
-        maxnreg=settings.registers,
-        launch_pdl=pdl,
-    )
-    add_partials(partials, programs, b2, residual, out, pdl)
+    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, residual, rows, out, partials, early, pdl, settings)
+    add_partials(*sums, b2, residual, out, pdl)

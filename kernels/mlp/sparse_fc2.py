@@ -203,6 +203,19 @@ def _sparse_fc2_kernel(
 
 
 @triton.jit
+def summed_partials(
+    partials, columns, inside, SIZE: tl.constexpr, STRIPE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Sums (STRIPE,) of SPLITS partial sums of SIZE columns, CHUNK of them at a time."""
+    s = tl.arange(0, CHUNK)
+    y = tl.zeros((CHUNK, STRIPE), tl.float32)
+    for first in tl.static_range(0, SPLITS, CHUNK):
+        at = partials + (first + s)[:, None] * SIZE + columns[None, :]
+        y += tl.load(at, mask=(first + s < SPLITS)[:, None] & inside[None, :], other=0.0)
+    return tl.sum(y, 0)
+
+
+@triton.jit
 def _add_kernel(
     partials,
     bias,
@@ -218,17 +231,13 @@ def _add_kernel(
     """out = residual + bias + the sum of the partial sums, of SIZE / D rows."""
     columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
     inside = columns < SIZE
-    s = tl.arange(0, CHUNK)
     offset = tl.load(bias + columns % D, mask=inside, other=0.0).to(tl.float32)
     # Older than the launch before, and rewritten by every step: not out of the L1.
     base = tl.load(residual + columns, mask=inside, other=0.0, cache_modifier=".cg")
     # What comes next reads weights before its own wait.
     start_dependents_and_wait(PDL)
-    y = tl.zeros((CHUNK, STRIPE), tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
-        at = partials + (first + s)[:, None] * SIZE + columns[None, :]
-        y += tl.load(at, mask=(first + s < SPLITS)[:, None] & inside[None, :], other=0.0)
-    tl.store(out + columns, tl.sum(y, 0) + offset + base, mask=inside)
+    y = summed_partials(partials, columns, inside, SIZE, STRIPE, SPLITS, CHUNK)
+    tl.store(out + columns, y + offset + base, mask=inside)
 
 
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:

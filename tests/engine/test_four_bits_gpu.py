@@ -37,6 +37,8 @@ def poison(engine):
     """Caches and scratch full of NaN: nothing may be read that was not written."""
     core = engine.core
     kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
+    sites = [each for half in core.halves if (each := getattr(half.body, "late", None)) is not None]
+    kept += [tensor for each in sites for tensor in (each.norm.factors, each.norm.estimate)]
     for tensor in [*kept, core.inputs, core.work.q, core.work.heads_out, core.work.partials, core.x, core.logits]:
         tensor.fill_(float("nan"))
 
@@ -81,6 +83,24 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
         assert_as_close_as_plain_torch(model, bundle, rows, expected, where, crossover=False, look_ahead=how)
 
 
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
+    """Heads selected half a block ahead, or all of them: a LayerNorm that comes late, and no stage before q/k/v."""
+    monkeypatch.setattr("kernels.lookahead.mlp_ahead.TILED_FROM", 0 if tiled else 1 << 20)
+    d_model, n_heads = SIZES[head_dim]
+    model = four_bits(random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, n_layers=3, positions=256))
+    rows = rows_of(70)
+    for options in ({"int4": True}, {"int4": True, "means": True}, {"int4": True, "targets": ("mlp",)}):
+        bundle = random_bundle(model, rank=16, lookahead=1, **options)
+        for policy in ("backfill", "stale", "always") if head_dim == 64 and "targets" not in options else ("backfill",):
+            engine = DecodeEngine(model, bundle, device="cuda", dtype=torch.float16, kv_policy=policy)
+            assert all(getattr(each.body, "late", None) is not None for each in engine.core.halves[2::2])
+            expected = [masked_nll(model, bundle, row, stale=policy == "stale") for row in rows]
+            where = f"late {options} {policy} head dim {head_dim}"
+            assert_as_close_as_plain_torch(model, bundle, rows, expected, where, kv_policy=policy)
+
+
 def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
     monkeypatch.setattr("kernels.mlp.int4_fc2.PAYS_FROM", 0)
     model, rows = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)), rows_of(70)
@@ -123,7 +143,8 @@ def test_a_head_of_four_bits(d_model, n_heads, batch):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_replay_equals_eager_bit_for_bit(batch):
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
-    for bundle in (None, random_bundle(model, rank=16)):
+    late = random_bundle(model, rank=16, lookahead=1, int4=True)
+    for bundle in (None, random_bundle(model, rank=16), late):
         made = [
             DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl)
             for graph, pdl in ((True, True), (False, True), (False, False))

@@ -16,7 +16,7 @@ from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 def _norm_kernel(x, gain, shift, out, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, PLANES: tl.constexpr):
     lane = tl.arange(0, L)
     norms = unit_norms(gain, shift, lane, W, GROUP)
-    planes = int4_norm.normalised_units(x, norms, lane, W, GROUP, 1e-5)
+    planes, _, _ = int4_norm.normalised_units(x, norms, lane, W, GROUP, 1e-5)
     for k in tl.static_range(PLANES):
         tl.store(out + k * L + lane, planes[k])
 

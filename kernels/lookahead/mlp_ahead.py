@@ -1,0 +1,317 @@
+# mypy: disable-error-code="assignment"
+"""Look-ahead, stage 4: a layer's sparse MLP with 4-bit weights, and in the grid that ends it the next layer's input and
+heads.
+
+    out = residual + bias + sum of the partial sums;   u of out, and its moments, for a LayerNorm that comes late
+    head i of the next layer is selected where <heads[i], LayerNorm(residual)> + head_bias[i] > threshold
+
+One row. u and moments as in `late_norm`, u kept at the present position of attn_in. The heads' predictor reads what the
+MLP read, half a block before the layer whose heads it selects: its programs run while the MLP does, since residual is
+older than that. So no stage lies between the layers. Without such a predictor (`heads` None) nothing is selected.
+The other stages are `qkv_select` and `attend_pack`; the first layer begins with `site_predict`, and so does one whose
+heads are selected at their own site.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.head_select import head_select_reference
+from kernels.common.checks import INTERPRET, check_shape, require
+from kernels.common.int4 import Int4Rows
+from kernels.common.lane_queue import as_it_comes
+from kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
+from kernels.common.launch import start_dependents, start_dependents_and_wait, sums_together, use_pdl, wait_for_started
+from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
+from kernels.mlp.codes import nibble_codes, stored_width
+from kernels.mlp.int4_mlp import int4_mlp_partials
+from kernels.mlp.predict import norm_sums
+from kernels.mlp.select import PredictorWeights, Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, summed_partials
+
+TILE_ROWS = 16  # of q/k/v
+ROWS = 4  # of a program of `late_rows`
+TILED_FROM = 5121  # model dimensions from which all tiles of q/k/v are not there at once
+STRIPE = 32  # columns of a program that sums
+
+
+@dataclass(frozen=True)
+class HeadsAhead:
+    """The predictor of a layer's heads that reads mlp_in of the layer before, and what it selects.
+
+    rows (h, d); ln: of that mlp_in; sums: of the rows with it, see `norm_sums`; bias (h,), threshold (1,) fp32;
+    row_state (1,) int32, as in `head_select`.
+    """
+
+    rows: Tensor
+    ln: LayerNormWeights
+    sums: tuple[Tensor, Tensor]
+    bias: Tensor
+    threshold: Tensor
+    row_state: Tensor
+    selection: Selection
+
+    @classmethod
+    def of(
+        cls, rows: Tensor, ln: LayerNormWeights, bias: Tensor, threshold: Tensor, row_state: Tensor,
+        selection: Selection,
+    ) -> "HeadsAhead":  # fmt: skip
+        return cls(rows, ln, norm_sums(rows, ln), bias, threshold, row_state, selection)
+
+
+@dataclass(frozen=True)
+class LateSite:
+    """A layer's attn_in that the MLP of the layer before makes, and what reads it.
+
+    norm: its LayerNorm; attn_in (1, T, d) fp16, which keeps u; position (1,) int32. gains, shifts (h, 3, head_dim)
+    fp32: W gain, and W shift + bias, of q/k/v. heads: or None.
+    The first half of the MLP's predictor: down, its nibbles (rank, ceil(d / 2)), or, where `tiled`, codes (rows, d) in
+    4 bits, rank rows and zeros up to a multiple of 16, in groups of q/k/v's columns whose scales are all one; scale, of
+    its rows, down_gains and down_shifts fp32: down's sums with gain and shift, without scale; arrived (1,) int32: how
+    many programs have made hidden values.
+    """
+
+    norm: LateNorm
+    attn_in: Tensor
+    position: Tensor
+    gains: Tensor
+    shifts: Tensor
+    heads: HeadsAhead | None
+    down: Tensor | Int4Rows
+    scale: Tensor
+    down_gains: Tensor
+    down_shifts: Tensor
+    relu: bool
+    arrived: Tensor
+
+    @classmethod
+    def of(
+        cls, norm: LateNorm, attn_in: Tensor, position: Tensor, weight: Int4Rows, bias: Tensor, mlp: PredictorWeights,
+        arrived: Tensor, heads: HeadsAhead | None,
+    ) -> "LateSite":  # fmt: skip
+        """Of q/k/v's rows (h, 3, head_dim, d) and bias, and a predictor of nibbles, whose first half is copied."""
+        gains, shifts = late_sums(weight, norm.ln)
+        down, scale, sums = mlp.down, mlp.down_scale, norm_sums(mlp.down, norm.ln)
+        assert scale is not None
+        if attn_in.shape[2] >= TILED_FROM:
+            missing = -len(down) % TILE_ROWS
+            codes = torch.nn.functional.pad(nibble_codes(down, attn_in.shape[2]), (0, 0, 0, missing))
+            down = Int4Rows.of(codes, torch.ones(len(codes), weight.scales.shape[-1], device=codes.device))
+            scale, *sums = (torch.nn.functional.pad(each, (0, missing)) for each in (scale, *sums))
+        return cls(
+            norm, attn_in, position, gains, shifts + bias.float(), heads, down, scale, *sums, mlp.relu, arrived
+        )  # fmt: skip
+
+    @property
+    def tiled(self) -> bool:
+        return isinstance(self.down, Int4Rows)
+
+    def programs(self, rank: int) -> int:
+        """Of a grid, that make hidden values."""
+        return triton.cdiv(rank, TILE_ROWS if self.tiled else ROWS)
+
+    def numbers(self) -> Tensor:
+        """down without scales, (rank or more, d) fp32."""
+        if isinstance(self.down, Int4Rows):
+            return self.down.dequantised()
+        return nibble_codes(self.down, self.attn_in.shape[2]).float()
+
+    def check(self, q: Tensor, rank: int, weight: Int4Rows) -> None:
+        """Raise ValueError where its tensors do not fit q/k/v of one row and hidden values of this rank."""
+        d = self.attn_in.shape[2]
+        require(len(q) == 1, f"a LayerNorm comes late for one batch row, not {len(q)}")
+        check_shape("gains", self.gains, *q.shape[1:2], 3, *q.shape[2:])
+        check_shape("moments", self.norm.moments, 2)
+        check_shape("factors", self.norm.factors, self.attn_in.shape[1], 2)
+        require(isinstance(weight, Int4Rows), "a LayerNorm comes late for 4-bit rows")
+        padded = rank
+        if isinstance(self.down, Int4Rows):
+            padded += -rank % TILE_ROWS
+            self.down.check("down", (padded, d), q)
+            require(self.down.group == weight.group, "down must have groups of q/k/v's columns")
+        else:
+            check_shape("down", self.down, rank, stored_width(self.down, d))
+        for name in ("scale", "down_gains", "down_shifts"):
+            check_shape(name, getattr(self, name), padded)
+
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """Those of the kernel of `qkv_select`."""
+        norm, down = self.norm, self.down
+        rows = (down.words, down.scales) if isinstance(down, Int4Rows) else (down, None)
+        return (
+            self.gains, norm.moments, norm.estimate, norm.factors, *rows, self.down_gains, self.down_shifts, self.scale,
+            self.arrived,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Of what this layer alone holds."""
+        own = (self.norm.factors, self.gains, self.shifts, self.down, self.scale, self.down_gains, self.down_shifts)
+        return sum(each.nbytes for each in own)
+
+
+def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
+    """Plain torch, of what follows the sum `out`."""
+    position, heads = int(ahead.position), ahead.heads
+    late_store_reference(ahead.norm, residual, out, ahead.attn_in[:, position])
+    if heads is not None:
+        nowhere = ahead.attn_in.new_empty(1, 1, out.shape[1])
+        head_select_reference(
+            residual, heads.ln, heads.rows, heads.bias, heads.threshold, ahead.position * 0, heads.row_state, nowhere,
+            heads.selection,
+        )  # fmt: skip
+
+
+@triton.jit
+def _select_head(
+    head, residual, gain, rows, gains, shifts, bias, threshold, row_state, row_bits, counts, D: tl.constexpr,
+    BLOCK: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was."""
+    start_dependents(PDL)
+    columns = tl.arange(0, BLOCK)
+    offset = tl.load(bias + head)
+    limit = tl.load(threshold)
+    state = tl.load(row_state)
+    gain_sum = tl.load(gains + head)
+    shift_sum = tl.load(shifts + head)
+    products = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, as_it_comes(D), BLOCK):
+        c = begin + columns
+        x = tl.load(residual + c, mask=c < D, other=0.0, cache_modifier=".cg")
+        w = tl.load(rows + head * D + c, mask=c < D, other=0.0).to(tl.float32)
+        products += x * tl.load(gain + c, mask=c < D, other=0.0).to(tl.float32) * w
+        total += x
+        squares += x * x
+    sums = sums_together((products, total, squares), 3)
+    mean, rstd = mean_and_rstd(sums[1], sums[2], D, EPS)
+    logit = rstd * (sums[0] - mean * gain_sum) + shift_sum + offset
+    chosen = (((logit > limit) & (state > 0)) | (state == 2)).to(tl.int32)
+    wait_for_started(PDL)
+    tl.store(row_bits + head, chosen)
+    tl.store(counts + head, chosen)
+
+
+@triton.jit
+def _add_ahead_kernel(
+    partials,
+    bias,
+    residual,
+    out,
+    gain,
+    estimate,
+    position,
+    attn_in,
+    moments,
+    arrived,
+    head_gain,
+    head_rows,
+    head_gains,
+    head_shifts,
+    head_bias,
+    threshold,
+    row_state,
+    row_bits,
+    counts,
+    D: tl.constexpr,
+    STRIPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    stripe = tl.program_id(0) - H
+    if stripe < 0:
+        if H > 0:
+            _select_head(
+                stripe + H, residual, head_gain, head_rows, head_gains, head_shifts, head_bias, threshold, row_state,
+                row_bits, counts, D, BLOCK, EPS, PDL,
+            )  # fmt: skip
+    else:
+        columns = stripe * STRIPE + tl.arange(0, STRIPE)
+        inside = columns < D
+        offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        base = tl.load(residual + columns, mask=inside, other=0.0, cache_modifier=".cg")
+        gains = tl.load(gain + columns, mask=inside, other=0.0).to(tl.float32)
+        place = tl.load(position).to(tl.int64)
+        start_dependents_and_wait(PDL)
+        m = tl.load(estimate)
+        r = tl.load(estimate + 1)
+        x = summed_partials(partials, columns, inside, D, STRIPE, SPLITS, CHUNK) + offset + base
+        z = tl.where(inside, (x - m) * r, 0.0)
+        tl.store(out + columns, x, mask=inside)
+        tl.store(attn_in + place * D + columns, (z * gains).to(attn_in.dtype.element_ty), mask=inside)
+        add_moments(moments, z)
+        if stripe == 0:
+            tl.store(arrived, 0)
+
+
+def mlp_ahead(
+    x: Tensor,
+    ln: LayerNormWeights,
+    w1: Int4Rows,
+    b1: Tensor,
+    w2_t: Int4Rows,
+    b2: Tensor,
+    rows: PackedSelection,
+    out: Tensor,
+    partials: Tensor | None = None,
+    early: str | None = None,
+    pdl: bool = False,
+    *,
+    ahead: LateSite,
+) -> None:
+    """`int4_mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
+    pdl = use_pdl(pdl, out.device)
+    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, x, rows, out, partials, early, pdl, late=ahead.norm)
+    _add_ahead(*sums, b2, x, out, ahead, pdl)
+
+
+def _add_ahead(
+    partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, ahead: LateSite, pdl: bool
+) -> None:
+    d, heads = out.shape[1], ahead.heads
+    check_shape("out", out, 1, d)
+    check_shape("attn_in", ahead.attn_in, 1, ahead.attn_in.shape[1], d)
+    check_shape("moments", ahead.norm.moments, 2)
+    n_heads = 0 if heads is None else len(heads.rows)
+    if heads is not None:
+        check_shape("rows of heads", heads.rows, heads.selection.n, d)
+        require(heads.selection.block == 1, "a selection of heads has one of them a block")
+    _add_ahead_kernel[(n_heads + triton.cdiv(d, STRIPE),)](
+        partials,
+        bias,
+        residual,
+        out,
+        ahead.norm.ln.weight,
+        ahead.norm.estimate,
+        ahead.position,
+        ahead.attn_in,
+        ahead.norm.moments,
+        ahead.arrived,
+        *(
+            (None,) * 9
+            if heads is None
+            else (
+                heads.ln.weight, heads.rows, *heads.sums, heads.bias, heads.threshold, heads.row_state,
+                heads.selection.row_bits, heads.selection.counts,
+            )
+        ),
+        D=d,
+        STRIPE=STRIPE,
+        SPLITS=splits,
+        CHUNK=4 if INTERPRET else 32 if splits <= 132 else 64,
+        H=n_heads,
+        BLOCK=min(1024, triton.next_power_of_2(d)),
+        EPS=1e-5 if heads is None else heads.ln.eps,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
