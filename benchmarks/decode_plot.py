@@ -17,7 +17,7 @@ BARS = {  # label of a bar -> what is asked, the kinds of steps of which the fas
     "dense, fp16": ("dense", ("fp16",), "black"),
     "dense, 4 bits": ("dense", ("own site",), "tab:gray"),
     "sparse, heads 85 %, fp16": ("heads 85 %", ("fp16",), "tab:blue"),
-    "sparse, heads 85 %, 4 bits": ("heads 85 %", ("own site", "look-ahead"), "tab:cyan"),
+    "sparse, heads 85 %, 4 bits": ("heads 85 %", ("own site", "look-ahead", "ahead"), "tab:cyan"),
 }
 
 

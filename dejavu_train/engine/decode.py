@@ -30,6 +30,7 @@ from dejavu_train.engine.memory import (
     check_room,
     describe_memory,
     held_bytes,
+    late_bytes,
     scratch_bytes,
     weight_bytes,
 )
@@ -157,7 +158,8 @@ class DecodeEngine:
             layers += 1  # those of all heads share what one layer keeps
         coming = cache_bytes(self.shape, batch, self.context, weights.embedding.dtype, layers)
         head = isinstance(weights.lm_head, Int4Rows)
-        coming |= {"scratch": scratch_bytes(self.shape, batch, weights.packed, head)}
+        scratch = scratch_bytes(self.shape, batch, weights.packed, head)
+        coming |= {"scratch": scratch + late_bytes(self.shape, self.context, self.predictors, late)}
         self.memory = held_bytes(weights, self.predictors) | coming
         check_room(coming, device)
         self.weights = weights.arranged(self.predictors, batch, release or not given)

@@ -1,6 +1,6 @@
 """What a decode engine holds on its device, in bytes, counted before anything is allocated."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import OPTShape
 from kernels.dense.int4_batch import MOST
+from kernels.lookahead.mlp_ahead import TILE_ROWS, TILED_FROM
 
 SLACK = 2**28  # kernels, graphs, and what the allocator rounds up
 
@@ -33,6 +34,17 @@ def scratch_bytes(shape: OPTShape, batch: int, packed: bool, packed_head: bool =
     steps = 4 * batch * ((2 * shape.n_layers + 1) * shape.d_model + shape.vocab_size)
     rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > MOST else 0)
     return steps + rows * shape.d_model
+
+
+def late_bytes(shape: OPTShape, context: int, predictors: Mapping[Any, TargetPredictor], late: Collection[int]) -> int:
+    """Of layers whose LayerNorm comes late (`kernels.lookahead.mlp_ahead`): sums of q/k/v's rows, factors of every
+    position, the first half of the MLP's predictor once more where it is laid out as tiles, without its scales."""
+    total = 0
+    for layer in late:
+        rank = len(predictors[layer, "mlp"].weights.down)
+        tiles = -(-rank // TILE_ROWS) * TILE_ROWS * shape.d_model // 2 if shape.d_model >= TILED_FROM else 0
+        total += 2 * 4 * 3 * shape.d_model + 2 * 4 * context + tiles
+    return total
 
 
 def weight_bytes(model: Any, dtype: torch.dtype) -> int:

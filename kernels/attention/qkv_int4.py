@@ -223,7 +223,7 @@ def own_tile(
     own_n = tl.where(b < B, 1, 0)  # positions of each batch row
     if DOWN > 0:
         own_rows = own_row + tl.arange(0, ROWS)
-        row_scales = tl.load(down_scale + own_rows, mask=(own_rows < rank) & (tile < 0), other=0.0)
+        row_scales = tl.load(down_scale + own_rows, mask=own_rows < tl.where(of_head, 0, rank), other=0.0)
     if POLICY == 0:
         last, lacking = _lacking(position, watermark, b, heads, B, H)
         mark = tl.load(watermark + b * H + own_head, mask=b < B, other=0)

@@ -146,12 +146,6 @@ class LateSite:
             self.arrived,
         )  # fmt: skip
 
-    @property
-    def nbytes(self) -> int:
-        """Of what this layer alone holds."""
-        own = (self.norm.factors, self.gains, self.shifts, self.down, self.scale, self.down_gains, self.down_shifts)
-        return sum(each.nbytes for each in own)
-
 
 def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
     """Plain torch, of what follows the sum `out`."""

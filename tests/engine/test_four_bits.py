@@ -11,7 +11,7 @@ from int4_helpers import random_rows
 from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.dispatch import fused_layers
+from dejavu_train.engine.dispatch import fused_layers, late_layers
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.mlp import dense_fc2
 from dejavu_train.engine.ops import operations
@@ -51,7 +51,7 @@ def test_codes_and_scales_are_the_models_own(model):
 @pytest.mark.parametrize(
     "options",
     [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)},
-     {"lookahead": 1, "int4": True, "targets": ("mlp",)}],
+     {"lookahead": 1, "int4": True, "targets": ("mlp",)}, {"lookahead": 1, "int4": True, "means": True}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(("lengths", "sparse_from"), [((80,), 0), ((40, 7, 31), 6)])
@@ -222,6 +222,35 @@ def test_which_layers_are_fused(model):
     assert fused_layers(mlp, 2, 1, packed=False) == fused_layers(mlp, 2, 2, packed=True) == set()
     both = engine(model, random_bundle(model, lookahead=1)).predictors  # heads of layer 1 read an earlier site
     assert fused_layers(both, 2, 1, packed=True) == fused_layers(both, 2, 1, packed=False) == {0}
+
+
+def test_layers_whose_input_the_mlp_before_makes(model):
+    def late(batch=1, **options):
+        made = engine(model, random_bundle(model, lookahead=1, **options))
+        return late_layers(made.predictors, 2, batch)
+
+    assert late(int4=True) == late(int4=True, targets=("mlp",)) == {1}
+    assert late(int4=True, batch=2) == late(int4=True, rank=12) == set()
+    assert late(int8=True) == late(int4=True, relu=True) == set()
+    bundle = random_bundle(model, lookahead=1, int4=True)
+    made = engine(model, bundle)
+    assert [getattr(half.body, "late", None) is not None for half in made.core.halves] == [False, False, True, False]
+    assert made.core.halves[1].body.ahead is made.core.halves[2].body.late
+    assert engine(model, bundle, look_ahead="stream").core.halves[1].body.ahead is None
+    scratch = made.memory["scratch"] - engine(model, bundle, look_ahead="stream").memory["scratch"]
+    site = made.core.halves[2].body.late
+    assert scratch == sum(each.nbytes for each in (site.gains, site.shifts, site.norm.factors))
+    bundle.specs[1, "heads"].site, bundle.specs[1, "heads"].site_layer = "attn_in", 1  # heads at their own site
+    assert late_layers(engine(model, bundle).predictors, 2, 1) == set()
+
+
+def test_a_guarded_engine_makes_no_input_ahead(model):
+    """Its dense steps are measured, and an MLP that is computed whole leaves nothing for the next layer."""
+    bundle, row = random_bundle(model, lookahead=1, int4=True), rows_of(30)[0]
+    never = SimpleNamespace(threshold=lambda key: torch.full((1,), 0.3), due=lambda: False, tensors=lambda: [])
+    guarded = engine(model, bundle, guard=never)
+    assert guarded.core.halves[1].body.ahead is None
+    torch.testing.assert_close(guarded.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 
 def test_memory_is_counted_before_it_is_taken(model):
