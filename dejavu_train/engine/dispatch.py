@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dejavu_train.engine.predictors import TargetPredictor
 from kernels.common import launch
-from kernels.common.int4 import COLUMNS_PER_WORD
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,7 @@ def late_layers(predictors: Mapping[tuple[int, str], TargetPredictor], n_layers:
     """Layers that need no stage of their own before q/k/v, of those with 4-bit weights: `kernels.lookahead.mlp_ahead`.
 
     The MLP before makes their input and selects their heads, if not all are kept: by a predictor of that MLP's own
-    input. Else as `fused_layers`, of which the layer before is one, or one of these; the MLP's predictor is of nibbles
-    that `select_nibbles` takes.
+    input. Else as `fused_layers`, of which the layer before is one, or one of these; the MLP's predictor is of int4.
     """
     fused, found = fused_layers(predictors, n_layers, batch, packed=True), set[int]()
     for layer in range(1, n_layers):
@@ -131,8 +129,7 @@ def late_layers(predictors: Mapping[tuple[int, str], TargetPredictor], n_layers:
         mlp = {key: each for key, each in predictors.items() if key == (layer, "mlp")}
         ahead = heads is None or (heads.ahead and heads.folded is not None)
         if ahead and layer - 1 in fused | found and fused_layers(mlp, n_layers, batch, packed=True):
-            weights = predictors[layer, "mlp"].weights
-            if weights.down.dtype == torch.uint8 and len(weights.down) % COLUMNS_PER_WORD == 0:
+            if predictors[layer, "mlp"].weights.down.dtype == torch.uint8:
                 found.add(layer)
     return found
 

@@ -7,10 +7,10 @@ any store and before any early return. The wait returns when the predecessor has
 buffers may be reused as in a plain stream. The trigger (`gdc_launch_dependents`) comes right after the wait: a
 dependent then starts when all that is older than its predecessor has ended, so it may read that before it waits. A
 buffer that every layer rewrites may still lie in the L1 as an earlier layer left it: such early reads go past the L1
-(`.cg`). Attention, predict_down and the adding kernel of fc2 trigger before they wait, because what follows them has
-weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read early: after
-one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed must not
-trigger early: layer 0's selection reads row_state.
+(`.cg`). Attention, predict_down and the kernels that add up fc2's sums trigger before they wait, because what follows
+them has weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read
+early: after one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed
+must not trigger early: layer 0's selection reads row_state.
 """
 
 import ctypes

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.attention.qkv_int4 import own_tile
-from kernels.common.checks import check_shape, require
+from kernels.common.checks import check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import late_factors_reference, late_sums
-from kernels.common.launch import dot_type, use_pdl, wait_for_predecessor
+from kernels.common.launch import dot_type, use_pdl, wait_for_count, wait_for_predecessor
 from kernels.lookahead.late_rows import late_rows
 from kernels.lookahead.mlp_ahead import ROWS, LateSite
 from kernels.lookahead.select_nibbles import select_nibbles, takes
@@ -87,8 +87,10 @@ def _select_tile(
     TYPE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
+    arrived,
+    COUNT: tl.constexpr,
 ):
-    """Logits and list of the neurons block_number * BLOCK .. + BLOCK - 1."""
+    """Logits and list of the neurons block_number * BLOCK .. + BLOCK - 1. arrived, COUNT: as in `select_nibbles`."""
     NIBBLES: tl.constexpr = up.dtype.element_ty == tl.uint8
     WIDTH: tl.constexpr = (RANK + 1) // 2 if NIBBLES else RANK  # elements of a row
     rows = block_number * BLOCK + tl.arange(0, BLOCK)
@@ -104,6 +106,8 @@ def _select_tile(
     state = tl.load(row_state)
     w_ptrs = up + rows.to(tl.int64)[:, None] * WIDTH + k[None, :]
     wait_for_predecessor(PDL)
+    if COUNT > 0:
+        wait_for_count(arrived, COUNT)
     sums = tl.zeros((BLOCK, 8), tl.float32)
     for column in tl.range(0, WIDTH, CHUNK, num_stages=STAGES):
         if WIDTH % CHUNK == 0:
@@ -196,7 +200,7 @@ def _qkv_select_kernel(
         else:
             _select_tile(
                 pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
-                MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL,
+                MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL, arrived, DOWN,
             )  # fmt: skip
     elif DOWN_ROWS > 0 and pid < 0:
         late_rows(
@@ -241,7 +245,7 @@ def qkv_select(
 
     hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row scales,
     or as nibbles with such scales. late: as `mlp_ahead` left it; hidden is then made here, bias is its
-    `shifts`, weight has 4 bits and up is nibbles. Errors: shapes, policy, a CPU tensor.
+    `shifts`, and weight has 4 bits. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
@@ -261,7 +265,6 @@ def qkv_select(
     n_down = 0
     if late is not None:
         late.check(q, rank, weight)
-        require(words, "nibbles whose rows are whole words wait for hidden values that this grid makes; not others")
         made, n_down = late.arguments(), late.programs(rank)
     _qkv_select_kernel[(n_down + n_tiles + n_blocks,)](
         *arguments,

@@ -97,8 +97,8 @@ def select_nibbles(
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     PDL: tl.constexpr,
-    arrived=None,
-    COUNT: tl.constexpr = 0,
+    arrived,
+    COUNT: tl.constexpr,
 ):
     """A program's whole work, its wait included: list and bits of neurons block_number * BLOCK .. + BLOCK - 1.
 

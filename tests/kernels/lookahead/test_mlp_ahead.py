@@ -96,7 +96,7 @@ class Layer:
         (False, 4, 16, 64, 8, 70, False, 1, True, "backfill"),
         (True, 4, 16, 64, 8, 70, False, 1, True, "backfill"),
         (True, 2, 32, 96, 24, 70, True, 2, True, "backfill"),  # all heads, whatever the logits say
-        (False, 2, 16, 64, 40, 70, True, 1, False, "always"),
+        (False, 2, 16, 64, 7, 70, True, 1, False, "always"),  # nibbles that are no whole words
     ],
 )
 def test_an_mlp_and_the_next_layers_rows(

@@ -16,7 +16,8 @@ def _select_kernel(
     L: tl.constexpr,
 ):  # fmt: skip
     select_nibbles(
-        tl.program_id(0), hidden, up, scale, bias, threshold, row_state, ids, counts, bits, n, RANK, BLOCK, L, False
+        tl.program_id(0), hidden, up, scale, bias, threshold, row_state, ids, counts, bits, n, RANK, BLOCK, L, False,
+        None, 0,
     )  # fmt: skip
 
 
