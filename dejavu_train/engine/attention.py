@@ -151,7 +151,9 @@ class FusedAttention:
         self.weights, self.cache, self.work, self.heads, self.mlp, self.late = weights, cache, work, heads, mlp, late
         self.bias = bias_with_mean(weights, heads)
         assert heads.predictor.folded is not None
-        self.site = SiteRows.of(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
+        self.site = None
+        if late is None:
+            self.site = SiteRows.of(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
 
     def run(self, x: Tensor, out: Tensor) -> None:
@@ -200,7 +202,7 @@ class FusedDenseAttention:
     ) -> None:
         self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
         self.late = late
-        self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1)
+        self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1) if late is None else None
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
         self.every_head = head_selection(work.q.shape[1], work.q.device)
         self.every_head.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))

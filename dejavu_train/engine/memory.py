@@ -63,7 +63,10 @@ def held_bytes(weights: DecodeWeights, predictors: Mapping[Any, TargetPredictor]
 
 
 def _matrices(predictor: TargetPredictor) -> tuple[Tensor, ...]:
-    return (predictor.folded,) if predictor.folded is not None else (predictor.weights.down, predictor.weights.up)
+    if predictor.own_folded is not None:
+        return (predictor.own_folded,)
+    folded = () if predictor.folded is None else (predictor.folded,)  # beside what an engine of another kind runs
+    return (*folded, predictor.weights.down, predictor.weights.up)
 
 
 def describe_memory(parts: Mapping[str, int]) -> str:

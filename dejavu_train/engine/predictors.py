@@ -20,7 +20,7 @@ class TargetPredictor:
     """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
     (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
     frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`.
-    ahead: folded reads mlp_in of the layer before, not attn_in of its own."""
+    ahead: reads mlp_in of the layer before, as folded then does."""
 
     layer: int
     target: str

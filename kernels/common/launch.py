@@ -10,7 +10,8 @@ buffer that every layer rewrites may still lie in the L1 as an earlier layer lef
 (`.cg`). Attention, predict_down and the kernels that add up fc2's sums trigger before they wait, because what follows
 them has weights to load. Each such kernel in a row before a dependent takes one more kernel out of what it may read
 early: after one, what the kernel before the predecessor wrote; after two, what the one before that wrote as well. Embed
-must not trigger early: layer 0's selection reads row_state.
+must not trigger early: layer 0's selection reads row_state. Programs of a grid may wait for others of the same grid
+after all that (`wait_for_count`).
 """
 
 import ctypes
@@ -157,9 +158,10 @@ def wait_for_started(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_count(counter, count):
-    """Until `count` programs of this grid, which have all begun before this one, have counted themselves.
+    """Until `count` programs of this grid have counted themselves; what they stored may then be read, past the L1.
 
-    What they stored before may then be read. The hardware begins a grid's programs in their order.
+    They are numbered below this one and wait for nothing but the kernel before. That a grid's programs begin in their
+    order is what GPUs do, not what CUDA promises.
     """
     while tl.load(counter, volatile=True) < count:
         tl.inline_asm_elementwise(

@@ -52,10 +52,13 @@ def qkv_select_reference(
 
 
 @triton.jit
-def _parts(hidden, place, n, TYPE: tl.constexpr, PARTS: tl.constexpr):
+def _parts(hidden, place, n, TYPE: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr):
     """Hidden values at `place` (CHUNK,), zero from n on, as PARTS columns (CHUNK, 8) whose sum they are."""
     part = tl.arange(0, 8)
-    z = tl.load(hidden + place, mask=place < n, other=0.0)
+    if COUNT > 0:  # made in this grid: not out of the L1
+        z = tl.load(hidden + place, mask=place < n, other=0.0, cache_modifier=".cg")
+    else:
+        z = tl.load(hidden + place, mask=place < n, other=0.0)
     high = saturated(z, TYPE)
     columns = tl.where((part == 0)[None, :], high.to(tl.float32)[:, None], 0.0)
     if PARTS > 1:
@@ -114,11 +117,11 @@ def _select_tile(
             w = tl.load(w_ptrs + column, mask=inside[:, None], other=0)
         else:
             w = tl.load(w_ptrs + column, mask=inside[:, None] & (column + k < WIDTH)[None, :], other=0)
-        z = _parts(hidden, column + k, WIDTH, TYPE, PARTS)
+        z = _parts(hidden, column + k, WIDTH, TYPE, PARTS, COUNT)
         if NIBBLES:
             low, high = nibble_halves(w)
             sums = tl.dot(low, z, sums, input_precision="ieee")
-            more = _parts(hidden, WIDTH + column + k, RANK, TYPE, PARTS)
+            more = _parts(hidden, WIDTH + column + k, RANK, TYPE, PARTS, COUNT)
             sums = tl.dot(high, more, sums, input_precision="ieee")
         else:
             sums = tl.dot(w.to(TYPE), z, sums, input_precision="ieee")

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels.common.int4_mma import fp16_pairs, int4_mma
 from kernels.common.int4_tiles import split_words
-from kernels.common.launch import wait_for_count, wait_for_predecessor
+from kernels.common.launch import THROUGH_L1, wait_for_count, wait_for_predecessor
 from kernels.mlp.select_batch import saturated, store_chosen
 
 MOST_WORDS = 96  # of a lane
@@ -37,12 +37,13 @@ def word_vector(words):
 
 
 @triton.jit
-def _neighbours(at, there, V: tl.constexpr):
+def _neighbours(at, there, V: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
     """V neighbouring words or numbers from `at` (L,) on, zero where not `there`."""
     if V == 1:
-        words = (tl.load(at, mask=there, other=0),)
+        words = (tl.load(at, mask=there, other=0, cache_modifier=CACHE),)
     else:
-        words = split_words(tl.load(at[:, None] + tl.arange(0, V)[None, :], mask=there[:, None], other=0), V)
+        places = at[:, None] + tl.arange(0, V)[None, :]
+        words = split_words(tl.load(places, mask=there[:, None], other=0, cache_modifier=CACHE), V)
     return words
 
 
@@ -60,7 +61,7 @@ def _halves(low, high):
 
 
 @triton.jit
-def hidden_planes(hidden, lane, W: tl.constexpr):
+def hidden_planes(hidden, lane, W: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
     """4 V planes for each four units of a row of W words: of the unit and the part that are a lane group's."""
     V: tl.constexpr = word_vector(W)
     part = lane % 32 // 4 % 2
@@ -69,8 +70,8 @@ def hidden_planes(hidden, lane, W: tl.constexpr):
         word = (4 * four + lane % 32 // 8) * (4 * V) + lane % 4 * V
         for v in tl.static_range(V):
             there = word + v < W
-            low = _neighbours(hidden + 4 * (word + v), there, 4)
-            high = _neighbours(hidden + 4 * W + 4 * (word + v), there, 4)
+            low = _neighbours(hidden + 4 * (word + v), there, 4, CACHE)
+            high = _neighbours(hidden + 4 * W + 4 * (word + v), there, 4, CACHE)
             planes = planes + (
                 _halves(_part(low[0], part), _part(low[2], part)),
                 _halves(_part(high[0], part), _part(high[2], part)),
@@ -129,7 +130,9 @@ def select_nibbles(
     wait_for_predecessor(PDL)
     if COUNT > 0:
         wait_for_count(arrived, COUNT)
-    planes = hidden_planes(hidden, lane, W)
+        planes = hidden_planes(hidden, lane, W, ".cg")
+    else:
+        planes = hidden_planes(hidden, lane, W)
     sums = ()
     for k in tl.static_range(ROUNDS):
         first = tl.zeros((L,), tl.float32)

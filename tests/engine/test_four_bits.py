@@ -135,9 +135,18 @@ def test_policies_of_skipped_heads(model, policy):
     torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-5, rtol=1e-5)
 
 
-def test_greedy_tokens_after_a_prompt(model):
+@pytest.mark.parametrize("late", [False, True])
+def test_greedy_tokens_after_a_prompt(model, late):
     bundle, prompts = random_bundle(model), rows_of(6, 11)
-    got = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=())
+    if late:  # one row; what a prompt that is run at once leaves behind is never read
+        bundle = random_bundle(model, lookahead=1, int4=True)
+        made = engine(model, bundle)
+        site = made.core.halves[2].body.late
+        site.norm.factors.fill_(float("nan"))
+        site.attn_in.fill_(float("nan"))
+        got = [made.generate([prompt], 12, stop_tokens=())[0] for prompt in prompts]
+    else:
+        got = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=())
     for prompt, tokens in zip(prompts, got, strict=True):
         row = list(prompt)
         for token in tokens:
@@ -241,6 +250,19 @@ def test_layers_whose_input_the_mlp_before_makes(model):
     assert scratch == sum(each.nbytes for each in (site.gains, site.shifts, site.norm.factors))
     bundle.specs[1, "heads"].site, bundle.specs[1, "heads"].site_layer = "attn_in", 1  # heads at their own site
     assert late_layers(engine(model, bundle).predictors, 2, 1) == set()
+
+
+def test_layers_of_all_kinds_beside_each_other():
+    """Late ones with selected and with all heads, and one whose heads are selected at their own site between them."""
+    own, row = four_bits(random_opt(n_layers=5)), rows_of(40)[0]
+    bundle = random_bundle(own, lookahead=1, int4=True)
+    bundle.specs[2, "heads"].site, bundle.specs[2, "heads"].site_layer = "attn_in", 2
+    bundle.specs[3, "heads"].threshold, bundle.specs[3, "heads"].keep_dense = None, True
+    made = engine(own, bundle)
+    kinds = [getattr(half.body, "late", None) is not None for half in made.core.halves[::2]]
+    assert kinds == [False, True, False, True, True]
+    assert isinstance(made.core.halves[6].body, FusedDenseAttention)
+    torch.testing.assert_close(made.score([row])[0], masked_nll(own, bundle, row), atol=2e-5, rtol=1e-5)
 
 
 def test_a_guarded_engine_makes_no_input_ahead(model):
