@@ -109,12 +109,16 @@ def fused_layers(
     """
     found = set()
     for layer in range(n_layers):
-        heads, mlp = predictors.get((layer, "heads")), predictors.get((layer, "mlp"))
-        if batch == 1 and mlp is not None and mlp.top_k is None:
-            own_site = (mlp.site, mlp.site_layer) == ("attn_in", layer)
-            if own_site and (packed if heads is None else heads.own_folded is not None):
-                found.add(layer)
+        heads = predictors.get((layer, "heads"))
+        if _beside_attention(predictors, layer, batch) and (packed if heads is None else heads.own_folded is not None):
+            found.add(layer)
     return found
+
+
+def _beside_attention(predictors: Mapping[tuple[int, str], TargetPredictor], layer: int, batch: int) -> bool:
+    """Whether the MLP's predictor can run in attention's grids: one row, with a threshold, of the layer's attn_in."""
+    mlp = predictors.get((layer, "mlp"))
+    return batch == 1 and mlp is not None and mlp.top_k is None and (mlp.site, mlp.site_layer) == ("attn_in", layer)
 
 
 def late_layers(predictors: Mapping[tuple[int, str], TargetPredictor], n_layers: int, batch: int) -> set[int]:
@@ -126,9 +130,8 @@ def late_layers(predictors: Mapping[tuple[int, str], TargetPredictor], n_layers:
     fused, found = fused_layers(predictors, n_layers, batch, packed=True), set[int]()
     for layer in range(1, n_layers):
         heads = predictors.get((layer, "heads"))
-        mlp = {key: each for key, each in predictors.items() if key == (layer, "mlp")}
         ahead = heads is None or (heads.ahead and heads.folded is not None)
-        if ahead and layer - 1 in fused | found and fused_layers(mlp, n_layers, batch, packed=True):
+        if ahead and layer - 1 in fused | found and _beside_attention(predictors, layer, batch):
             if predictors[layer, "mlp"].weights.down.dtype == torch.uint8:
                 found.add(layer)
     return found
