@@ -27,13 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import sampling
-from kernels.attention import out_projection, qkv
+from kernels.attention import flash_decode, out_projection, qkv
 from kernels.common import checks, launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import LateNorm
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, qkv_dense
-from kernels.lookahead import mlp_ahead, qkv_select, site_predict
+from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 from kernels.sampling import TokenState
@@ -267,6 +267,7 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     }  # fmt: skip
     bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
     by_head = rows(h, d, hd)
+    scratch = flash_decode.AttentionScratch.empty(1, h, hd, cache.shape[2], "cpu")
     yield f"4 bits: dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, bias, "relu", hidden, True)
     yield f"4 bits: qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, qkv_bias, ones, q, cache, cache, True)
     yield f"4 bits: qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
@@ -275,12 +276,14 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         site = site_predict.SiteRows(halves(h, d), predictor.down, predictor.down_scale, *sums, False)
         yield (
             f"4 bits: qkv_select {d} {kind}",
-            lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
+            lambda predictor=predictor: qkv_select.qkv_select(
+                *sparse, predictor, z, limit, ones, bits, pdl=True, made=scratch.made
+            ),
         )
         yield (
             f"4 bits: qkv_select {d} {kind} always",
             lambda predictor=predictor: qkv_select.qkv_select(
-                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True
+                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True, made=scratch.made
             ),
         )
         yield (
@@ -303,7 +306,15 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"4 bits: late qkv_select {d} {policy}",
             lambda late=late, policy=policy: qkv_select.qkv_select(
                 sparse[0], qkv_w, late.shifts, *sparse[3:], predictors["nibbles"], z, limit, ones, bits, policy, True,
-                late,
+                late, scratch.made,
+            ),
+        )  # fmt: skip
+        programs = qkv.int4_head_programs(d, hd, policy)
+        yield (
+            f"4 bits: attend_pack {d} {policy}",
+            lambda selected=selected, programs=programs: attend_pack.attend_pack(
+                q, cache, cache, None if selected is None else heads, ones, None if selected is None else sparse[5],
+                None, halves(1, d), scratch, bits, listed, True, programs=programs,
             ),
         )  # fmt: skip
         yield (

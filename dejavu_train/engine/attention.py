@@ -12,6 +12,9 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.attention.head_select import head_selection
+from kernels.attention.qkv import int4_head_programs
+from kernels.attention.qkv_int4 import HeadPrograms
+from kernels.common.int4 import Int4Rows
 from kernels.lookahead.mlp_ahead import LateSite
 from kernels.lookahead.site_predict import SiteRows
 
@@ -150,6 +153,7 @@ class FusedAttention:
     ) -> None:
         self.weights, self.cache, self.work, self.heads, self.mlp, self.late = weights, cache, work, heads, mlp, late
         self.bias = bias_with_mean(weights, heads)
+        self.programs = head_programs(weights, work.kv_policy)
         assert heads.predictor.folded is not None
         self.site = None
         if late is None:
@@ -176,10 +180,12 @@ class FusedAttention:
             cache.attn_in, weights.qkv, late_bias(weights, self.late), selection, state.position, cache.watermark,
             cache.valid, work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold,
             state.row_state, mlp.selection, policy=work.kv_policy, pdl=pdl, late=self.late,
+            made=None if self.programs is None else work.attention.made,
         )  # fmt: skip
         ops.attend_pack(
             work.q, cache.k, cache.v, selection, state.position, cache.watermark, cache.valid, work.heads_out,
             work.attention, mlp_selection=mlp.selection, packed=work.packed, pdl=pdl, mean=predictor.mean,
+            programs=self.programs,
         )  # fmt: skip
         ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
 
@@ -201,7 +207,7 @@ class FusedDenseAttention:
         late: LateSite | None = None,
     ) -> None:
         self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
-        self.late = late
+        self.late, self.programs = late, head_programs(weights, "always")
         self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1) if late is None else None
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
         self.every_head = head_selection(work.q.shape[1], work.q.device)
@@ -220,12 +226,21 @@ class FusedDenseAttention:
             self.inputs, weights.qkv, late_bias(weights, self.late), every, state.position, cache.watermark, None,
             work.q, cache.k, cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state,
             mlp.selection, policy="always", pdl=pdl, late=self.late,
+            made=None if self.programs is None else work.attention.made,
         )  # fmt: skip
         ops.attend_pack(
             work.q, cache.k, cache.v, None, state.position, None, None, work.heads_out, work.attention,
-            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl,
+            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl, programs=self.programs,
         )  # fmt: skip
         ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
+
+
+def head_programs(weights: LayerWeights, policy: str) -> HeadPrograms | None:
+    """Those of q/k/v that attention waits for instead of the whole grid, with 4-bit weights."""
+    if not isinstance(weights.qkv, Int4Rows):
+        return None
+    _, _, head_dim, d = weights.qkv.shape
+    return int4_head_programs(d, head_dim, policy)
 
 
 def late_bias(weights: LayerWeights, late: LateSite | None) -> Tensor:

@@ -67,7 +67,9 @@ def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
     out.count.fill_(len(ids))
 
 
-def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
+def attend_pack(  # type: ignore[no-untyped-def]
+    *attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None, programs=None
+) -> None:
     """See `kernels.lookahead.attend_pack.attend_pack`."""
     flash_decode_reference(*attention, mean=mean)
     pack(mlp_selection, packed)

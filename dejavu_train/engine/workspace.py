@@ -86,7 +86,7 @@ class Workspace:
         fresh = TokenState.empty(*self.state.tokens.shape, self.state.tokens.device)
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
-        self.attention.tickets.zero_()
+        self.attention.clear()
         self.activations.tickets.zero_()
 
 

@@ -158,10 +158,11 @@ def wait_for_started(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_count(counter, count):
-    """Until `count` programs of this grid have counted themselves; what they stored may then be read, past the L1.
+    """Until `count` programs have counted themselves; what they stored may then be read, past the L1.
 
-    They are numbered below this one and wait for nothing but the kernel before. That a grid's programs begin in their
-    order is what GPUs do, not what CUDA promises.
+    They are of the launch before, all of whose programs have begun when a dependent does, or of this grid, numbered
+    below this one, and wait for nothing but the kernel before. That a grid's programs begin in their order is what GPUs
+    do, not what CUDA promises.
     """
     while tl.load(counter, volatile=True) < count:
         tl.inline_asm_elementwise(

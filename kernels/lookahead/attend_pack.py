@@ -1,6 +1,8 @@
 """Look-ahead, stage 3: attention and the packing of the neurons' list, in one grid.
 
-Attention as in `flash_decode`, and programs that close the gaps of the list as `pack` does. One batch row.
+Attention as in `flash_decode`, and programs that close the gaps of the list as `pack` does. One batch row. The rows of
+a head may be there long before the last neuron is listed, q/k/v's grid ends with the programs that list them: attention
+then waits for its own head's programs alone (`HeadPrograms`), and the packs for all of it.
 """
 
 import triton
@@ -8,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
+from kernels.attention.qkv_int4 import HeadPrograms
 from kernels.common.checks import check_shape
 from kernels.common.launch import use_pdl
 from kernels.mlp.select import Selection
@@ -55,6 +58,11 @@ def _attend_pack_kernel(
     SLOTS_PAD: tl.constexpr,
     ALL_RANGES: tl.constexpr,
     RANGES: tl.constexpr,
+    made,
+    OWN: tl.constexpr,
+    LATER: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid < n_packs:
@@ -66,7 +74,7 @@ def _attend_pack_kernel(
         attend(
             (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
             valid, mean, out, partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS,
-            SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL,
+            SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL, made, OWN, LATER, FIRST, WIDE,
         )  # fmt: skip
 
 
@@ -84,8 +92,12 @@ def attend_pack(
     packed: PackedSelection,
     pdl: bool = False,
     mean: Tensor | None = None,
+    programs: HeadPrograms | None = None,
 ) -> None:
-    """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row. Errors: shapes, head dims."""
+    """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row.
+
+    programs: of the q/k/v before, which has counted them in scratch.made; or None. Errors: shapes, head dims.
+    """
     pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
     positions = block_positions(k_cache.shape[2], q.shape[1])
@@ -99,6 +111,11 @@ def attend_pack(
         n_packs,
         **constants,
         **pack_constants,
+        made=None if programs is None else scratch.made,
+        OWN=0 if programs is None else programs.own,
+        LATER=0 if programs is None else programs.later,
+        FIRST=0 if programs is None else programs.first,
+        WIDE=1 if programs is None else programs.wide,
         num_warps=WARPS[positions],
         launch_pdl=pdl,
     )
