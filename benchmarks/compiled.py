@@ -292,6 +292,7 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
             ),
         )
+    packs = (torch.empty(2, dtype=torch.int32)[1:], 32)
     estimate, moments = torch.empty(2), torch.empty(2, dtype=torch.int64)
     norm = LateNorm(ln, estimate, moments, torch.empty(64, 2))
     sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
@@ -309,26 +310,33 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 late, scratch.made,
             ),
         )  # fmt: skip
-        programs = qkv.int4_head_programs(d, hd, policy)
+        progress = attend_pack.Progress(
+            qkv.int4_head_programs(d, hd, policy), scratch.made, *(torch.empty(2, dtype=torch.int32) for _ in range(2))
+        )
         yield (
             f"4 bits: attend_pack {d} {policy}",
-            lambda selected=selected, programs=programs: attend_pack.attend_pack(
+            lambda selected=selected, progress=progress: attend_pack.attend_pack(
                 q, cache, cache, None if selected is None else heads, ones, None if selected is None else sparse[5],
-                None, halves(1, d), scratch, bits, listed, True, programs=programs,
+                None, halves(1, d), scratch, bits, listed, True, progress=progress,
             ),
         )  # fmt: skip
         yield (
             f"4 bits: mlp_ahead {d} {policy}",
             lambda late=late: mlp_ahead.mlp_ahead(
-                x, ln, w, bias, w, halves(d), listed, y, partials, "list", True, ahead=late
+                x, ln, w, bias, w, halves(d), listed, y, partials, "list", True, ahead=late, packs=packs
             ),
         )
     mixed = halves(1, d)
-    yield f"4 bits: out {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, heads, y, True)
-    yield f"4 bits: out all {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, None, y, True)
+    for name, kept in (("out", heads), ("out all", None)):
+        yield (
+            f"4 bits: {name} {d}",
+            lambda kept=kept: out_projection.project_heads(
+                mixed, by_head, halves(d), x, kept, y, True, done=torch.empty(2, dtype=torch.int32)
+            ),
+        )
     yield (
         f"4 bits: int4_mlp {d}",
-        lambda: int4_mlp.int4_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
+        lambda: int4_mlp.int4_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True, packs=packs),
     )
     yield (
         f"4 bits: int4_mlp {d} own",

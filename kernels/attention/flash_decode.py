@@ -23,6 +23,7 @@ import triton.language as tl
 
 from kernels.common.checks import check_device, check_head_dim, check_shape
 from kernels.common.launch import (
+    count_program,
     start_dependents,
     start_dependents_and_wait,
     use_pdl,
@@ -104,9 +105,10 @@ def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM:
 
 
 @triton.jit
-def _leave_head(pair, watermark, last, made, HAS_WATERMARK: tl.constexpr, PDL: tl.constexpr):
-    """What the last program of a (row, head) does."""
+def _leave_head(pair, watermark, last, made, done, HAS_WATERMARK: tl.constexpr, PDL: tl.constexpr):
+    """What the last program of a (row, head) does when its output is stored."""
     if made is not None:
+        count_program(done)
         tl.store(made + pair, 0)
         if HAS_WATERMARK:
             wait_for_started(PDL)  # programs of q/k/v read watermarks to their end
@@ -146,6 +148,7 @@ def attend(
     HAS_MEAN: tl.constexpr,
     PDL: tl.constexpr,
     made=None,
+    done=None,
     OWN: tl.constexpr = 0,
     LATER: tl.constexpr = 0,
     FIRST: tl.constexpr = 0,
@@ -155,6 +158,7 @@ def attend(
 
     made: the counters of heads, where these are waited for instead of all of q/k/v (`HeadPrograms`). Other programs of
     the grid must then wait for all of it. Rows that are not selected, and ranges beyond the position, wait for nothing.
+    done: counts the heads whose output is there.
     """
     b = pair // H
     head = pair % H
@@ -211,7 +215,7 @@ def attend(
                 arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
             if n_live == 1:
                 tl.store(out + pair * HEAD_DIM + c, mixed / mass - usual, mask=inside)
-                _leave_head(pair, watermark, last, made, HAS_WATERMARK, PDL)
+                _leave_head(pair, watermark, last, made, done, HAS_WATERMARK, PDL)
             elif arrived == n_live - 1:
                 tl.debug_barrier()
                 # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
@@ -231,7 +235,7 @@ def attend(
                 result = result / tl.sum(sums * tl.exp(tops - highest))
                 tl.store(out + pair * HEAD_DIM + c, result - usual, mask=inside)
                 tl.store(tickets + pair, 0)
-                _leave_head(pair, watermark, last, made, HAS_WATERMARK, PDL)
+                _leave_head(pair, watermark, last, made, done, HAS_WATERMARK, PDL)
     else:
         if split == 0:
             tl.store(out + pair * HEAD_DIM + c, tl.zeros([HEAD_TILE], tl.float32), mask=inside)
