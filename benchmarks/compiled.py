@@ -276,14 +276,12 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         site = site_predict.SiteRows(halves(h, d), predictor.down, predictor.down_scale, *sums, False)
         yield (
             f"4 bits: qkv_select {d} {kind}",
-            lambda predictor=predictor: qkv_select.qkv_select(
-                *sparse, predictor, z, limit, ones, bits, pdl=True, made=scratch.made
-            ),
+            lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
         )
         yield (
             f"4 bits: qkv_select {d} {kind} always",
             lambda predictor=predictor: qkv_select.qkv_select(
-                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True, made=scratch.made
+                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True
             ),
         )
         yield (
@@ -292,7 +290,6 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
             ),
         )
-    packs = (torch.empty(2, dtype=torch.int32)[1:], 32)
     estimate, moments = torch.empty(2), torch.empty(2, dtype=torch.int64)
     norm = LateNorm(ln, estimate, moments, torch.empty(64, 2))
     sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
@@ -307,36 +304,28 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"4 bits: late qkv_select {d} {policy}",
             lambda late=late, policy=policy: qkv_select.qkv_select(
                 sparse[0], qkv_w, late.shifts, *sparse[3:], predictors["nibbles"], z, limit, ones, bits, policy, True,
-                late, scratch.made,
+                late,
             ),
         )  # fmt: skip
-        progress = attend_pack.Progress(
-            qkv.int4_head_programs(d, hd, policy), scratch.made, *(torch.empty(2, dtype=torch.int32) for _ in range(2))
-        )
         yield (
             f"4 bits: attend_pack {d} {policy}",
-            lambda selected=selected, progress=progress: attend_pack.attend_pack(
+            lambda selected=selected: attend_pack.attend_pack(
                 q, cache, cache, None if selected is None else heads, ones, None if selected is None else sparse[5],
-                None, halves(1, d), scratch, bits, listed, True, progress=progress,
+                None, halves(1, d), scratch, bits, listed, True,
             ),
         )  # fmt: skip
         yield (
             f"4 bits: mlp_ahead {d} {policy}",
             lambda late=late: mlp_ahead.mlp_ahead(
-                x, ln, w, bias, w, halves(d), listed, y, partials, "list", True, ahead=late, packs=packs
+                x, ln, w, bias, w, halves(d), listed, y, partials, "list", True, ahead=late
             ),
         )
     mixed = halves(1, d)
-    for name, kept in (("out", heads), ("out all", None)):
-        yield (
-            f"4 bits: {name} {d}",
-            lambda kept=kept: out_projection.project_heads(
-                mixed, by_head, halves(d), x, kept, y, True, done=torch.empty(2, dtype=torch.int32)
-            ),
-        )
+    yield f"4 bits: out {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, heads, y, True)
+    yield f"4 bits: out all {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, None, y, True)
     yield (
         f"4 bits: int4_mlp {d}",
-        lambda: int4_mlp.int4_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True, packs=packs),
+        lambda: int4_mlp.int4_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
     )
     yield (
         f"4 bits: int4_mlp {d} own",

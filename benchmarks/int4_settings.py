@@ -8,8 +8,7 @@ rows=PROGRAMS/WARPS/AHEAD/FETCHED (AHEAD counts pairs of units, in measurements 
 mlp=PROGRAMS/WARPS/AHEAD/REGISTERS, fc2=WARPS/AHEAD/PROGRAMS/REGISTERS/FETCHED, site=ROWS/BLOCK/WARPS,
 block=NEURONS of a program of the predictor's second half,
 apart=0|1 (fc2 of a dense step as a kernel of its own), carve=PERCENT of shared memory, late=0 (a stage before q/k/v in
-every layer, also where the MLP before it could make its input), counters=0 (attention, out-projection
-and MLP wait for whole grids); with "+" several of them.
+every layer, also where the MLP before it could make its input); with "+" several of them.
 STEPS: dense, ahead=SHARE (look-ahead, int4 predictors; int8 ones up to 0f01f64), late=SHARE (heads half a block ahead
 as well), codes=SHARE (int8 ones), stream=SHARE (on a stream of its own) or own=SHARE (own site, int4 predictors), SHARE
 of the heads; 10 % of the neurons. A row each in --csv as it comes; one GPU.
@@ -28,7 +27,6 @@ from benchmarks import decode
 from benchmarks.decode_cells import Cell, read_cells
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.engine import decode as engine
-from dejavu_train.engine import step as decode_step
 from dejavu_train.engine.weights import DecodeWeights
 from kernels.attention import out_projection_int4, qkv
 from kernels.common import launch
@@ -61,7 +59,6 @@ KERNELS = {  # where a kernel's defaults stand, and its settings from their numb
     "block": (sparse_fc2, "packed_block", int),
     "carve": (launch, "carveout", int),
     "late": (engine, "late_layers", lambda _: set()),
-    "counters": (decode_step, "progress_layers", lambda _: []),
 }
 DEFAULTS = {kernel: getattr(module, name) for kernel, (module, name, _) in KERNELS.items()}
 

@@ -12,10 +12,8 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.attention.head_select import head_selection
-from kernels.lookahead.attend_pack import Progress
 from kernels.lookahead.mlp_ahead import LateSite
 from kernels.lookahead.site_predict import SiteRows
-from kernels.mlp.select import Selection
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,8 @@ class FusedAttention:
         heads: TargetSelection,
         mlp: TargetSelection,
         late: LateSite | None = None,
-        progress: Progress | None = None,
     ) -> None:
-        self.weights, self.cache, self.work, self.heads, self.mlp = weights, cache, work, heads, mlp
-        self.late, self.progress = late, progress
+        self.weights, self.cache, self.work, self.heads, self.mlp, self.late = weights, cache, work, heads, mlp, late
         self.bias = bias_with_mean(weights, heads)
         assert heads.predictor.folded is not None
         self.site = None
@@ -180,14 +176,12 @@ class FusedAttention:
             cache.attn_in, weights.qkv, late_bias(weights, self.late), selection, state.position, cache.watermark,
             cache.valid, work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold,
             state.row_state, mlp.selection, policy=work.kv_policy, pdl=pdl, late=self.late,
-            made=None if self.progress is None else self.progress.made,
         )  # fmt: skip
         ops.attend_pack(
             work.q, cache.k, cache.v, selection, state.position, cache.watermark, cache.valid, work.heads_out,
             work.attention, mlp_selection=mlp.selection, packed=work.packed, pdl=pdl, mean=predictor.mean,
-            progress=self.progress,
         )  # fmt: skip
-        project_what_is_done(self.progress, work, weights, self.bias, x, selection, out)
+        ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
 
 
 class FusedDenseAttention:
@@ -205,10 +199,9 @@ class FusedDenseAttention:
         mlp: TargetSelection,
         inputs: Tensor,
         late: LateSite | None = None,
-        progress: Progress | None = None,
     ) -> None:
         self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
-        self.late, self.progress = late, progress
+        self.late = late
         self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1) if late is None else None
         self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
         self.every_head = head_selection(work.q.shape[1], work.q.device)
@@ -227,27 +220,12 @@ class FusedDenseAttention:
             self.inputs, weights.qkv, late_bias(weights, self.late), every, state.position, cache.watermark, None,
             work.q, cache.k, cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state,
             mlp.selection, policy="always", pdl=pdl, late=self.late,
-            made=None if self.progress is None else self.progress.made,
         )  # fmt: skip
         ops.attend_pack(
             work.q, cache.k, cache.v, None, state.position, None, None, work.heads_out, work.attention,
-            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl, progress=self.progress,
+            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl,
         )  # fmt: skip
-        project_what_is_done(self.progress, work, weights, weights.out_bias, x, None, out)
-
-
-def project_what_is_done(
-    progress: Progress | None,
-    work: Workspace,
-    weights: LayerWeights,
-    bias: Tensor,
-    x: Tensor,
-    selection: Selection | None,
-    out: Tensor,
-) -> None:
-    """The output projection of one row, which with `progress` waits for heads, not for attention's whole grid."""
-    done = {} if progress is None else {"done": progress.done}
-    work.ops.project_heads(work.heads_out, weights.out, bias, x, selection, out, pdl=work.pdl, **done)
+        ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
 
 
 def late_bias(weights: LayerWeights, late: LateSite | None) -> Tensor:

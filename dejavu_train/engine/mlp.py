@@ -10,7 +10,6 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.common.int4 import Int4Rows
-from kernels.lookahead.attend_pack import Progress
 from kernels.lookahead.mlp_ahead import LateSite
 from kernels.mlp import int4_fc2
 
@@ -61,21 +60,13 @@ class DenseMlp:
 class SparseMlp:
     """The neurons of one row, fc1 and fc2 in one grid.
 
-    packed: whether attention's grid has packed the list already. ahead: of the next layer, or None. progress: of this
-    layer, where its attention counts.
+    packed: whether attention's grid has packed the list already. ahead: of the next layer, or None.
     """
 
     def __init__(
-        self,
-        weights: LayerWeights,
-        work: Workspace,
-        mlp: TargetSelection,
-        packed: bool,
-        ahead: LateSite | None = None,
-        progress: Progress | None = None,
+        self, weights: LayerWeights, work: Workspace, mlp: TargetSelection, packed: bool, ahead: LateSite | None = None
     ) -> None:
         self.weights, self.work, self.mlp, self.packed, self.ahead = weights, work, mlp, packed, ahead
-        self.counted = {} if progress is None else {"packs": progress.packs(mlp.selection)}
         self.own = reads_own_site(mlp)
         # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before
         # its own: x where the predictor normalised it and its list was packed after that; or the list itself where
@@ -90,14 +81,14 @@ class SparseMlp:
         if self.ahead is not None:
             work.ops.mlp_ahead(
                 x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, work.packed, out,
-                work.partials, self.early, work.pdl, ahead=self.ahead, **self.counted,
+                work.partials, self.early, work.pdl, ahead=self.ahead,
             )  # fmt: skip
             return
         source, norm = (work.normalised, None) if self.own else (x, weights.norm2)
         sparse_mlp = work.ops.int4_mlp if weights.packed else work.ops.sparse_mlp
         sparse_mlp(
             source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.packed, out,
-            work.partials, self.early, work.pdl, **self.counted,
+            work.partials, self.early, work.pdl,
         )  # fmt: skip
 
 

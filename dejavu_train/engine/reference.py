@@ -67,9 +67,7 @@ def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
     out.count.fill_(len(ids))
 
 
-def attend_pack(  # type: ignore[no-untyped-def]
-    *attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None, progress=None
-) -> None:
+def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
     """See `kernels.lookahead.attend_pack.attend_pack`."""
     flash_decode_reference(*attention, mean=mean)
     pack(mlp_selection, packed)
@@ -88,16 +86,15 @@ def sparse_mlp(
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
-    packs: tuple[Tensor, int] | None = None,
 ) -> None:
-    """See `kernels.mlp.sparse_mlp.sparse_mlp` and `kernels.mlp.int4_mlp.int4_mlp`."""
+    """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
     h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
     out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
 
 
-def mlp_ahead(x, ln, w1, b1, w2_t, b2, rows, out, partials=None, early=None, pdl=False, *, ahead, packs=None) -> None:  # type: ignore[no-untyped-def]
+def mlp_ahead(x, ln, w1, b1, w2_t, b2, rows, out, partials=None, early=None, pdl=False, *, ahead) -> None:  # type: ignore[no-untyped-def]
     """See `kernels.lookahead.mlp_ahead.mlp_ahead`."""
     sparse_mlp(x, ln, w1, b1, w2_t, b2, x, rows, out)
     add_ahead_reference(x, out, ahead)

@@ -30,11 +30,9 @@ from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from kernels.attention import head_select
-from kernels.attention.qkv import int4_head_programs
 from kernels.common import launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import LateNorm
-from kernels.lookahead.attend_pack import Progress
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
 from kernels.mlp import select, sparse_fc2
 
@@ -105,18 +103,15 @@ class DecodeStep:
         ]
         inputs = context if any((layer, "heads") not in predictors for layer in fused) else 0
         self.inputs = torch.zeros(batch, inputs, shape.d_model, dtype=dtype, device=device)
-        sites, progress = self._late_sites(chosen), self._progress()
+        sites = self._late_sites(chosen)
         self.halves: list[Half] = []
         for layer in range(shape.n_layers):
             heads, mlp = chosen.get((layer, "heads")), chosen.get((layer, "mlp"))
             attention = self._attention(
-                layer, heads, mlp if layer in fused else None, (layer, "heads") in masked, sites.get(layer),
-                progress.get(layer),
-            )  # fmt: skip
-            self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
-            body = self._mlp(
-                layer, mlp, layer in fused, (layer, "mlp") in masked, sites.get(layer + 1), progress.get(layer)
+                layer, heads, mlp if layer in fused else None, (layer, "heads") in masked, sites.get(layer)
             )
+            self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
+            body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked, sites.get(layer + 1))
             self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
@@ -171,16 +166,6 @@ class DecodeStep:
             )  # fmt: skip
         return found
 
-    def _progress(self) -> dict[int, Progress]:
-        """Of the layers with 4-bit weights whose grids count; the counters of one are cleared by the next."""
-        layers = progress_layers(self._fused, self.weights)
-        found, scratch = {}, self.work.attention
-        for index, layer in enumerate(layers):
-            policy = self.kv_policy if (layer, "heads") in self.predictors else "always"
-            programs = int4_head_programs(self.shape.d_model, self.shape.head_dim, policy)
-            found[layer] = Progress(programs, scratch.made, self.work.done[layer], self.work.done[layers[index - 1]])
-        return found
-
     def _attention(
         self,
         layer: int,
@@ -188,28 +173,19 @@ class DecodeStep:
         fused_mlp: TargetSelection | None,
         masked: bool,
         late: LateSite | None,
-        progress: Progress | None,
     ) -> Attention:
         weights, cache = self.weights.layers[layer], self.caches[layer]
         if heads is None and fused_mlp is not None:
-            return FusedDenseAttention(weights, cache, self.work, fused_mlp, self.inputs, late, progress)
+            return FusedDenseAttention(weights, cache, self.work, fused_mlp, self.inputs, late)
         if heads is None:
             return DenseAttention(weights, cache, self.work)
         if masked:
             return MaskedAttention(weights, cache, self.work, heads)
         if fused_mlp is not None:
-            return FusedAttention(weights, cache, self.work, heads, fused_mlp, late, progress)
+            return FusedAttention(weights, cache, self.work, heads, fused_mlp, late)
         return SparseAttention(weights, cache, self.work, heads)
 
-    def _mlp(
-        self,
-        layer: int,
-        mlp: TargetSelection | None,
-        fused: bool,
-        masked: bool,
-        ahead: LateSite | None,
-        progress: Progress | None,
-    ) -> Mlp:
+    def _mlp(self, layer: int, mlp: TargetSelection | None, fused: bool, masked: bool, ahead: LateSite | None) -> Mlp:
         weights = self.weights.layers[layer]
         if mlp is None:
             return DenseMlp(weights, self.work)
@@ -217,7 +193,7 @@ class DecodeStep:
             return (MaskedMlp if masked else BatchMlp)(weights, self.work, mlp)
         if weights.cascade is not None:
             return CascadeMlp(weights, self.work, mlp, fused)
-        return SparseMlp(weights, self.work, mlp, fused, ahead, progress)
+        return SparseMlp(weights, self.work, mlp, fused, ahead)
 
     def _measured(self, body: Any) -> Any:
         assert self.guard is not None
@@ -303,12 +279,6 @@ class DecodeStep:
         for cache in self.caches:
             if cache.valid is not None:
                 cache.valid.zero_()
-
-
-def progress_layers(fused: Collection[int], weights: DecodeWeights) -> list[int]:
-    """Layers of which attention, out-projection and MLP wait for what they need by counters: two of them or none."""
-    layers = sorted(fused) if weights.packed else []
-    return layers if len(layers) > 1 else []
 
 
 def _reading(chosen: Mapping[Key, TargetSelection], layer: int, site: str) -> tuple[SitePredictor, ...]:

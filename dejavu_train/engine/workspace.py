@@ -23,9 +23,9 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), hidden (B, d_ffn) fp32; heads_out (B, d) fp32, before a 4-bit projection fp16; normalised (B, d)
-    in the model's dtype; attention: for partial results; done (L, 2) int32: see `Progress`; partials: fc2's of up to
-    eight rows. For one row: packed, the list of its neurons, every_neuron, that of all; for several: activations and
-    levels. ahead: the stream of look-ahead predictors, or None.
+    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. For one row: packed, the
+    list of its neurons, every_neuron, that of all; for several: activations and levels. ahead: the stream of look-ahead
+    predictors, or None.
     """
 
     ops: SimpleNamespace
@@ -36,7 +36,6 @@ class Workspace:
     q: Tensor
     heads_out: Tensor
     attention: AttentionScratch
-    done: Tensor
     normalised: Tensor
     hidden: Tensor
     packed: PackedSelection
@@ -73,7 +72,6 @@ class Workspace:
             q=torch.zeros(batch, h, hd, device=device),
             heads_out=torch.zeros(batch, h * hd, dtype=mixed, device=device),
             attention=AttentionScratch.empty(batch, h, hd, context, device),
-            done=torch.zeros(shape.n_layers, 2, dtype=torch.int32, device=device),
             normalised=torch.zeros(batch, d, dtype=dtype, device=device),
             hidden=torch.zeros(batch, shape.d_ffn, device=device),
             packed=PackedSelection.empty(one, device),
@@ -84,12 +82,11 @@ class Workspace:
         )
 
     def reset(self) -> None:
-        """Forget all rows; tickets and counters are zero between calls, unless a step was cut short."""
+        """Forget all rows; tickets are zero between calls, unless a step was cut short."""
         fresh = TokenState.empty(*self.state.tokens.shape, self.state.tokens.device)
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
-        self.attention.clear()
-        self.done.zero_()
+        self.attention.tickets.zero_()
         self.activations.tickets.zero_()
 
 

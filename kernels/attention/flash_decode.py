@@ -22,14 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.checks import check_device, check_head_dim, check_shape
-from kernels.common.launch import (
-    count_program,
-    start_dependents,
-    start_dependents_and_wait,
-    use_pdl,
-    wait_for_count,
-    wait_for_started,
-)
+from kernels.common.launch import start_dependents_and_wait, use_pdl
 from kernels.mlp.select import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
@@ -44,14 +37,12 @@ def block_positions(capacity: int, heads: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32; between calls zero: tickets (B*h)
-    and made (B*h) int32, how many programs have made rows of a head's q, k and v."""
+    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32; tickets (B*h), else zero."""
 
     partial: torch.Tensor
     largest: torch.Tensor
     total: torch.Tensor
     tickets: torch.Tensor
-    made: torch.Tensor
 
     @classmethod
     def empty(
@@ -61,13 +52,7 @@ class AttentionScratch:
         rows = batch * n_heads
         partial = torch.zeros(rows, splits, head_dim, device=device)
         largest, total = (torch.zeros(rows, splits, device=device) for _ in range(2))
-        tickets, made = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
-        return cls(partial, largest, total, tickets, made)
-
-    def clear(self) -> None:
-        """As between calls; for after one that was cut short."""
-        self.tickets.zero_()
-        self.made.zero_()
+        return cls(partial, largest, total, torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def flash_decode_reference(
@@ -105,18 +90,6 @@ def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM:
 
 
 @triton.jit
-def _leave_head(pair, watermark, last, made, done, HAS_WATERMARK: tl.constexpr, PDL: tl.constexpr):
-    """What the last program of a (row, head) does when its output is stored."""
-    if made is not None:
-        count_program(done)
-        tl.store(made + pair, 0)
-        if HAS_WATERMARK:
-            wait_for_started(PDL)  # programs of q/k/v read watermarks to their end
-    if HAS_WATERMARK:
-        tl.store(watermark + pair, last + 1)
-
-
-@triton.jit
 def attend(
     pair,
     split,
@@ -147,19 +120,8 @@ def attend(
     STALE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     PDL: tl.constexpr,
-    made=None,
-    done=None,
-    OWN: tl.constexpr = 0,
-    LATER: tl.constexpr = 0,
-    FIRST: tl.constexpr = 0,
-    WIDE: tl.constexpr = 1,
 ):
-    """One (row, head) and one range of positions, as a function: look-ahead gives the grid other programs too.
-
-    made: the counters of heads, where these are waited for instead of all of q/k/v (`HeadPrograms`). Other programs of
-    the grid must then wait for all of it. Rows that are not selected, and ranges beyond the position, wait for nothing.
-    done: counts the heads whose output is there.
-    """
+    """One (row, head) and one range of positions, as a function: look-ahead gives the grid other programs too."""
     b = pair // H
     head = pair % H
     c = tl.arange(0, HEAD_TILE)
@@ -181,16 +143,10 @@ def attend(
     early = (p < tl.where(selected, ready, 0))[:, None] & inside[None, :]
     k_early = tl.load(k_cache + at, mask=early, other=0.0, cache_modifier=".cg")
     v_early = tl.load(v_cache + at, mask=early, other=0.0, cache_modifier=".cg")
-    if made is None:
-        start_dependents_and_wait(PDL)
-    else:
-        start_dependents(PDL)
+    start_dependents_and_wait(PDL)
     if selected:
         if first <= last:
-            if made is not None:
-                later = (tl.maximum(last + 1 - ready - FIRST, 0) + WIDE - 1) // WIDE
-                wait_for_count(made + pair, OWN + LATER * later)
-            query = tl.load(q + pair * HEAD_DIM + c, mask=inside, other=0.0, cache_modifier=".cg") * scale
+            query = tl.load(q + pair * HEAD_DIM + c, mask=inside, other=0.0) * scale
             seen = p <= last
             late = (seen & (p >= ready))[:, None] & inside[None, :]
             k = tl.load(k_cache + at, mask=late, other=k_early, cache_modifier=".cg").to(tl.float32)
@@ -215,7 +171,8 @@ def attend(
                 arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
             if n_live == 1:
                 tl.store(out + pair * HEAD_DIM + c, mixed / mass - usual, mask=inside)
-                _leave_head(pair, watermark, last, made, done, HAS_WATERMARK, PDL)
+                if HAS_WATERMARK:
+                    tl.store(watermark + pair, last + 1)
             elif arrived == n_live - 1:
                 tl.debug_barrier()
                 # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
@@ -235,7 +192,8 @@ def attend(
                 result = result / tl.sum(sums * tl.exp(tops - highest))
                 tl.store(out + pair * HEAD_DIM + c, result - usual, mask=inside)
                 tl.store(tickets + pair, 0)
-                _leave_head(pair, watermark, last, made, done, HAS_WATERMARK, PDL)
+                if HAS_WATERMARK:
+                    tl.store(watermark + pair, last + 1)
     else:
         if split == 0:
             tl.store(out + pair * HEAD_DIM + c, tl.zeros([HEAD_TILE], tl.float32), mask=inside)

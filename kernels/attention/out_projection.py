@@ -56,7 +56,7 @@ def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSetti
     return ProjectSettings(16 if d <= 7168 else 8, 512, 4)
 
 
-def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False, done=None) -> None:
+def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:
     """Plain torch."""
     if isinstance(weight, Int4Rows):
         project_head_rows_reference(mixed, weight, bias, residual, selection, out)
@@ -177,19 +177,18 @@ def project_heads(
     out: Tensor,
     pdl: bool = False,
     settings: ProjectSettings | HeadTileSettings | HeadRowSettings | None = None,
-    done: Tensor | None = None,
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim); selection None = all heads.
 
     One row runs in one kernel, bitwise deterministic; several as a matrix product over all columns: the union of the
     heads of several rows leaves little out. Selection and residual must be older than the two launches before this one.
-    4-bit rows lie head by head, Int4Rows (h, d, head_dim), and take mixed in fp16: see `out_projection_int4`, for them
-    alone `done`. Errors: shapes, a CPU tensor.
+    4-bit rows lie head by head, Int4Rows (h, d, head_dim), and take mixed in fp16: see `out_projection_int4`. Errors:
+    shapes, a CPU tensor.
     """
     if isinstance(weight, Int4Rows):
         if settings is not None and not isinstance(settings, HeadRowSettings):
             raise ValueError("4-bit rows need HeadRowSettings")
-        project_head_rows(mixed, weight, bias, residual, selection, out, pdl, settings, done)
+        project_head_rows(mixed, weight, bias, residual, selection, out, pdl, settings)
         return
     if isinstance(settings, HeadRowSettings):
         raise ValueError("HeadRowSettings are for 4-bit rows")

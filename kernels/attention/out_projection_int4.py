@@ -28,14 +28,7 @@ from kernels.common.int4_mma import column_sums, from_lane, int4_mma, unit_vecto
 from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.int4_tiles import split_words
 from kernels.common.lane_queue import ask, even_room, lane_queue, take
-from kernels.common.launch import (
-    n_sms,
-    start_dependents,
-    use_pdl,
-    wait_for_count,
-    wait_for_predecessor,
-    wait_for_started,
-)
+from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import add_product, dense_add
 from kernels.dense.int4_batch import MOST, int4_by_head
 from kernels.mlp.select import Selection
@@ -177,7 +170,6 @@ def _project_head_rows_kernel(
     ALL: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
-    done,
 ):
     W: tl.constexpr = HEAD_DIM // 8
     V: tl.constexpr = unit_vector(W, HEAD_DIM)
@@ -208,11 +200,7 @@ def _project_head_rows_kernel(
         inside = own < tl.minimum(n_rows, line + ROWS * TILES)
         offset = tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
         offsets = offsets + (offset + tl.load(residual + own, mask=inside, other=0.0, cache_modifier=".cg"),)
-    if done is None:
-        wait_for_predecessor(PDL)
-    else:
-        start_dependents(PDL)
-        wait_for_count(done, n)
+    wait_for_predecessor(PDL)
     acc = ()
     for _ in tl.static_range(TILES):
         acc = acc + (tl.zeros((L,), tl.float32),)
@@ -238,8 +226,6 @@ def _project_head_rows_kernel(
         own = line + ROWS * m + tl.arange(0, 16)
         inside = own < tl.minimum(n_rows, line + ROWS * TILES)
         tl.store(out + own, column_sums(acc[m], acc[m + 1], L) + offsets[m // 2], mask=inside)
-    if done is not None:
-        wait_for_started(PDL)
 
 
 def project_head_rows(
@@ -251,15 +237,12 @@ def project_head_rows(
     out: Tensor,
     pdl: bool = False,
     settings: HeadRowSettings | None = None,
-    done: Tensor | None = None,
 ) -> None:
     """mixed (B, h * head_dim) fp16, residual and out (B, d) fp32, weight (h, d, head_dim); selection None = all heads.
 
     One row runs in one kernel; several as a product over all heads, up to eight from the codes, more after these were
     written out in fp16. Bitwise deterministic. Selection and residual must be older than the two launches before this.
-    done (1 or more,) int32: counts the heads whose mixed is there, of one row, where attention does; dependents must
-    then wait for what attention's other programs make. Errors: shapes, dtypes, head dims, groups other than a head, a
-    CPU tensor.
+    Errors: shapes, dtypes, head dims, groups other than a head, a CPU tensor.
     """
     check_device("mixed", mixed)
     batch = len(mixed)
@@ -302,7 +285,6 @@ def project_head_rows(
         ALL=selection is None,
         ROOM=even_room(triton.cdiv(programs, n_sms(out.device)), d, pdl and selection is None, needed),
         PDL=pdl,
-        done=done,
         num_warps=settings.warps,
         maxnreg=settings.registers,
         launch_pdl=pdl,

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.qkv_int4 import HeadPrograms, own_tile
+from kernels.attention.qkv_int4 import own_tile
 from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.int4 import Int4Rows, check_rows
@@ -78,12 +78,6 @@ def int4_qkv_settings(d: int, policy: str) -> TileSettings:
     warps, stages = (1 if INTERPRET or (policy == "always" and 5120 < d <= 8192) else 2), 4
     registers = 128 if policy == "always" and warps == 2 else 168
     return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=registers, room=20480 if d <= 5120 else 0)
-
-
-def int4_head_programs(d: int, head_dim: int, policy: str) -> HeadPrograms:
-    """Those of the default launch settings."""
-    settings = int4_qkv_settings(d, policy)
-    return HeadPrograms.of(head_dim, policy, settings.pairs, settings.wide)
 
 
 def qkv_reference(
@@ -285,17 +279,12 @@ def qkv_tile(
     ROOM: tl.constexpr,
     POLICY: tl.constexpr,
     PDL: tl.constexpr,
-    made=None,
 ):
-    """A program's whole work, its wait included, program `tile` of n_tiles. Other kernels' grids may carry it too.
-
-    made: see `qkv_int4`.
-    """
+    """A program's whole work, its wait included, program `tile` of n_tiles. Other kernels' grids may carry it too."""
     if GROUP > 0:
         own_tile(
             tile, n_tiles, attn_in, weight, scales, bias, row_bits, position, watermark, valid, q, k_cache, v_cache,
             capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL,
-            made=made,
         )  # fmt: skip
     else:
         _listed_tiles(

@@ -18,12 +18,7 @@ others with factors that were kept, as the present ones are. bias then has W shi
 The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input, the first half
 of an MLP predictor, and count themselves in `arrived` when their values lie in memory:
     hidden[r] = act(scale[r] (down[r] n)),   down (DOWN * 16, d) as the weight, of which `rank` rows count
-
-With `made` (h,) a program counts itself there when what it has made for a selected head lies in memory, so that
-attention need not wait for the other heads (`HeadPrograms`).
 """
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -36,22 +31,6 @@ from kernels.common.launch import count_program, wait_for_predecessor
 
 ROWS = tl.constexpr(16)
 SHARE = tl.constexpr(2)  # items of a program of an idle head, at most: they take as long as the others' two rounds do
-
-
-@dataclass(frozen=True)
-class HeadPrograms:
-    """How many programs make rows of one head of one batch row: own, and later for each group of `wide` positions that
-    it lacks beyond the `first` ones."""
-
-    own: int
-    later: int
-    first: int
-    wide: int
-
-    @classmethod
-    def of(cls, head_dim: int, policy: str, pairs: int, wide: int) -> "HeadPrograms":
-        tiles = head_dim // ROWS.value
-        return cls(3 * tiles, 2 * tiles if policy == "backfill" else 0, pairs, wide)
 
 
 @triton.constexpr_function
@@ -205,7 +184,6 @@ def own_tile(
     hidden=None,
     arrived=None,
     rank=0,
-    made=None,
     LATE: tl.constexpr = False,
     EPS: tl.constexpr = 0.0,
     DOWN: tl.constexpr = 0,
@@ -319,8 +297,6 @@ def own_tile(
                 valid, q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, WIDE, L, STEPS, WIDE_TURN, GROUP,
                 POLICY, LATE,
             )  # fmt: skip
-            if made is not None:
-                count_program(made + head)
         else:
             values = _multiply(
                 queue, own_x, begun, late, own_head, own_row, 0, own_pairs, last, own_n, own_weight,
@@ -333,6 +309,3 @@ def own_tile(
                         tl.store(factors + 2 * tl.sum(last), late[0])
                         tl.store(factors + 2 * tl.sum(last) + 1, late[1])
                     _store_hidden(values, own_rows, row_scales, hidden, arrived, rank, RELU)
-            if made is not None:
-                if (tile >= 0) & (own_bits != 0):
-                    count_program(made + own_head)

@@ -31,7 +31,6 @@ PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 SPARSE_CARVEOUT = 50  # percent, see share_carveout
 INT4_CARVEOUT = 75  # where heads are selected and rows have 4 bits, whose queues lie in shared memory
 DRIVERS_CARVEOUT = -1
-ASSEMBLY = tl.constexpr(not INTERPRET)
 
 
 def next_power_of_two(value: int) -> int:
@@ -158,28 +157,17 @@ def wait_for_started(PDL: tl.constexpr):
 
 
 @triton.jit
-def _acquired(counter):
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def wait_for_count(counter, count):
+    """Until `count` programs of this grid have counted themselves; what they stored may then be read, past the L1.
 
-
-@triton.jit
-def wait_for_count(counter, count, ASM: tl.constexpr = ASSEMBLY):
-    """Until `count` programs have counted themselves; what they stored may then be read, past the L1.
-
-    They are of the launch before, all of whose programs have begun when a dependent does, or of this grid, numbered
-    below this one, and wait for nothing but the kernel before. That a grid's programs begin in their order is what GPUs
-    do, not what CUDA promises.
+    They are numbered below this one and wait for nothing but the kernel before. That a grid's programs begin in their
+    order is what GPUs do, not what CUDA promises.
     """
-    if ASM:  # by every thread, whose later loads it precedes
-        while _acquired(counter) < count:
-            tl.inline_asm_elementwise(
-                "nanosleep.u32 40; mov.u32 $0, $1;", "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1
-            )
-    else:
-        while tl.load(counter, volatile=True) < count:
-            pass
+    while tl.load(counter, volatile=True) < count:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 40; mov.u32 $0, $1;", "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.atomic_add(counter, 0, sem="acquire")
 
 
 @triton.jit

@@ -1,43 +1,19 @@
 """Look-ahead, stage 3: attention and the packing of the neurons' list, in one grid.
 
-Attention as in `flash_decode`, and programs that close the gaps of the list as `pack` does. One batch row. The rows of
-a head may be there long before the last neuron is listed, q/k/v's grid ends with the programs that list them: attention
-then waits for its own head's programs alone (`HeadPrograms`), and the packs for all of it.
+Attention as in `flash_decode`, and programs that close the gaps of the list as `pack` does. One batch row.
 """
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
-from kernels.attention.qkv_int4 import HeadPrograms
 from kernels.common.checks import check_shape
-from kernels.common.launch import count_program, use_pdl
+from kernels.common.launch import use_pdl
 from kernels.mlp.select import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection, pack_launch, pack_programs, pack_ranges
+from kernels.mlp.sparse_fc2 import PackedSelection, pack_launch, pack_ranges
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the programs of a layer count, so that the next ones wait for no more than they need.
-
-    programs: of q/k/v, for a head; made (h,) int32: how many of them have stored their rows, zero after attention; done
-    (2,) int32: heads whose output is there, and packs; before (2,): done of the layer that counted before, which a pack
-    of this one sets to zero.
-    """
-
-    programs: HeadPrograms
-    made: Tensor
-    done: Tensor
-    before: Tensor
-
-    def packs(self, selection: Selection) -> tuple[Tensor, int]:
-        """The counter of packs, and how many there are of this selection."""
-        return self.done[1:], pack_programs(selection, PACKED_ENTRIES)
 
 
 @triton.jit(do_not_specialize=["n_ranges"])
@@ -79,13 +55,6 @@ def _attend_pack_kernel(
     SLOTS_PAD: tl.constexpr,
     ALL_RANGES: tl.constexpr,
     RANGES: tl.constexpr,
-    made,
-    done,
-    before,
-    OWN: tl.constexpr,
-    LATER: tl.constexpr,
-    FIRST: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid < n_packs:
@@ -93,17 +62,11 @@ def _attend_pack_kernel(
             pid, ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
             RANGES, True, PDL,
         )  # fmt: skip
-        if done is not None:
-            count_program(done + 1)
-            if pid == 0:
-                tl.store(before, 0)
-                tl.store(before + 1, 0)
     else:
         attend(
             (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
             valid, mean, out, partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS,
-            SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL, made, done,
-            OWN, LATER, FIRST, WIDE,
+            SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL,
         )  # fmt: skip
 
 
@@ -121,12 +84,8 @@ def attend_pack(
     packed: PackedSelection,
     pdl: bool = False,
     mean: Tensor | None = None,
-    progress: Progress | None = None,
 ) -> None:
-    """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row.
-
-    progress: of the q/k/v before, which has counted its programs there; or None. Errors: shapes, head dims.
-    """
+    """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row. Errors: shapes, head dims."""
     pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
     positions = block_positions(k_cache.shape[2], q.shape[1])
@@ -140,13 +99,6 @@ def attend_pack(
         n_packs,
         **constants,
         **pack_constants,
-        made=None if progress is None else progress.made,
-        done=None if progress is None else progress.done,
-        before=None if progress is None else progress.before,
-        OWN=0 if progress is None else progress.programs.own,
-        LATER=0 if progress is None else progress.programs.later,
-        FIRST=0 if progress is None else progress.programs.first,
-        WIDE=1 if progress is None else progress.programs.wide,
         num_warps=WARPS[positions],
         launch_pdl=pdl,
     )

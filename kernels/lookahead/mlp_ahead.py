@@ -261,11 +261,10 @@ def mlp_ahead(
     pdl: bool = False,
     *,
     ahead: LateSite,
-    packs: tuple[Tensor, int] | None = None,
 ) -> None:
     """`int4_mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
     pdl = use_pdl(pdl, out.device)
-    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, x, rows, out, partials, early, pdl, late=ahead.norm, packs=packs)
+    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, x, rows, out, partials, early, pdl, late=ahead.norm)
     _add_ahead(*sums, b2, x, out, ahead, pdl)
 
 

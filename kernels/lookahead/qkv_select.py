@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.attention.qkv_int4 import own_tile
-from kernels.common.checks import check_shape, require
+from kernels.common.checks import check_shape
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import late_factors_reference, late_sums
 from kernels.common.launch import dot_type, use_pdl, wait_for_count, wait_for_predecessor
@@ -36,7 +36,7 @@ PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as 
 
 def qkv_select_reference(
     attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, mlp, hidden,
-    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False, late=None, made=None,
+    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False, late=None,
 ) -> None:  # fmt: skip
     """Plain torch, in place."""
     if late is not None:
@@ -166,7 +166,6 @@ def _qkv_select_kernel(
     down_shifts,
     down_scale,
     arrived,
-    made,
     B: tl.constexpr,
     B_TILE: tl.constexpr,
     H: tl.constexpr,
@@ -218,13 +217,12 @@ def _qkv_select_kernel(
             pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
             capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL, gains,
             moments, estimate, factors, down, down_scales, down_gains, down_shifts, down_scale, hidden, arrived, RANK,
-            made, LATE, EPS, 0 if DOWN_ROWS > 0 else DOWN, RELU,
+            LATE, EPS, 0 if DOWN_ROWS > 0 else DOWN, RELU,
         )  # fmt: skip
     else:
         qkv_tile(
             pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
             capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL,
-            made,
         )  # fmt: skip
 
 
@@ -247,14 +245,12 @@ def qkv_select(
     policy: str = "backfill",
     pdl: bool = False,
     late: LateSite | None = None,
-    made: Tensor | None = None,
 ) -> None:
     """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
 
     hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row scales,
     or as nibbles with such scales. late: as `mlp_ahead` left it; hidden is then made here, bias is its
-    `shifts`, and weight has 4 bits. made (h,) int32: counts the programs that have made rows of each selected head, see
-    `HeadPrograms`, with such a weight. Errors: shapes, policy, a CPU tensor.
+    `shifts`, and weight has 4 bits. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(
@@ -270,12 +266,11 @@ def qkv_select(
     stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
     multiplied = dot_type(mlp.up.dtype)
     words = mlp.up.dtype == torch.uint8 and mlp.up_scale is not None and takes(rank, mlp_selection.block, 32 * warps)
-    late_arguments: tuple[Tensor | None, ...] = (None,) * 10
+    made: tuple[Tensor | None, ...] = (None,) * 10
     n_down = 0
     if late is not None:
         late.check(q, rank, weight)
-        late_arguments, n_down = late.arguments(), late.programs(rank)
-    require(made is None or isinstance(weight, Int4Rows), "programs count themselves where weights have 4 bits")
+        made, n_down = late.arguments(), late.programs(rank)
     _qkv_select_kernel[(n_down + n_tiles + n_blocks,)](
         *arguments,
         hidden,
@@ -289,8 +284,7 @@ def qkv_select(
         mlp_selection.row_bits,
         n,
         n_tiles,
-        *late_arguments,
-        made,
+        *made,
         **constants,
         RANK=rank,
         MLP_BLOCK=mlp_selection.block,

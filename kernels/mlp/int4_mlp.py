@@ -38,7 +38,7 @@ from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead
 from kernels.common.int4_tiles import FACTOR_UNIT
 from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, listed_row, take
 from kernels.common.late_norm import LateNorm
-from kernels.common.launch import use_pdl, wait_for_count, wait_for_predecessor
+from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.common.shared_rows import append_rows, four_rows, rows_list
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
@@ -266,8 +266,6 @@ def _int4_mlp_kernel(
     EARLY_LIST: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
-    packs,
-    PACKS: tl.constexpr,
 ):
     W: tl.constexpr = D // 8
     ROOM: tl.constexpr = slots_of(W, GROUP, L // 32) * slot_bytes(W, L // 32)  # of fc2's words
@@ -280,8 +278,6 @@ def _int4_mlp_kernel(
         if NORM:
             norms = unit_norms(norm_weight, norm_bias, lane, W, GROUP)
         wait_for_predecessor(PDL)
-    if packs is not None:
-        wait_for_count(packs, PACKS)
     number = tl.load(count, cache_modifier=".cg")
     each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = pid * each
@@ -337,7 +333,6 @@ def int4_mlp_partials(
     pdl: bool = False,
     settings: Int4MlpSettings | None = None,
     late: LateNorm | None = None,
-    packs: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, int]:
     """(partial sums in fp16, how many of them) whose sum with residual and b2 is `int4_mlp`, whose arguments these are.
 
@@ -385,8 +380,6 @@ def int4_mlp_partials(
         EARLY_LIST=early == "list",
         EPS=1e-5 if ln is None else ln.eps,
         PDL=pdl,
-        packs=None if packs is None else packs[0],
-        PACKS=0 if packs is None else packs[1],
         num_warps=settings.warps,
         maxnreg=settings.registers,
         launch_pdl=pdl,
@@ -408,14 +401,12 @@ def int4_mlp(
     early: str | None = None,
     pdl: bool = False,
     settings: Int4MlpSettings | None = None,
-    packs: tuple[Tensor, int] | None = None,
 ) -> None:
     """Reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic. See the module's docstring.
 
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
-    packs: a counter of the programs that write the list, and how many they are, where that need not be true of "list".
     Errors: shapes, dtypes, groups, a CPU tensor.
     """
     pdl = use_pdl(pdl, out.device)
-    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, residual, rows, out, partials, early, pdl, settings, packs=packs)
+    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, residual, rows, out, partials, early, pdl, settings)
     add_partials(*sums, b2, residual, out, pdl)

@@ -126,7 +126,7 @@ def pack_launch(
     check_device("rows.ids", rows.ids)
     n_ranges = rows.counts.numel()
     padded = triton.next_power_of_2(rows.block)
-    ranges = _packed_ranges(rows, entries)
+    ranges = max(1, entries // padded)
     constants = {
         "SLOTS": rows.block,
         "SLOTS_PAD": padded,
@@ -134,16 +134,7 @@ def pack_launch(
         "RANGES": ranges,
     }
     arguments = (rows.ids, rows.counts, out.ids, out.count, n_ranges)
-    return pack_programs(rows, entries), arguments, constants
-
-
-def _packed_ranges(rows: Selection, entries: int) -> int:
-    return max(1, entries // triton.next_power_of_2(rows.block))
-
-
-def pack_programs(rows: Selection, entries: int) -> int:
-    """Programs of `pack_launch`."""
-    return triton.cdiv(rows.counts.numel(), _packed_ranges(rows, entries))
+    return triton.cdiv(n_ranges, ranges), arguments, constants
 
 
 def packed_block(d: int) -> int:
