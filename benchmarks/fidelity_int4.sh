@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The decode engine with 4-bit weights against `mask` of the same quantised model, on one GPU, in about 250 s:
+# The decode engine with 4-bit weights against `mask` of the same quantised model, on one GPU, in about ten minutes:
 #   bash benchmarks/fidelity_int4.sh OUTPUT_FOLDER        TRY=1: what comes before the comparison, on a CPU, tiny
 # Two models: opt-mini, and a 100M model that is pretrained here on .data (benchmarks/hundred.sh) for PRETRAIN_SECONDS.
 # Each is rounded to nearest and writes text, on which predictors are trained: of the blocks' own inputs, or ("ahead")
 # of those half a block earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
-# and kind of predictor, and logs. One row at a time: the kernels of several rows are others.
+# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time: the kernels of several rows are others.
 set -u
 out=$1 try=${TRY:-}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
@@ -18,7 +18,7 @@ trap 'rm -rf "$work"' EXIT
 step() {  # NAME COMMAND...
   local name=$1 at=$SECONDS
   shift
-  timeout 200 "$@" > "$out/$name.log" 2>&1
+  timeout 400 "$@" > "$out/$name.log" 2>&1
   local code=$?
   echo "$name,$code,$((SECONDS - at))"
   if [ "$code" != 0 ]; then tail -n 4 "$out/$name.log" >&2; fi
@@ -36,7 +36,14 @@ compare() {  # NAME KIND FLAGS...
     --trainer.accelerator="$(pick gpu cpu)" --mlp.steps="$(pick 400 5)" --heads.steps="$(pick 400 5)" "$@" || return
   [ -n "$try" ] || step "fidelity-$name-$kind" "$python" -m benchmarks.fidelity --model "$work/$name-int4" \
     --bundle "$work/$name-$kind/bundle" --batch 1 --rows 18 --length 256 --parts half greedy prompts replay \
-    --out "$out/fidelity_int4_${name}_$kind.json"
+    --out "$out/$name-$kind.json"
+  "$python" - "$out" <<'PY'
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+found = [json.loads(file.read_text()) for file in sorted(folder.glob("opt-*-*.json"))]
+(folder / "fidelity_int4.json").write_text(json.dumps(found, indent=1) + "\n")
+PY
 }
 
 whole() {  # NAME MODEL
