@@ -31,145 +31,33 @@ from torch.nn import functional as F
 
 import dejavu_train.calibration.calibrate as calibration
 from benchmarks.rows import append_row, commit
-from benchmarks.texts import BYTES, VAL, VAL_TOKENS, WINDOW, at_bytes
+from benchmarks.study_score import read_corpora, score, skipped_means
+from benchmarks.study_variants import TRAIN_TEXTS, VARIANTS, Variant
+from benchmarks.texts import BYTES, VAL_TOKENS, at_bytes
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.cost_model import measured_mlp_share
-from dejavu_train.bundle.selector import Predicted
 from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig, TuneConfig
 from dejavu_train.data.collect import collect
 from dejavu_train.data.samples import MAX_SEED, load_samples
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
-from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.data.windows import plan_windows
-from dejavu_train.evaluation.perplexity import EvalBatch, EvalCorpus, _Meter, eval_batches, hold_out, increase
+from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.files import read_sealed, sha256_file, write_sealed
 from dejavu_train.locks import locked
-from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape, resolve_device
 from dejavu_train.pipeline import open_writer, sampled
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
-from dejavu_train.predictors.metrics import SelectionSums, total
-from dejavu_train.sparse.masked import masking
+from dejavu_train.predictors.metrics import total
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import deployed_density, export, init_module, job_folder
 from dejavu_train.training.lit_predictor import LitPredictor
 
-TRAIN_TEXTS: dict[str, dict[str, Any]] = {  # name -> settings of text.sample and collect
-    "self": {},
-    "self-half": {"tokens": 500_000},  # what the next ones are compared with
-    "temperature-0.8": {"tokens": 500_000, "temperature": 0.8},
-    "temperature-1.2": {"tokens": 500_000, "temperature": 1.2},
-    "temperature-1.5": {"tokens": 500_000, "temperature": 1.5},
-    "length-128": {"tokens": 500_000, "length": 128},
-    "vocabulary": {"tokens": 500_000, "length": 256, "prompts": True},  # every row's first token: any of the vocabulary
-    "self-3m": {"tokens": 3_000_000},  # 32 GB of activations
-}
 TOKENS, SEED = 1_000_000, 1
 MORE_SEED = 77  # of text that is only tuned on
 SENSITIVITY_TOKENS = 16_384
 SHIFT_TOKENS = 20_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """How a layer's predictor is trained; the defaults are those of configs/opt-mini.yaml."""
-
-    steps: int = 800
-    batch: int = 512
-    learning_rate: float = 0.01
-    power: float = 1.0
-    """A miss costs the contribution to this power."""
-    hard: float = 0.0
-    """Rows weigh as their own loss to this power: what is missed most counts more, whatever text it is of."""
-    anchor: float = 0.0
-    """Price of the squared distance from the start, in units of the start's own square."""
-    average: float = 0.0
-    """Decay of an exponential average of the weights, which is what is kept; 0: the last weights."""
-    experts: int = 1
-    """So many predictors share out the rows by the nearest of as many centres; a token reads one of them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One row's recipe: the training text, the fit, flags of train.py, what is tuned, and how it is calibrated."""
-
-    says: str
-    text: str = "self"
-    seed: int = 0
-    fit: Fit = Fit()
-    flags: tuple[str, ...] = ()
-    tune: dict[str, Any] | None = None
-    """Settings of TuneConfig; ``share``: the bytes at which it is tuned; ``fresh``: tokens sampled for it."""
-    calibrations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
-    """Label -> changed keys of ``calibrate``; ``shift``: the mean of what is skipped goes into fc2's bias."""
-    heads: bool = False
-
-
-def _ranks(*ranks: int) -> tuple[str, ...]:
-    return (f"--mlp.ranks={{{', '.join(f'{layer}: {rank}' for layer, rank in enumerate(ranks))}}}",)
-
-
-SHORT = {"tokens": 8192, "batch_tokens": 8192}  # half the tokens a step, so that 1,500 steps end in time
-VARIANTS: dict[str, Variant] = {  # what is long or decides most stands first
-    "tune-1500": Variant("1,500 steps in the model", tune={"steps": 1500, "share": 0.08, **SHORT}),
-    "tune-1500-fresh": Variant(
-        "the same on 2M tokens of its own", tune={"steps": 1500, "share": 0.08, "fresh": 2_000_000, **SHORT}
-    ),
-    "base": Variant(
-        "the default recipe",
-        calibrations={
-            "": {},
-            "shift": {"shift": True},
-            "sensitivity-2k": {"sensitivity_tokens": 2048},
-            "sensitivity-64k": {"sensitivity_tokens": 65_536},
-            "rows-80k": {"rows": 80_000},
-            "cascade-0.998": {"cascade": 0.998},
-            "cascade-0.9995": {"cascade": 0.9995},
-        },
-    ),
-    "heads": Variant(
-        "heads at 85 %",
-        heads=True,
-        calibrations={
-            "": {},
-            "sensitivity-2k": {"sensitivity_tokens": 2048},
-            "sensitivity-64k": {"sensitivity_tokens": 65_536},
-        },
-    ),
-    "experts-4": Variant("four predictors, one is read", fit=Fit(experts=4, batch=2048)),
-    "experts-8": Variant("eight predictors, one is read", fit=Fit(experts=8, batch=4096)),
-    "batch-4096-3000": Variant("3,000 steps of 4,096", fit=Fit(batch=4096, steps=3000)),
-    "tune-300": Variant("300 steps in the model", tune={"steps": 300, "share": 0.08}),
-    "tune-300-at-10": Variant("300 steps, tuned at 10 % of the bytes", tune={"steps": 300, "share": 0.10}),
-    "tune-300-fast": Variant("300 steps at 4e-3", tune={"steps": 300, "share": 0.08, "learning_rate": 4e-3}),
-    "base-1": Variant("another seed of the training", seed=1),
-    "hard-1": Variant("rows weigh as their loss", fit=Fit(hard=1.0)),
-    "hard-0.5": Variant("rows weigh as the root of their loss", fit=Fit(hard=0.5)),
-    "rank-48": Variant("rank 48", flags=("--mlp.rank=48",)),
-    "rank-96": Variant("rank 96", flags=("--mlp.rank=96",)),
-    "ranks-steep": Variant("ranks by layer, 64 on average", flags=_ranks(128, 16, 48, 48, 64, 80)),
-    "ranks-mild": Variant("ranks by layer, 64 on average", flags=_ranks(96, 32, 64, 64, 64, 64)),
-    "power-1.5": Variant("contribution to the power 1.5", fit=Fit(power=1.5)),
-    "average": Variant("averaged weights", fit=Fit(average=0.99)),
-    "batch-4096": Variant("batches of 4,096", fit=Fit(batch=4096)),
-    "self-half": Variant("half as many tokens", text="self-half"),
-    "vocabulary": Variant("samples begin with any token", text="vocabulary"),
-    "both": Variant("half own text, half that", text="self-half+vocabulary"),
-    "temperature-1.2": Variant("sampled at 1.2", text="temperature-1.2"),
-    "temperature-0.8": Variant("sampled at 0.8", text="temperature-0.8"),
-    "anchor-0.1": Variant("held to the SVD start", fit=Fit(anchor=0.1)),
-    "length-128": Variant("samples of 128 tokens", text="length-128"),
-    "temperature-1.5": Variant("sampled at 1.5", text="temperature-1.5"),
-    "steps-3000": Variant("3,000 steps", fit=Fit(steps=3000)),
-    "tune-300-slow": Variant("300 steps at a rate of 1e-3", tune={"steps": 300, "share": 0.08, "learning_rate": 1e-3}),
-    "power-0.75": Variant("contribution to the power 0.75", fit=Fit(power=0.75)),
-    "anchor-1": Variant("held ten times as strongly", fit=Fit(anchor=1.0)),
-    "rank-80": Variant("rank 80", flags=("--mlp.rank=80",)),
-    "self-3m": Variant("3M tokens, 3,000 steps of 2,048", text="self-3m", fit=Fit(batch=2048, steps=3000)),
-}
 
 
 @dataclasses.dataclass
@@ -430,115 +318,6 @@ def tuned(
         save_file(tensors, own / "predictor.safetensors")
         metadata = read_sealed(own / "predictor.json", "a finished predictor")
         write_sealed(own / "predictor.json", metadata | {"sha256": sha256_file(own / "predictor.safetensors")})
-
-
-def read_corpora(options: argparse.Namespace) -> dict[str, EvalCorpus]:
-    tokenizer = load_tokenizer(options.model)
-    found = {}
-    for name in VAL:
-        documents = load_documents(TextSource(source=str(next(Path(options.data).glob(f"{name}.jsonl*")))))[0]
-        found[name] = hold_out(documents, tokenizer, WINDOW, options.val_tokens)
-    return found
-
-
-@torch.no_grad()
-def score(
-    model: Any, bundle: Bundle, held: EvalCorpus, points: dict[str, tuple[float, float]],
-    shifts: dict[str, list[Tensor]], batch_tokens: int,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Divergence from the dense model, increase of perplexity and bytes of every point, on the same tokens."""
-    predicted, means = Predicted(bundle, model.device, model), bundle.head_means(model.device)
-    meter = _Meter(model, means)
-    layers = range(bundle.shape.n_layers)
-    documents = len(held.document_tokens)
-    results = {
-        name: {
-            "bundle": bundle.at(mlp, heads),
-            "sums": {(i, t): SelectionSums() for i in layers for t in ("mlp", "heads")},
-            "candidates": dict.fromkeys(layers, 0), "kl": np.zeros(documents), "nats": np.zeros(documents),
-        }
-        for name, (mlp, heads) in points.items()
-    }  # fmt: skip
-    dense_nats = np.zeros(documents)
-    for batch in eval_batches(held, batch_tokens, model.device):
-        dense = _hidden(model, batch)
-        for number, (name, result) in enumerate(results.items()):
-            predicted.bundle = result["bundle"]
-
-            def observe(
-                layer: int, target: str, keep: Tensor | None, values: Tensor, result: Any = result,
-                real: Tensor = batch.real,
-            ) -> None:  # fmt: skip
-                meter.add(result["sums"][layer, target], layer, target, keep, values, real)
-                if target == "mlp" and layer in predicted.candidates:
-                    result["candidates"][layer] += int(predicted.candidates[layer][real].sum())
-
-            with masking(model, predicted, None, observe, means), shifted(model, shifts.get(name)):
-                sparse = _hidden(model, batch)
-            kl, nats, own = _compare(model, dense, sparse, batch)
-            np.add.at(result["kl"], batch.document, kl)
-            np.add.at(result["nats"], batch.document, nats)
-            if number == 0:
-                np.add.at(dense_nats, batch.document, own)
-    for result in results.values():
-        result["bytes"] = measured_mlp_share(result["bundle"], result["sums"], result["candidates"])
-        result["increase"], result["error"] = increase(result["nats"], dense_nats, held.document_tokens)
-    return results
-
-
-def _hidden(model: Any, batch: EvalBatch) -> Tensor:
-    hidden: Tensor = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
-    return hidden[batch.real]
-
-
-def _compare(model: Any, dense: Tensor, sparse: Tensor, batch: EvalBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By window KL(dense || sparse), nats of the sparse and of the dense model, summed over its real tokens."""
-    parts: list[list[Tensor]] = [[], [], []]
-    targets = batch.targets[batch.real]
-    for a, b, target in zip(dense.split(1024), sparse.split(1024), targets.split(1024), strict=True):
-        p, q = (F.log_softmax(model.lm_head(states).float(), -1) for states in (a, b))
-        parts[0].append((p.exp() * (p - q)).sum(-1))
-        for place, values in ((1, q), (2, p)):
-            parts[place].append(-values.gather(1, target[:, None])[:, 0])
-    window = np.repeat(np.arange(len(batch.ids)), batch.real.sum(1).cpu().numpy())
-    kl, nats, own = (np.bincount(window, torch.cat(values).double().cpu().numpy(), len(batch.ids)) for values in parts)
-    return kl, nats, own
-
-
-@contextlib.contextmanager
-def shifted(model: Any, shifts: list[Tensor] | None) -> Iterator[None]:
-    """Within the context fc2's biases are raised by ``shifts``."""
-    biases = [block.fc2.bias for block in decoder_layers(model)]
-    before = [bias.data for bias in biases]
-    for bias, shift in zip(biases, shifts or [], strict=False):
-        bias.data = bias.data + shift.to(bias)
-    try:
-        yield
-    finally:
-        for bias, value in zip(biases, before, strict=True):
-            bias.data = value
-
-
-@torch.no_grad()
-def skipped_means(
-    model: Any, bundle: Bundle, windows: Sequence[Sequence[int]], tokens: int, batch_tokens: int
-) -> list[Tensor]:
-    """By layer the mean (d,) of what the skipped neurons would have added, over the sparse model's own activations."""
-    blocks = decoder_layers(model)
-    totals = [torch.zeros(block.fc2.in_features, dtype=torch.float64, device=model.device) for block in blocks]
-    chosen = calibration.windows_within(windows, tokens)
-    held = EvalCorpus([list(w) for w in chosen], list(range(len(chosen))), [len(w) - 1 for w in chosen], 0)
-    predicted = Predicted(bundle, model.device, model)
-
-    for batch in eval_batches(held, batch_tokens, model.device):
-
-        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, batch: EvalBatch = batch) -> None:
-            if target == "mlp" and keep is not None:
-                totals[layer] += (values.clamp_min(0) * ~keep)[batch.real].sum(0).double()
-
-        with masking(model, predicted, None, observe, bundle.head_means(model.device)):
-            _hidden(model, batch)
-    return [block.fc2.weight.double() @ sums / held.tokens for block, sums in zip(blocks, totals, strict=True)]
 
 
 def run_variant(options: argparse.Namespace, name: str, corpora: dict[str, EvalCorpus]) -> None:
