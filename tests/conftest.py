@@ -25,6 +25,16 @@ WORDS = (
 ).split()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _a_faster_interpreter():
+    from kernels.common.checks import INTERPRET
+
+    if INTERPRET:
+        from interpreter import spare_wasted_work
+
+        spare_wasted_work()
+
+
 @pytest.fixture(autouse=True)
 def _few_threads_and_a_seed():
     torch.set_num_threads(1)  # shared cores: spinning threads cost more than they bring
@@ -90,7 +100,25 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
+LONG = (  # files that take half a minute and more
+    "test_compiled.py",
+    "test_decode_engine.py",
+    "test_imports.py",
+    "test_int4_qkv.py",
+    "test_mistakes.py",
+    "test_observe.py",
+    "test_parser.py",
+    "test_pipeline.py",
+    "test_run.py",
+)
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist would begin files of few tests last, however long they take
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG)  # so that none of two workers ends long after the other
     if torch.cuda.is_available():
         return
     for item in items:

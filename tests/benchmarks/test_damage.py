@@ -11,5 +11,10 @@ def test_mutations_are_refused_or_change_nothing(tmp_path, monkeypatch):
 
 
 def test_interruptions_leave_the_same_bundle(tmp_path):
-    found = Soak(tmp_path).run(0, 7, most=2)
-    assert found["interruptions"] == 2 and found["same_bundle"] and not found["wrong"]
+    soak = Soak(tmp_path)
+    for number in range(3):  # on a machine that has much else to do a run may end before its signal comes
+        found = soak.run(number, 7, most=2)
+        assert found["same_bundle"] and not found["wrong"]
+        if found["interruptions"] == 2:
+            return
+    raise AssertionError("no run was interrupted twice")
