@@ -256,9 +256,11 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
 
 
 @torch.no_grad()
-def compare_tokens(model: Any, bundle: Bundle, prompts: list[list[int]], n: int, device: str) -> dict[str, Any]:
+def compare_tokens(
+    model: Any, bundle: Bundle, prompts: list[list[int]], n: int, device: str, look_ahead: str = "fused"
+) -> dict[str, Any]:
     """n greedy tokens of the engine for each prompt against what gather on `device` chooses after each of them."""
-    engine = DecodeEngine(model, bundle, crossover=False)
+    engine = DecodeEngine(model, bundle, crossover=False, look_ahead=look_ahead)
     tie = HALF_TIE if engine.weights.packed else TIE
     generated = [engine.generate([prompt], n, stop_tokens=())[0] for prompt in prompts]
     model = copy.deepcopy(model).to(device)
@@ -345,8 +347,13 @@ def main() -> int:
         ("sets", lambda: compare_sets(model, bundle, rows, args.batch, args.look_ahead)),
         ("single", lambda: compare_sets(model, bundle, rows, 1, args.look_ahead)),
         ("half", lambda: compare_half(model, bundle, rows, args.batch, args.look_ahead)),
-        ("greedy", lambda: compare_tokens(model, bundle, [rows[0][:100]], 900, args.gather_device)),
-        ("prompts", lambda: compare_tokens(model, bundle, [row[:100] for row in rows[:18]], 50, args.gather_device)),
+        ("greedy", lambda: compare_tokens(model, bundle, [rows[0][:100]], 900, args.gather_device, args.look_ahead)),
+        (
+            "prompts",
+            lambda: compare_tokens(
+                model, bundle, [row[:100] for row in rows[:18]], 50, args.gather_device, args.look_ahead
+            ),
+        ),
         ("replay", lambda: compare_replay(model, bundle, rows, 512, args.look_ahead)),
     ):
         if name not in args.parts:

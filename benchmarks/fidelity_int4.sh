@@ -4,7 +4,7 @@
 # Two models: opt-mini, and a 100M model that is pretrained here on .data (benchmarks/hundred.sh) for PRETRAIN_SECONDS.
 # Each is rounded to nearest and writes text, on which predictors are trained: of the blocks' own inputs, or ("ahead")
 # of those half a block earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
-# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time: the kernels of several rows are others.
+# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time but in `replay`: the kernels of several rows are others.
 set -u
 out=$1 try=${TRY:-}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
@@ -13,6 +13,7 @@ device=$(pick cuda cpu)
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 4 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=false
 mkdir -p "$out" "$work"
+work=$(mktemp -d "$work/run.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
 step() {  # NAME COMMAND...
@@ -37,13 +38,6 @@ compare() {  # NAME KIND FLAGS...
   [ -n "$try" ] || step "fidelity-$name-$kind" "$python" -m benchmarks.fidelity --model "$work/$name-int4" \
     --bundle "$work/$name-$kind/bundle" --batch 1 --rows 18 --length 256 --parts half greedy prompts replay \
     --out "$out/$name-$kind.json"
-  "$python" - "$out" <<'PY'
-import json, sys
-from pathlib import Path
-folder = Path(sys.argv[1])
-found = [json.loads(file.read_text()) for file in sorted(folder.glob("opt-*-*.json"))]
-(folder / "fidelity_int4.json").write_text(json.dumps(found, indent=1) + "\n")
-PY
 }
 
 whole() {  # NAME MODEL
@@ -60,4 +54,11 @@ step pretrain "$python" -m dejavu_train.training.pretrain --output "$work/opt-10
   --text "$data/$(pick general_train.jsonl.xz general_heldout.jsonl)" --heldout "$data/books_heldout.jsonl" $shape \
   --seconds "$(pick "${PRETRAIN_SECONDS:-60}" 5)" && whole opt-100m "$work/opt-100m"
 wait
+"$python" - "$out" <<'PY'
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+found = [json.loads(file.read_text()) for file in sorted(folder.glob("opt-*-*.json"))]
+(folder / "fidelity_int4.json").write_text(json.dumps(found, indent=1) + "\n")
+PY
 echo "$SECONDS s"

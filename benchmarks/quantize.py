@@ -36,7 +36,7 @@ from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
 from dejavu_train.data.text import SampleConfig, TextSource, cut_windows, load_documents
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.models.int4 import Int4Rows, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
@@ -318,6 +318,8 @@ def skipping(bundle: Bundle, device: torch.device) -> LayerMask:
 
 def masked(options: argparse.Namespace) -> None:
     """Write a folder by GPTQ whose second moments leave out what the bundle skips at the first of the densities."""
+    if "before" not in options.bundles or "masked" not in options.weights:
+        raise UserError("masked needs --bundles before=FOLDER and --weights masked=FOLDER")
     bundle = Bundle.from_pretrained(options.bundles["before"]).at(*densities(options)[0])
     device = resolve_device(options.device)
     text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
@@ -339,6 +341,8 @@ def report(options: argparse.Namespace) -> None:
 
     Predictors `before` select for fp16 and for all of --sparse, others for --sparse alone.
     """
+    if options.bundles and next(iter(options.bundles)) != "before":
+        raise UserError("--bundles must begin with before=FOLDER: 4 bits are compared with the fp16 model's selection")
     tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
     folders = {"fp16": options.model, **options.weights}
     models = {name: load_opt(folder, device=device) for name, folder in folders.items()}

@@ -14,6 +14,7 @@ class UserError(ValueError):
 
 GOES_ON = "the same command goes on from the last complete piece"
 BEGINS_ANEW = "what was written until then is kept, the same command begins anew"
+NOTHING_KEPT = "nothing was written, the same command begins anew"
 
 
 def exit_on_user_error(

@@ -37,6 +37,10 @@ def check(config: InferConfig) -> None:
             f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the model has"
             f" {shape.max_positions} positions"
         )
+    if config.generate is not None and config.new_tokens >= shape.max_positions:
+        raise UserError(
+            f"--new_tokens {config.new_tokens} and a prompt do not fit: the model has {shape.max_positions} positions"
+        )
     for source in name_texts(config.text).values():
         check_source(text_source(config, source))
     probe_folder(config.output)

@@ -39,6 +39,7 @@ from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
+from kernels.common.checks import INTERPRET
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +140,9 @@ def checked(config: InferConfig) -> tuple[Bundle, torch.device]:
         )
     bundle.check_model(config.model, config.revision)
     _check_densities(config, bundle)
-    _check_engines(config, bundle)
-    return bundle, resolve_device(config.device)
+    device = resolve_device(config.device)
+    _check_engines(config, bundle, device)
+    return bundle, device
 
 
 def print_plan(config: InferConfig) -> None:
@@ -174,10 +176,12 @@ def _check_densities(config: InferConfig, bundle: Bundle) -> None:
         GuardState(config.guard, _moved(config, bundle).specs, "cpu")
 
 
-def _check_engines(config: InferConfig, bundle: Bundle) -> None:
-    """Let an engine that is asked for by name refuse predictors of one's own before anything slow starts."""
-    asked = [*(config.timing_backends if config.timing else ()), *([config.backend] if config.generate else [])]
-    for backend in asked:
+def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) -> None:
+    """Let an engine that is asked for by name refuse a CPU, or predictors of one's own, before anything slow starts."""
+    asked = [("--timing_backends", name) for name in (config.timing_backends if config.timing else ())]
+    for flag, backend in asked + ([("--backend", config.backend)] if config.generate else []):
+        if backend in ("triton", DENSE_ENGINE) and device.type != "cuda" and not INTERPRET:
+            raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
         if backend in ENGINES:
             check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
 

@@ -129,7 +129,7 @@ def refuse_foreign(values: Mapping[str, Any], name: str) -> None:
     if method not in (None, INT4):
         raise UserError(
             f"the weights of {name} are quantised by {method}; convert them first: python -m dejavu_train.quantize"
-            f" --model {name} --output FOLDER"
+            f" --model {name} --output FOLDER --quantizer rtn"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.int4_sizes import head_kind, head_sizes, row_sizes
+from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes
 from dejavu_train.models.shape import INT4, OPTShape, config_values, quant_method, refuse_foreign
 
 INDEX = "model.safetensors.index.json"
@@ -179,6 +179,11 @@ def _check_tensors(
     for name, size in expected.items():
         if stored[name].shape != size:
             got = "x".join(map(str, stored[name].shape))
+            if stored[name].shape == (*size[:-1], size[-1] // COLUMNS_PER_WORD) and len(size) == 2:
+                raise UserError(
+                    f"{name} of {model} is {got}, as codes of 4 bits are, and config.json has no quantization_config;"
+                    " take that file from where the weights are from"
+                )
             raise UserError(f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}")
     surplus = sorted(name for name in stored if ".layers." in name and name not in expected)
     if surplus:

@@ -141,6 +141,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from dejavu_train.errors import exit_on_user_error
+    from dejavu_train.errors import NOTHING_KEPT, exit_on_user_error
 
-    sys.exit(exit_on_user_error(main))
+    sys.exit(exit_on_user_error(main, after_signal=NOTHING_KEPT))

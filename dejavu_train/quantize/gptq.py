@@ -140,8 +140,6 @@ def inverse_factor(hessian: Tensor, damping: Damping) -> Tensor:
     diagonal[dead] = 1.0
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if int(failed):
-        raise UserError(
-            "the second moments of the calibration text cannot be factorised; raise damp_mean, or give more --tokens"
-        )
+        raise UserError("the second moments of the calibration text cannot be factorised; raise --damp_mean")
     identity = torch.eye(len(hessian), device=hessian.device)
     return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)

@@ -45,13 +45,16 @@ def quantised_head(
     elif batches and solver.gptq:
         grid = InputGroups(sizes.rows, sizes.columns, sizes.group, device)
         damping = Damping(solver.damp_mean, solver.damp_own)
-        codes = quantise_columns(weight.clone(), moments.products.clone(), grid, damping)
+        codes = quantise_columns(weight.clone(), moments.products(), grid, damping)
         rows = Int4Rows.of(codes, grid.scales)
     else:
         rows = Int4Rows.of(*round_nearest(weight, sizes.group))
     lost = rows.dequantised() - weight
     error = float(lost.square().sum() / weight.square().sum().clamp_min(1e-30))
-    output = squared(lost, moments.products) / max(squared(weight, moments.products), 1e-30) if batches else None
+    output = None
+    if batches:
+        products = moments.products()
+        output = squared(lost, products) / max(squared(weight, products), 1e-30)
     return rows, MatrixErrors(error, output)
 
 

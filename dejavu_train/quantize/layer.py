@@ -129,7 +129,7 @@ class LayerQuantizer:
             error = float(lost.square().sum() / linear.weight.square().sum().clamp_min(1e-30))
             output = None
             if moments is not None:
-                spread = moments.centred() if self._corrects(linear) else moments.products
+                spread = moments.centred() if self._corrects(linear) else moments.products()
                 output = squared(lost, spread) / max(squared(linear.weight, spread), 1e-30)
                 if self._corrects(linear) and part not in self.given:
                     linear.bias -= lost @ moments.mean
@@ -149,7 +149,7 @@ class LayerQuantizer:
                 for part, layout, weight in zip(parts, layouts, weights, strict=True)
             }
         corrected = self._corrects(self.block.get_submodule(parts[0]))
-        hessian = moments.centred() if corrected else moments.products
+        hessian = moments.centred() if corrected else moments.products()
         codes, scales = self._gptq(parts[0], torch.cat(weights), hessian)
         if parts == [FC2]:  # its scales lie by neuron already
             return {FC2: Int4Rows.of(codes.T.contiguous(), scales)}
@@ -181,31 +181,41 @@ class LayerQuantizer:
 
 
 class Moments:
-    """Sums over inputs (tokens, m) in fp32: of themselves, (m,), and of their products with one another, (m, m)."""
+    """Sums over inputs (tokens, m) in fp32: of themselves, (m,), and of their products with one another, (m, m).
+
+    Both are of the inputs less the mean of the first ones: of inputs as they are, whose means are far larger than their
+    deviations, a difference of large sums would be left, and of many tokens more rounding than what lies between.
+    """
 
     def __init__(self) -> None:
-        self.products, self.sums, self.tokens = torch.empty(0), torch.empty(0), 0
+        self.origin, self.sums, self.products_from_origin, self.tokens = *(torch.empty(0) for _ in range(3)), 0
 
     def add(self, inputs: Tensor, real: Tensor) -> None:
         """inputs (B, T, m), of which those at ``real`` (B, T) positions count."""
         rows = inputs[real]
         if not self.tokens:
-            self.products = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-            self.sums = torch.zeros(rows.shape[1], device=rows.device)
-        self.products.addmm_(rows.T, rows)
+            self.origin, self.sums = rows.mean(0), torch.zeros(rows.shape[1], device=rows.device)
+            self.products_from_origin = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+        rows = rows - self.origin
+        self.products_from_origin.addmm_(rows.T, rows)
         self.sums += rows.sum(0)
         self.tokens += len(rows)
 
     @property
     def mean(self) -> Tensor:
         """(m,)"""
-        return self.sums / self.tokens
+        return self.origin + self.sums / self.tokens
+
+    def products(self) -> Tensor:
+        """(m, m): of the inputs as they are."""
+        both = self.sums + self.tokens * self.origin
+        return self.products_from_origin.addr(self.origin, self.sums).addr_(both, self.origin)
 
     def centred(self) -> Tensor:
         """(m, m): of the inputs less their means. What never was anything but zero has zeros."""
-        made = torch.addr(self.products, self.sums, self.mean, alpha=-1.0)
+        made = self.products_from_origin.addr(self.sums, self.sums / self.tokens, alpha=-1.0)
         # An input that hardly varies leaves a difference of rounding errors on the diagonal, of either sign.
-        floor = self.products.diagonal() * 1e-6
+        floor = (made.diagonal() + self.tokens * self.mean.square()) * 1e-6
         made.diagonal().copy_(torch.maximum(made.diagonal(), floor))
         return made
 

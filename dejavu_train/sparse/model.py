@@ -305,6 +305,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if self.backend != "mask":
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
         positions = positions_of(shape, attention_mask, position_ids, past, self.device)
+        limit = self.config.max_position_embeddings
+        if past + shape[1] > limit and int(positions.max()) >= limit:  # with padding fewer positions than columns count
+            raise UserError(
+                f"{int(positions.max()) + 1} tokens do not fit the model's {limit} positions; shorten the prompt or"
+                " max_new_tokens"
+            )
         if labels is not None and isinstance(self.sparse_from, str) and not past:
             raise UserError(
                 "sparse_from='prompt' takes all of a scored text for the prompt and leaves every position dense;"

@@ -27,8 +27,8 @@ from kernels.common.launch import dot_type, use_pdl, wait_for_count, wait_for_pr
 from kernels.lookahead.late_rows import late_rows
 from kernels.lookahead.mlp_ahead import ROWS, LateSite
 from kernels.lookahead.select_nibbles import select_nibbles, takes
-from kernels.mlp.codes import nibble_halves, stored_width
-from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
+from kernels.mlp.codes import nibble_halves
+from kernels.mlp.select import PredictorWeights, Selection, check_second_half, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_chosen
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
@@ -256,10 +256,11 @@ def qkv_select(
     n_tiles, arguments, constants, warps = qkv_launch(
         attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl
     )
-    rank, n, n_blocks = hidden.shape[1], mlp_selection.n, mlp_selection.counts.numel()
     check_shape("q", q, 1, *q.shape[1:])
-    width = stored_width(mlp.up, rank)
-    check_shape("up", mlp.up, n, width)
+    check_shape("hidden", hidden, 1, hidden.shape[1])
+    check_shape("mlp_threshold", mlp_threshold, 1)
+    _, rank, n, width = check_second_half(hidden, mlp, mlp_selection, row_state)
+    n_blocks = mlp_selection.counts.numel()
     chunk = min(64, max(16, triton.next_power_of_2(width)))
     # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
     # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.

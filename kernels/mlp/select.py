@@ -293,6 +293,27 @@ def rank_chunk(rank: int, size: int) -> int:
     return divisor if size > 1 and divisor >= 64 else min(128, 1 << (rank.bit_length() - 1))
 
 
+def check_second_half(
+    hidden: Tensor, predictor: PredictorWeights, out: Selection, row_state: Tensor | None
+) -> tuple[int, int, int, int]:
+    """(batch, rank, neurons, stored columns of `up`). ValueError where hidden (B, rank), `up`, its bias and scales, and
+    what receives the list do not fit together."""
+    batch, rank = check_input("hidden", hidden)
+    n = predictor.up.shape[0]
+    width = stored_width(predictor.up, rank)
+    check_tensor("predictor.up", predictor.up, (n, width), FLOAT_TYPES + CODE_TYPES, hidden)
+    require(batch == 1 or predictor.up.dtype != torch.uint8, "nibbles are for one row at a time; take int8 codes")
+    require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
+    check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
+    if predictor.bias is not None:
+        check_tensor("predictor.bias", predictor.bias, (n,), FLOAT_TYPES, hidden)
+    if predictor.up_scale is not None:
+        check_tensor("predictor.up_scale", predictor.up_scale, (n,), (torch.float32,), hidden)
+    if row_state is not None:
+        check_tensor("row_state", row_state, (batch,), (torch.int32,), hidden)
+    return batch, rank, n, width
+
+
 def select_rows(
     hidden: Tensor,
     predictor: PredictorWeights,
@@ -308,19 +329,7 @@ def select_rows(
 
     Errors: shapes, dtypes, a CPU tensor.
     """
-    batch, rank = check_input("hidden", hidden)
-    n = predictor.up.shape[0]
-    width = stored_width(predictor.up, rank)
-    check_tensor("predictor.up", predictor.up, (n, width), FLOAT_TYPES + CODE_TYPES, hidden)
-    require(batch == 1 or predictor.up.dtype != torch.uint8, "nibbles are for one row at a time; take int8 codes")
-    require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
-    check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
-    if predictor.bias is not None:
-        check_tensor("predictor.bias", predictor.bias, (n,), FLOAT_TYPES, hidden)
-    if predictor.up_scale is not None:
-        check_tensor("predictor.up_scale", predictor.up_scale, (n,), (torch.float32,), hidden)
-    if row_state is not None:
-        check_tensor("row_state", row_state, (batch,), (torch.int32,), hidden)
+    batch, rank, n, width = check_second_half(hidden, predictor, out, row_state)
     if logits_out is not None:
         check_tensor("logits_out", logits_out, (batch, n), (torch.float32,), hidden)
     if top_k is not None:

@@ -229,6 +229,22 @@ def test_mistakes_are_one_line(arguments, changes, message, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"generate": "Once", "backend": "triton"}, "--backend triton"),
+        ({"timing": "true", "timing_backends": "[dense-engine]"}, "--timing_backends dense-engine"),
+    ],
+)
+def test_an_engine_for_gpus_is_refused_on_a_cpu_before_any_work(
+    arguments, changes, flag, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("dejavu_train.evaluation.run.INTERPRET", False)
+    assert run(arguments, device="cpu", **changes) == 2
+    assert f"{flag} needs a GPU, and this would run on cpu" in error_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_path):
     path = tmp_path / "guard.yaml"
     path.write_text("guard: {every: 4, memory: 8}\n")

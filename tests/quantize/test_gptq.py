@@ -12,6 +12,7 @@ from dejavu_train.quantize.gptq import (
     inverse_factor,
     quantise_columns,
 )
+from dejavu_train.quantize.layer import Moments
 from dejavu_train.quantize.rounding import best_scales, group_scales, round_nearest, round_to
 
 GROUP = 32
@@ -131,3 +132,25 @@ def test_codes_and_scales_are_what_4_bits_hold():
 def test_moments_that_cannot_be_factorised_are_one_line():
     with pytest.raises(UserError, match="damp_mean"):
         inverse_factor(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), Damping(0, 0))
+
+
+def test_moments_of_inputs_far_from_zero():
+    """Where means are many times the deviations, second moments of many tokens are those of float64."""
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.eye(24) + 0.3 * torch.randn(24, 24, generator=generator)
+    means = 200 * torch.randn(24, generator=generator)
+    moments, every = Moments(), []
+    for _ in range(40):
+        inputs = 0.1 * torch.randn(8, 250, 24, generator=generator) @ mixed + means
+        inputs[..., 5] = 0
+        moments.add(inputs, torch.ones(8, 250, dtype=torch.bool))
+        every.append(inputs.flatten(0, 1).double())
+    rows = torch.cat(every)
+    centred = moments.centred()
+    expected = (rows - rows.mean(0)).T @ (rows - rows.mean(0))
+    expected.diagonal().clamp_(min=1e-6 * rows.square().sum(0))
+    torch.testing.assert_close(centred.double(), expected, rtol=1e-3, atol=0.5)
+    torch.testing.assert_close(moments.products().double(), rows.T @ rows, rtol=1e-5, atol=1.0)
+    torch.testing.assert_close(moments.mean.double(), rows.mean(0), rtol=1e-5, atol=1e-5)
+    assert not centred[5].any() and not moments.products()[5].any()
+    inverse_factor(centred, DAMPING)

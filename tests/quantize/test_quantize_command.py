@@ -238,3 +238,13 @@ def test_predictors_are_trained_on_the_quantised_model(quantised, text_file, tmp
     stored = load_file(tmp_path / "run" / "activations" / "layer_00" / "weights.safetensors")
     fc1 = load_opt(str(quantised)).model.decoder.layers[0].fc1.weight
     assert any(tensor.shape == fc1.shape and torch.equal(tensor.float(), fc1) for tensor in stored.values())
+
+
+def test_codes_without_their_config_are_known(quantised, tmp_path):
+    folder = tmp_path / "without"
+    shutil.copytree(quantised, folder)
+    values = json.loads((folder / "config.json").read_text())
+    del values["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="codes of 4 bits are, and config.json has no quantization_config"):
+        check_folder(str(folder), read_shape(str(folder)))

@@ -543,3 +543,15 @@ def test_everything_follows_the_model_to_another_dtype(tiny_opt):
             got[backend] = model(ids).logits
     assert got["gather"].dtype == torch.float64
     close(got["gather"], got["mask"])
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_more_tokens_than_positions_are_refused(dense, bundle, backend):
+    model, limit = sparse(dense, bundle, backend), dense.config.max_position_embeddings
+    with pytest.raises(UserError, match=f"{limit + 1} tokens do not fit the model's {limit} positions"):
+        model(tokens(1, limit + 1))
+    with pytest.raises(UserError, match="do not fit"):
+        model.generate(tokens(1, limit - 1), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    ids, mask = tokens(1, limit + 2), torch.ones(1, limit + 2, dtype=torch.long)
+    mask[:, :2] = 0  # padding takes no position
+    assert model(ids, attention_mask=mask).logits.shape[1] == limit + 2

@@ -156,3 +156,24 @@ def test_all_heads(device, stored):
         made.append((inputs, hidden, k, v, out, listed))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [("bias", 10, "predictor.bias"), ("up_scale", 10, "predictor.up_scale"), ("hidden", 2, "hidden")],
+)
+def test_a_second_half_that_does_not_fit_is_refused(device, name, size, message):
+    n, rank, h, hd, d = 70, 16, 2, 16, 32
+    given = {"bias": n, "up_scale": n, "hidden": 1} | {name: size}
+    up = torch.zeros(n, rank, dtype=torch.int8, device=device)
+    bias, scale = (torch.ones(given[each], device=device) for each in ("bias", "up_scale"))
+    predictor = PredictorWeights(torch.eye(rank, device=device), up, bias, up_scale=scale)
+    caches = [torch.zeros(1, h, 4, hd, device=device) for _ in range(2)]
+    zero, state = torch.zeros(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=message):
+        qkv_select(
+            torch.randn(1, 4, d, device=device), torch.randn(h, 3, hd, d, device=device),
+            torch.zeros(h, 3, hd, device=device), head_selection(h, device), state,
+            torch.zeros(1, h, dtype=torch.int32, device=device), None, torch.zeros(1, h, hd, device=device), *caches,
+            predictor, torch.zeros(given["hidden"], rank, device=device), zero, state, Selection.empty(n, device),
+        )  # fmt: skip
