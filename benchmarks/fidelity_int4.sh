@@ -4,7 +4,8 @@
 # Two models: opt-mini, and a 100M model that is pretrained here on .data (benchmarks/hundred.sh) for PRETRAIN_SECONDS.
 # Each is rounded to nearest and writes text, on which predictors are trained: of the blocks' own inputs, or ("ahead")
 # of those half a block earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
-# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time but in `replay`: the kernels of several rows are others.
+# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time but in `replay`: the kernels of several
+# rows are others.
 set -u
 out=$1 try=${TRY:-}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }

@@ -226,7 +226,7 @@ class Asymmetric(LayerQuantizer):
     An offset changes no rounding error, so the matrices less their offsets are rounded as ever.
     """
 
-    def _solve(self, parts: list[str], moments: Any) -> Any:
+    def _solve(self, parts: list[str], hessian: Any) -> Any:
         solved: dict[str, Any] = {}
         offsets: dict[str, Tensor] = {}
         for part in parts:
@@ -235,7 +235,7 @@ class Asymmetric(LayerQuantizer):
             middle = ((groups.amax(-1, keepdim=True) + groups.amin(-1, keepdim=True)) / 2).half().float()
             offsets[part] = middle.expand_as(groups).flatten(1)
             linear.weight.data = linear.weight - layout.from_rows(offsets[part])
-        for part, rows in super()._solve(parts, moments).items():
+        for part, rows in super()._solve(parts, hessian).items():
             linear = self.block.get_submodule(part)
             linear.weight.data = linear.weight + self.layouts[part].from_rows(offsets[part])
             solved[part] = WithOffsets(rows, offsets[part])

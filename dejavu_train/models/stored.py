@@ -179,7 +179,7 @@ def _check_tensors(
     for name, size in expected.items():
         if stored[name].shape != size:
             got = "x".join(map(str, stored[name].shape))
-            if stored[name].shape == (*size[:-1], size[-1] // COLUMNS_PER_WORD) and len(size) == 2:
+            if len(size) == 2 and stored[name].shape == (size[0], size[1] // COLUMNS_PER_WORD):
                 raise UserError(
                     f"{name} of {model} is {got}, as codes of 4 bits are, and config.json has no quantization_config;"
                     " take that file from where the weights are from"

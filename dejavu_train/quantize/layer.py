@@ -119,8 +119,10 @@ class LayerQuantizer:
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
         """Round matrices that read the same inputs, and put what their codes say in their places."""
+        corrects = self._corrects(self.block.get_submodule(parts[0]))
+        spread = None if moments is None else moments.centred() if corrects else moments.products()
         open_parts = [part for part in parts if part not in self.given]
-        solved = self._solve(open_parts, moments) if open_parts else {}
+        solved = self._solve(open_parts, spread) if open_parts else {}
         for part in parts:
             linear = self.block.get_submodule(part)
             rows = self.given.get(part) or solved[part]
@@ -128,10 +130,9 @@ class LayerQuantizer:
             lost = made - linear.weight
             error = float(lost.square().sum() / linear.weight.square().sum().clamp_min(1e-30))
             output = None
-            if moments is not None:
-                spread = moments.centred() if self._corrects(linear) else moments.products()
+            if moments is not None and spread is not None:
                 output = squared(lost, spread) / max(squared(linear.weight, spread), 1e-30)
-                if self._corrects(linear) and part not in self.given:
+                if corrects and part not in self.given:
                     linear.bias -= lost @ moments.mean
             linear.weight.data = made
             self.results[part] = MatrixResult(rows, MatrixErrors(error, output, part in self.given))
@@ -140,16 +141,14 @@ class LayerQuantizer:
         """Whether the bias takes over what rounding does to the mean output."""
         return self.solver.gptq and self.solver.correct_bias and linear.bias is not None
 
-    def _solve(self, parts: list[str], moments: "Moments | None") -> dict[str, Int4Rows]:
+    def _solve(self, parts: list[str], hessian: Tensor | None) -> dict[str, Int4Rows]:
         weights = [self.block.get_submodule(part).weight for part in parts]
         layouts = [self.layouts[part] for part in parts]
-        if moments is None or not self.solver.gptq:
+        if hessian is None or not self.solver.gptq:
             return {
                 part: Int4Rows.of(*round_nearest(layout.to_rows(weight).contiguous(), layout.sizes.group))
                 for part, layout, weight in zip(parts, layouts, weights, strict=True)
             }
-        corrected = self._corrects(self.block.get_submodule(parts[0]))
-        hessian = moments.centred() if corrected else moments.products()
         codes, scales = self._gptq(parts[0], torch.cat(weights), hessian)
         if parts == [FC2]:  # its scales lie by neuron already
             return {FC2: Int4Rows.of(codes.T.contiguous(), scales)}

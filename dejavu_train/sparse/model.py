@@ -306,10 +306,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
         positions = positions_of(shape, attention_mask, position_ids, past, self.device)
         limit = self.config.max_position_embeddings
-        if past + shape[1] > limit and int(positions.max()) >= limit:  # with padding fewer positions than columns count
+        if past + shape[1] > limit and (needed := int(positions.max()) + 1) > limit:  # padding has no position
             raise UserError(
-                f"{int(positions.max()) + 1} tokens do not fit the model's {limit} positions; shorten the prompt or"
-                " max_new_tokens"
+                f"{needed} tokens do not fit the model's {limit} positions; shorten the prompt or max_new_tokens"
             )
         if labels is not None and isinstance(self.sparse_from, str) and not past:
             raise UserError(
