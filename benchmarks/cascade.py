@@ -1,7 +1,7 @@
 """Times fc1 of a cascade against fc1 over all candidates: appends rows to a CSV.
 
-    python benchmarks/cascade.py --out benchmarks/results/cascade.csv
-    python benchmarks/cascade.py --sweep            # launch settings instead
+    python -m benchmarks.cascade --out benchmarks/results/cascade.csv
+    python -m benchmarks.cascade --sweep            # launch settings instead
 
 Both read the same list of candidates; `cascade` reads a quarter of each row and the rest of what passes (`live`, as a
 share of the candidates), with several rows the whole row of what passes. Which neurons pass is drawn beforehand: bars

@@ -32,7 +32,8 @@ from kernels.common import checks, launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import LateNorm
 from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense import dense_gemv, qkv_dense
+from kernels.dense import dense_gemv, qkv_dense, screened_head
+from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
@@ -177,7 +178,15 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     hidden, z = torch.empty(1, n), torch.empty(1, rank)
     yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, w[:, 0], "relu", hidden, True)
     yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", hidden, True)
-    yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), TokenState.empty(1, 64, "cpu"), pdl=True)
+    state = TokenState.empty(1, 64, "cpu")
+    yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
+    empty = [torch.empty(0)] * 3
+    head = ScreenedHead(
+        w, torch.empty(n, d // 4, dtype=torch.int32), *empty, torch.empty(396), sampling.Chosen.empty(264, "cpu"),
+        screened_head.screen_settings(d),
+    )  # fmt: skip
+    yield f"screened_head {d}", lambda: screened_head.screened_head(x, ln, head, state, True)
+    yield f"advance chosen {d}", lambda: sampling.advance(hidden, state, pdl=True, chosen=head.best)
     q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
     qkv_w = halves(h, 3, hd, d)
     yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, bias, position, q, cache, cache, True)

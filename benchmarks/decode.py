@@ -85,7 +85,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
         predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors, cell.heads_site)
     engine = DecodeEngine(
         weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
-        pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True,
+        pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
     )  # fmt: skip
     if cell.weights == RIVAL:
         vars(engine.core.ops).update(rival_operations())

@@ -148,7 +148,8 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
     live, total = [0.0, 0.0], 0.0
     for _ in range(n_steps):
         engine.core.eager("greedy", False)
-        total += engine.weights.lm_head.nbytes
+        screen = engine.core.screen
+        total += engine.weights.lm_head.nbytes if screen is None else screen.read_bytes()
         context = engine.state.position.double()  # the step has moved on by one
         for number, layer in enumerate(engine.weights.layers):
             chosen: dict[str, torch.Tensor] = {}

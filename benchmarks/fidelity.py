@@ -299,7 +299,7 @@ def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int, lo
         for prompts in ([row[:30] for row in rows[:4]], [row[:9] for row in rows[3::-1]], [rows[0][:5], rows[1][:70]]):
             tokens = [engine.generate(prompts[:batch], n, stop_tokens=()) for engine in engines]
             equal &= tokens[0] == tokens[1] == tokens[2]
-            equal &= all(torch.equal(engines[0].core.logits, engine.core.logits) for engine in engines[1:])
+            equal &= all(torch.equal(engines[0].core.x[-1], engine.core.x[-1]) for engine in engines[1:])
         ordered = engines[0].generate([row[:30] for row in rows[:batch]], 64, stop_tokens=())
         turned = engines[0].generate([row[:30] for row in rows[:batch][::-1]], 64, stop_tokens=())
         equal &= ordered == turned[::-1]

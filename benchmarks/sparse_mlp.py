@@ -1,8 +1,8 @@
 """The sparse MLP of every OPT shape against dense cuBLAS, torch indexing, the ideal line and the original's kernels.
 
-    python benchmarks/sparse_mlp.py --csv benchmarks/results/sparse_mlp.csv       measure (one GPU)
-    python benchmarks/sparse_mlp.py --batch 8 --densities 0.1 0.2 0.4             a batch, by the density of its union
-    python benchmarks/sparse_mlp.py --plot benchmarks/results/sparse_mlp.csv      draw from committed rows (no GPU)
+    python -m benchmarks.sparse_mlp --csv benchmarks/results/sparse_mlp.csv       measure (one GPU)
+    python -m benchmarks.sparse_mlp --batch 8 --densities 0.1 0.2 0.4             a batch, by the density of its union
+    python -m benchmarks.sparse_mlp --plot benchmarks/results/sparse_mlp.csv      draw from committed rows (no GPU)
 
 The stages are the decode engine's. "whole" counts LayerNorm, predictor, selection, fc1, fc2, bias and residual,
 launched as programmatic dependents of each other but not of the step before; "chain" lets it overlap that too, as a

@@ -1,7 +1,7 @@
 """Do predictors hold on texts that they were not trained on? Training text x test text, a run of train.py per row.
 
-    python benchmarks/texts.py prepare --data FOLDER     the test texts and the training texts, as files (.data/)
-    python benchmarks/texts.py run --training self       trains one bundle and scores it on every test text
+    python -m benchmarks.texts prepare --data FOLDER     the test texts and the training texts, as files (.data/)
+    python -m benchmarks.texts run --training self       trains one bundle and scores it on every test text
     make tables                                          the rows as Markdown, in docs/texts.md
 
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,

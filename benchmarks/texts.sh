@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The rows of docs/texts/*.csv on one GPU: bash benchmarks/texts.sh mini|100m OUTPUT.csv
-# Needs .data (python benchmarks/texts.py prepare); `100m` pretrains its model first. JOBS runs go side by side.
+# Needs .data (python -m benchmarks.texts prepare); `100m` pretrains its model first. JOBS runs go side by side.
 set -u
 export out=$2 rows=$(mktemp -d) work=${WORK:-/dev/shm/texts}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 HF_HUB_DISABLE_PROGRESS_BARS=1
@@ -11,7 +11,7 @@ file="$file --collect.windows_per_document=4"
 one() {  # NUMBER FLAGS: one training run and its rows
   local number=$1
   shift
-  python3 benchmarks/texts.py run $common "$@" --output "$rows/$number.csv" > "$rows/$number.log" 2>&1 ||
+  python3 -m benchmarks.texts run $common "$@" --output "$rows/$number.csv" > "$rows/$number.log" 2>&1 ||
     { echo "run $number failed: $*"; tail -3 "$rows/$number.log"; } >&2
   grep -h "trained in" "$rows/$number.log" >&2
 }

@@ -1,6 +1,6 @@
 """Writes activation shards of a real model's shape, then times the training of their predictors.
 
-    python benchmarks/training.py --shape opt-6.7b --layers 4 --tokens 200000        (15 GB of shards, one GPU)
+    python -m benchmarks.training --shape opt-6.7b --layers 4 --tokens 200000        (15 GB of shards, one GPU)
 
 The shards hold random hidden states, their labels the most excited neurons of a random fc1, so that there is something
 to learn; making them is not timed. Training is that of train.py, job by job: reading, starting, every step, validation

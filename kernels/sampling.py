@@ -14,6 +14,9 @@ position, known (tokens given), least (tokens at least), limit (tokens at most),
 stops (K), -1 = none; temperature, top_p (B) fp32; top_k, seed (B) int32; nll (B, T) fp32 receives -log p of known
 tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0 = none), and the
 row ends there. The logits of position 0 are never looked at: nothing stands before it.
+
+One greedy row may do without logits: what its LM head found (`kernels.dense.screened_head`) are candidates, a token and
+its logit each, NaN where any of its logits was one.
 """
 
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_shape
+from kernels.common.checks import check_device, check_shape, require
 from kernels.common.launch import use_pdl, wait_for_predecessor
 
 SEARCH_STEPS = 32
@@ -75,6 +78,21 @@ class TokenState:
         )
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value."""
+
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def empty(cls, candidates: int, device: torch.device | str) -> "Chosen":
+        return cls(
+            torch.full((candidates,), float("-inf"), device=device),
+            torch.zeros(candidates, dtype=torch.int32, device=device),
+        )
+
+
 def embed_reference(state: TokenState, embedding, positions, x, pdl=False) -> None:
     """Plain torch: x (B, d) fp32."""
     at = state.position.long()
@@ -123,9 +141,14 @@ def embed(
     )
 
 
-def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl=False) -> None:
+def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl=False, chosen=None) -> None:
     """Plain torch. Noise comes from torch's generator seeded by (seed, position): same distribution, other numbers."""
     batch, capacity = state.tokens.shape
+    if chosen is not None:  # as logits of a row in which nothing else can win
+        best = chosen.values.isnan() if bool(chosen.values.isnan().any()) else chosen.values == chosen.values.max()
+        token = int(chosen.ids[best].min())
+        logits = torch.full_like(logits, float("-inf"))
+        logits[0, min(token, logits.shape[1] - 1)] = chosen.values[best][0]
     for b in range(batch):
         if int(state.done[b]):
             state.row_state[b] = 0
@@ -191,9 +214,12 @@ def _advance_kernel(
     top_k,
     seed,
     fault,
+    chosen,
     capacity,
+    n_row,
     n_vocab,
     V_TILE: tl.constexpr,
+    CHOSEN: tl.constexpr,
     N_STOPS: tl.constexpr,
     MODE: tl.constexpr,
     SCORE: tl.constexpr,
@@ -215,8 +241,10 @@ def _advance_kernel(
         tl.store(row_state + b, 0)
     else:
         ids = tl.arange(0, V_TILE)
-        inside = ids < n_vocab
-        row = tl.load(logits + b.to(tl.int64) * n_vocab + ids, mask=inside, other=float("-inf"))
+        inside = ids < n_row
+        row = tl.load(logits + b.to(tl.int64) * n_row + ids, mask=inside, other=float("-inf"))
+        if CHOSEN:
+            ids = tl.load(chosen + ids, mask=inside, other=n_vocab)
         best = tl.reduce(row, 0, _larger)
         bad = (best != best) & (at > 0)
         scaled = row
@@ -254,7 +282,7 @@ def _advance_kernel(
             noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
             scaled = tl.where(inside, scaled + noise, float("-inf"))
             top = tl.max(scaled, 0)
-        choice = tl.min(tl.where(scaled == top, ids, V_TILE), 0)
+        choice = tl.min(tl.where(scaled == top, ids, n_vocab), 0)
         choice = tl.minimum(choice, n_vocab - 1)
         token = tl.where(given, kept, choice)
         if SCORE:
@@ -275,19 +303,31 @@ def _advance_kernel(
 
 
 def advance(
-    logits: torch.Tensor, state: TokenState, mode: str = "greedy", score: bool = False, pdl: bool = False
+    logits: torch.Tensor,
+    state: TokenState,
+    mode: str = "greedy",
+    score: bool = False,
+    pdl: bool = False,
+    chosen: Chosen | None = None,
 ) -> None:
-    """Choose the next token of every row that is not done and move it on. mode: greedy, temperature, top_p or top_k."""
+    """Choose the next token of every row that is not done and move it on. mode: greedy, temperature, top_p or top_k.
+
+    chosen: of a greedy row, which then needs no logits.
+    """
     check_device("logits", logits)
     batch, n_vocab = logits.shape
     check_shape("logits", logits, batch, n_vocab)
+    if chosen is not None:
+        require(batch == 1 and mode == "greedy" and not score, "candidates are for one row, greedy, without scores")
+        check_shape("chosen.ids", chosen.ids, chosen.values.numel())
     modes = {"greedy": 0, "temperature": 1, "top_p": 2, "top_k": 3}
     if mode not in modes:
         raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
     pdl = use_pdl(pdl, logits.device)
-    tile = triton.next_power_of_2(n_vocab)
+    n_row = n_vocab if chosen is None else chosen.values.numel()
+    tile = triton.next_power_of_2(n_row)
     _advance_kernel[(batch,)](
-        logits,
+        logits if chosen is None else chosen.values,
         state.tokens,
         state.nll,
         state.position,
@@ -303,14 +343,17 @@ def advance(
         state.top_k,
         state.seed,
         state.fault,
+        logits if chosen is None else chosen.ids,
         state.tokens.shape[1],
+        n_row,
         n_vocab,
         V_TILE=tile,
+        CHOSEN=chosen is not None,
         N_STOPS=state.stops.shape[0],
         MODE=modes[mode],
         SCORE=score,
         STEPS=SEARCH_STEPS,
         PDL=pdl,
-        num_warps=32 if tile >= 32768 else 8,
+        num_warps=32 if tile >= 32768 else 8 if chosen is None else 4,
         launch_pdl=pdl,
     )

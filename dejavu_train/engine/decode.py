@@ -7,7 +7,7 @@ Two sets of operations have the same signatures: the Triton kernels, and their p
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from dejavu_train.engine.memory import (
     cache_bytes,
     check_room,
     describe_memory,
+    fits,
     held_bytes,
     late_bytes,
     scratch_bytes,
@@ -37,12 +38,13 @@ from dejavu_train.engine.memory import (
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.weights import DecodeWeights, check_four_bits, engine_dtype
+from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, engine_dtype
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from kernels.attention import qkv
 from kernels.common.checks import HEAD_DIMS, INTERPRET
 from kernels.common.int4 import Int4Rows
+from kernels.dense.screened_head import SCREENED_WIDTHS, screen_bytes
 
 POLICIES = tuple(qkv.POLICIES)
 MAX_PACKED_ROWS = 8  # of `qkv` with 4-bit weights
@@ -75,6 +77,9 @@ class DecodeEngine:
             units only, everywhere.
         release: take the layers out of the given `DecodeWeights`, which is left without; see `DecodeWeights.arranged`.
         guard: every N-th step is dense and moves thresholds; settings, or the state that several engines share.
+        screen: find the greedy token of one row through an int8 screen of the LM head, which is the token that all
+            logits give, for half of its bytes; the screen takes as many beside it. None = on a GPU where it fits; True
+            = also under the interpreter.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle; a bundle that
             cannot be guarded. DoesNotFit: the GPU's memory. Unsupported: what is not done with 4-bit weights.
@@ -97,6 +102,7 @@ class DecodeEngine:
         crossover: bool = True,
         release: bool = False,
         guard: Guard | GuardState | None = None,
+        screen: bool | None = None,
     ) -> None:
         given = isinstance(model, DecodeWeights)
         device = torch.device(device if device is not None else model.embedding.device if given else model.device)
@@ -161,12 +167,14 @@ class DecodeEngine:
         head = isinstance(weights.lm_head, Int4Rows)
         scratch = scratch_bytes(self.shape, batch, weights.packed, head)
         coming |= {"scratch": scratch + late_bytes(self.shape, self.context, self.predictors, late)}
+        screen = self._screens(screen, coming, weights.lm_head)
+        coming |= {"screen of the LM head": screen_bytes(*weights.lm_head.shape)} if screen else {}
         self.memory = held_bytes(weights, self.predictors) | coming
         check_room(coming, device)
         self.weights = weights.arranged(self.predictors, batch, release or not given)
         self.core = DecodeStep(
             self.weights, self.predictors, self.modes, batch, self.context, kv_policy, device, ops, graph, pdl,
-            look_ahead, fused, late, self.guard,
+            look_ahead, fused, late, self.guard, screen,
         )  # fmt: skip
         self.state = self.core.state
 
@@ -182,6 +190,14 @@ class DecodeEngine:
             return loaded
         return {key: dataclasses.replace(each, threshold=guard.threshold(key)) for key, each in loaded.items()}
 
+    def _screens(self, asked: bool | None, coming: Mapping[str, int], head: Matrix) -> bool:
+        """Whether greedy steps go through a screen of the LM head, for which there must be room beside `coming`."""
+        if self.batch > 1 or isinstance(head, Int4Rows) or head.shape[1] % SCREENED_WIDTHS or asked is False:
+            return False
+        if asked is None:
+            return self.device.type == "cuda" and fits([*coming.values(), screen_bytes(*head.shape)], self.device)
+        return True
+
     def describe(self) -> str:
         """What was decided when the engine was built: size, policy, and how every layer runs."""
         names = {str(p.weights.up.dtype).removeprefix("torch.") for p in self.predictors.values() if p.folded is None}
@@ -190,6 +206,7 @@ class DecodeEngine:
         head = f"{self.batch} rows of {self.context} tokens, K/V of skipped heads: {self.core.kv_policy}{kinds}"
         head += ", weights in 4 bits" * self.weights.packed
         head += ", LM head in 4 bits" * isinstance(self.weights.lm_head, Int4Rows)
+        head += ", greedy tokens through a screen" * (self.core.screen is not None)
         modes = describe_execution(self.modes, self.shape.n_layers)
         return f"{head}\n{modes}\n{describe_memory(self.memory)}"
 
@@ -353,9 +370,9 @@ class DecodeEngine:
         lengths = [len(row) for row in rows]
         self.begin(rows, [n + 1 for n in lengths], per_row(sparse_from, lengths), [0] * len(rows), Sampling())
         logits = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
-        self.core.tail("greedy", score=False)
+        self.core.tail("greedy", score=True)
         for t in range(max(lengths)):
-            self.core.step("greedy")
+            self.core.step("greedy", score=True)  # logits, not a screen of them
             logits[:, t] = self.core.logits[: len(rows)]
         self._check_logits(len(rows))
         return logits

@@ -79,13 +79,21 @@ def describe_memory(parts: Mapping[str, int]) -> str:
     return f"memory: {listed}; {sum(parts.values()) / 1e9:.3g} GB in all"
 
 
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, what this process could take."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def fits(sizes: Iterable[int], device: torch.device) -> bool:
+    """Whether so many bytes and SLACK are free; elsewhere than on a GPU nobody looks."""
+    return device.type != "cuda" or sum(sizes) + SLACK <= free_bytes(device)
+
+
 def check_room(parts: Mapping[str, int], device: torch.device) -> None:
     """Raise DoesNotFit where these parts, still to be allocated, are more than a GPU has free."""
-    if device.type != "cuda":
-        return
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, needed = torch.cuda.mem_get_info(device)[0] + cached, sum(parts.values()) + SLACK
-    if needed > free:
+    if not fits(parts.values(), device):
+        free = free_bytes(device)
         raise DoesNotFit(
             f"the decode engine does not fit: {describe_memory(parts)} and {SLACK / 1e9:.2g} GB of slack, with"
             f" {free / 1e9:.3g} GB free on {device}; take a smaller context or batch, or weights of 4 bits"

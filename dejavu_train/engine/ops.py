@@ -6,7 +6,7 @@ from dejavu_train.engine import reference as decode_reference
 from kernels import sampling
 from kernels.attention import flash_decode, head_select, out_projection, qkv
 from kernels.common import layer_norm
-from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense
+from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense, screened_head
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import (
     cascade,
@@ -49,6 +49,7 @@ def operations(kind: str) -> SimpleNamespace:
             int4_fc2=int4_fc2.int4_fc2,
             dense_hidden=dense_batch.dense_hidden,
             dense_add=dense_batch.dense_add,
+            screened_head=screened_head.screened_head,
             advance=sampling.advance,
         )
     plain = SimpleNamespace(
@@ -77,6 +78,7 @@ def operations(kind: str) -> SimpleNamespace:
         int4_fc2=sparse_fc2.sparse_fc2_reference,
         dense_hidden=decode_reference.dense_hidden,
         dense_add=decode_reference.dense_add,
+        screened_head=screened_head.screened_head_reference,
         advance=sampling.advance_reference,
     )
     return SimpleNamespace(**{name: decode_reference.of_numbers(each) for name, each in vars(plain).items()})

@@ -33,6 +33,7 @@ from kernels.attention import head_select
 from kernels.common import launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import LateNorm
+from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
 from kernels.mlp import select, sparse_fc2
 
@@ -52,14 +53,16 @@ class DecodeStep:
     """State and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`.
 
     fused: layers whose MLP's predictor runs in the grids of q/k/v and attention, see `dispatch.fused_layers`; late:
-    those of them whose input the MLP before makes, see `dispatch.late_layers`.
+    those of them whose input the MLP before makes, see `dispatch.late_layers`; screen: greedy steps find their token
+    through a screen of the LM head.
 
     Attributes:
         halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
             buffer a half, because a look-ahead predictor may still read an older one.
         measured: the same halves in a dense step that a guard measures; None without one.
         state: the tokens and all that decides about them, see `kernels.sampling`.
-        logits: (B, V) fp32, of the last step.
+        logits: (B, V) fp32, of the last step that was not screened.
+        screen: the LM head with its screen, or None.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class DecodeStep:
         fused: Collection[int] = (),
         late: Collection[int] = (),
         guard: GuardState | None = None,
+        screen: bool = False,
     ) -> None:
         self.guard = guard
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
@@ -93,6 +97,10 @@ class DecodeStep:
         self.state, self.ops = self.work.state, self.work.ops
         self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
         self.logits = torch.zeros(batch, shape.vocab_size, device=device)
+        self.screen: ScreenedHead | None = None
+        if screen:
+            assert isinstance(weights.lm_head, torch.Tensor)
+            self.screen = ScreenedHead.of(weights.lm_head)
         self.watermark = torch.zeros(shape.n_layers, batch, shape.n_heads, dtype=torch.int32, device=device)
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
@@ -207,10 +215,14 @@ class DecodeStep:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def tail(self, mode: str, score: bool) -> None:
-        """LM head and the choice of the next token, from x[-1]."""
+        """LM head and the choice of the next token, from x[-1]; a screened greedy step leaves `logits` as they are."""
+        norm, pdl = self.weights.final_norm, self.work.pdl
         with self.on_device():
-            head, pdl = self.weights.lm_head, self.work.pdl
-            self.ops.dense_rows(self.x[-1], self.weights.final_norm, head, None, "none", self.logits, pdl=pdl)
+            if self.screen is not None and mode == "greedy" and not score:
+                self.ops.screened_head(self.x[-1], norm, self.screen, self.state, pdl=pdl)
+                self.ops.advance(self.logits, self.state, mode, score, pdl=pdl, chosen=self.screen.best)
+                return
+            self.ops.dense_rows(self.x[-1], norm, self.weights.lm_head, None, "none", self.logits, pdl=pdl)
             self.ops.advance(self.logits, self.state, mode, score, pdl=pdl)
 
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:

@@ -85,3 +85,21 @@ def test_timing_of_the_engine(model, device):
     made = time_engine(copy.deepcopy(model).to(device), None, "dense-engine", torch.tensor([[2, 5, 7]]), 2)
     assert (made.backend, made.batch, made.prompt, made.new_tokens) == ("dense-engine", 1, 3, 2)
     assert 0 < made.ms_per_token["p20"] <= made.ms_per_token["p50"] <= made.ms_per_token["p80"]
+
+
+def test_a_screen_of_the_lm_head_changes_no_token(model, device):
+    """Greedy tokens with stop tokens that must wait; sampled ones and logits, which need all of the LM head."""
+    weights = copy.deepcopy(model).half()
+    prompt = rows_of(4)
+    engines = [DecodeEngine(weights, device=device, context=16, screen=screen) for screen in (False, True)]
+    first = engines[0].generate(prompt, 4, stop_tokens=())[0]
+    asked = {"stop_tokens": first[:2], "min_new_tokens": 2}
+    assert engines[1].generate(prompt, 4, stop_tokens=()) == [first]
+    made = [engine.generate(prompt, 4, **asked) for engine in engines]
+    assert made[0] == made[1] and len(made[0][0]) >= 2 and first[0] not in made[0][0][:1]
+    sampled = [engine.generate(prompt, 2, sampling=Sampling(1.0, seed=3), stop_tokens=()) for engine in engines]
+    assert sampled[0] == sampled[1]
+    assert torch.equal(*(engine.logits(prompt) for engine in engines))
+    told = [engine.describe() for engine in engines]
+    assert "greedy tokens through a screen" in told[1] and "screen" not in told[0]
+    assert DecodeEngine(weights, device=device, context=16, batch=2, screen=True).core.screen is None

@@ -1,0 +1,323 @@
+# mypy: disable-error-code="assignment"
+"""The largest logit of an LM head without reading all of its numbers: a screen in int8, then the rows that can win.
+
+    n = LayerNorm(x), rounded to the head's dtype;  logit[v] = sum_j w[v, j] n[j];  wanted: the largest, lowest id first
+
+Beside its numbers w (V, d) the head has int8 codes with a scale a row, w = scale c + e. The screen multiplies codes by
+levels of n, n = t q + f, whole q = 128 high + low of at most 127 * 128, high and low in a byte each (`dp4a`). By Cauchy
+and Schwarz the screen's logit, scale t (c . q), is off by no more than
+
+    |e| |n| + |scale c| |f|,    | | the Euclidean norm,
+
+and what fp32 sums and the rounding of n add. A token whose logit, off by as much as it can be, is below what the best
+of the screen reaches at least is not the largest. The rows of all others, a few dozen of 50,000, are multiplied as
+`dense_rows` does it, with the same sums in the same order: the token is the one that all logits would have given, bit
+for bit, and a greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
+
+Tokens of `stops` may be barred (before position `least`, see `kernels.sampling`), so no bound is taken from them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.checks import check_device, check_shape, require
+from kernels.common.int4_tiles import ASSEMBLY
+from kernels.common.launch import load_vector, n_sms, sums_together, use_pdl, wait_for_predecessor
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
+from kernels.sampling import Chosen, TokenState
+
+CODES_PER_WORD = 4
+SCREENED_WIDTHS = 16  # these and their multiples: a thread reads sixteen codes at once
+LARGEST = 127  # of a code, and of a high level
+EPSILON = 2.0**-24  # what one fp32 rounding changes, as a share
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}  # of n, as a share
+ROWS_AT_ONCE = 4096  # rounded to codes together
+
+
+@dataclass(frozen=True)
+class ScreenSettings:
+    """programs: per multiprocessor; rows: of a step, 2, 4 or 8; warps: of a program, four words a thread and piece."""
+
+    programs: int
+    rows: int
+    warps: int
+
+    def block(self, d: int) -> int:
+        """Words of a piece of a row; no more threads than it has words of four codes."""
+        return min(triton.next_power_of_2(d // CODES_PER_WORD), 128 * self.warps)
+
+    def warps_for(self, d: int) -> int:
+        return max(1, min(self.warps, self.block(d) // 32))
+
+
+def screen_settings(d: int) -> ScreenSettings:
+    """Launch settings by width."""
+    return ScreenSettings(3, 4, 4) if d <= 4096 else ScreenSettings(2, 2, 8)
+
+
+@dataclass(frozen=True)
+class ScreenedHead:
+    """An LM head (V, d) with its screen.
+
+    words (V, d / 4) int32: four codes each; scale (V,) fp32; error (V, 2) fp32: by how much a screened logit is off at
+    most, as shares of |n| and of |f|. upper (V,), lows (P,) fp32: scratch. best: what the head's programs found.
+    """
+
+    weight: Tensor
+    words: Tensor
+    scale: Tensor
+    error: Tensor
+    upper: Tensor
+    lows: Tensor
+    best: Chosen
+    settings: "ScreenSettings"
+
+    @classmethod
+    def of(cls, weight: Tensor, settings: "ScreenSettings | None" = None) -> "ScreenedHead":
+        """Round weight (V, d), d a multiple of 16, to codes; a row with a NaN keeps it in its error."""
+        n, d = weight.shape
+        require(d % SCREENED_WIDTHS == 0, f"a screened LM head needs a width that {SCREENED_WIDTHS} divides, got {d}")
+        device = weight.device
+        codes = torch.empty(n, d, dtype=torch.int8, device=device)
+        scale, error = torch.empty(n, device=device), torch.empty(n, 2, device=device)
+        for start in range(0, n, ROWS_AT_ONCE):
+            rows, part = slice(start, start + ROWS_AT_ONCE), weight[start : start + ROWS_AT_ONCE].float()
+            scale[rows] = part.abs().amax(1).clamp_min(1e-30) / LARGEST
+            rounded = (part / scale[rows, None]).round().clamp(-LARGEST, LARGEST)
+            codes[rows] = rounded.nan_to_num().to(torch.int8)
+            lost, whole = part - rounded * scale[rows, None], torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
+            off = torch.linalg.vector_norm(lost, dim=1, dtype=torch.float64)
+            sums = 2 * (d + 64) * EPSILON + ROUNDING[weight.dtype]  # of both logits' sums, of n
+            error[rows, 0] = ((off + sums * whole) * 1.0001).float()
+            error[rows, 1] = ((off + whole) * 1.0001).float()
+        settings = settings or screen_settings(d)
+        programs = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
+        best = Chosen.empty(min(2 * n_sms(device), n), device)
+        upper, lows = torch.empty(n, device=device), torch.empty(programs, device=device)
+        return cls(weight, codes.view(torch.int32), scale, error, upper, lows, best, settings)
+
+    def rows_read(self) -> int:
+        """How many rows of numbers the last step read: those that could win. Waits for it."""
+        return int((self.upper >= self.lows.max()).sum())
+
+    def read_bytes(self) -> int:
+        """Of the last step: the screen with its bounds, and those rows. Waits for it."""
+        screen = sum(tensor.nbytes for tensor in (self.words, self.scale, self.error, self.upper))
+        return screen + self.rows_read() * self.weight[0].nbytes
+
+
+def screen_bytes(n: int, d: int) -> int:
+    """What a screen of n rows of d columns takes."""
+    return n * (d + 16)
+
+
+def screened_head_reference(x, ln, head: ScreenedHead, state: TokenState, pdl=False) -> None:
+    """Plain torch: all logits, of which the best goes into `head.best`."""
+    logits = torch.nn.functional.linear(layer_norm_reference(x, ln, head.weight.dtype), head.weight)[0].float()
+    bad = bool(logits.isnan().any())
+    if int(state.position[0]) + 1 < int(state.least[0]):
+        logits[state.stops[state.stops >= 0].long()] = float("-inf")
+    best = head.best
+    best.values.fill_(float("-inf"))
+    best.ids.fill_(len(logits))
+    best.values[0] = float("nan") if bad else logits.max()
+    best.ids[0] = int((logits == logits.max()).nonzero()[0]) if not bad else 0
+
+
+@triton.jit
+def dot_of_bytes(words, levels, sums, ASM: tl.constexpr = ASSEMBLY):
+    """sums + the product of four signed bytes each, int32."""
+    if ASM:
+        sums = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, levels, sums], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for i in tl.static_range(4):
+            sums += ((words << (24 - 8 * i)) >> 24) * ((levels << (24 - 8 * i)) >> 24)
+    return sums
+
+
+@triton.jit
+def _piece(vector, k, c, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns i, i + 4, i + 8 ... of what meets piece j of a row's words, fp32 (BLOCK,), k = 4 j + i."""
+    word = (k // 4) * BLOCK + c
+    return tl.load(vector + 4 * word + k % 4, mask=word < D // 4, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _levels_of(x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr):
+    """(high levels, low levels as words, t, |n|, |f|) of n = LayerNorm(x). Gains and shifts are loaded when they are
+    needed: with all that else is in registers they would cost a multiprocessor one of its programs."""
+    STEPS: tl.constexpr = (D // 4 + BLOCK - 1) // BLOCK
+    xs = ()
+    for k in tl.static_range(4 * STEPS):
+        xs = xs + (_piece(x, k, c, D, BLOCK),)
+    total = xs[0]
+    for k in tl.static_range(1, 4 * STEPS):
+        total += xs[k]
+    mean = tl.sum(total, 0) / D
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(4 * STEPS):
+        centred = tl.where((k // 4) * BLOCK + c < D // 4, xs[k] - mean, 0.0)
+        squares += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + EPS)
+    n = ()
+    largest = tl.zeros((BLOCK,), tl.float32)
+    length = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(4 * STEPS):
+        value = (xs[k] - mean) * rstd * _piece(norm_weight, k, c, D, BLOCK) + _piece(norm_bias, k, c, D, BLOCK)
+        value = tl.where((k // 4) * BLOCK + c < D // 4, value, 0.0)
+        n = n + (value,)
+        largest = tl.maximum(largest, tl.abs(value))
+        length += value * value
+    t = tl.maximum(tl.max(largest, 0), 1e-30) / (127 * 128)
+    high = ()
+    low = ()
+    rest = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(STEPS):
+        high_word = tl.zeros((BLOCK,), tl.int32)
+        low_word = tl.zeros((BLOCK,), tl.int32)
+        for i in tl.static_range(4):
+            value = n[4 * j + i]
+            q = tl.floor(value / t + 0.5).to(tl.int32)
+            q = tl.minimum(tl.maximum(q, -127 * 128), 127 * 128)
+            off = value - q.to(tl.float32) * t
+            rest += off * off
+            high_word |= ((q >> 7) & 255) << (8 * i)
+            low_word |= (q & 127) << (8 * i)
+        high = high + (high_word,)
+        low = low + (low_word,)
+    return high, low, t, tl.sqrt(tl.sum(length, 0)), tl.sqrt(tl.sum(rest, 0))
+
+
+@triton.jit
+def _word_pieces(words, line, n_rows, c, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Rows line .. line + ROWS - 1 of words as pieces (BLOCK,), row by row; rows from n_rows on are not read."""
+    pieces = ()
+    for r in tl.static_range(ROWS):
+        width = tl.where(line + r < n_rows, W, 0)
+        at = words + (line + r).to(tl.int64) * W
+        for j in tl.static_range((W + BLOCK - 1) // BLOCK):
+            column = j * BLOCK + c
+            pieces = pieces + (tl.load(at + column, mask=column < width, other=0, eviction_policy="evict_first"),)
+    return pieces
+
+
+@triton.jit
+def _screen_kernel(
+    x, norm_weight, norm_bias, words, scale, error, stops, upper, lows, n_rows,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, N_STOPS: tl.constexpr, EPS: tl.constexpr,
+    TINY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    W: tl.constexpr = D // 4
+    STEPS: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    c = tl.arange(0, BLOCK)
+    first = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+    w = _word_pieces(words, first, n_rows, c, W, BLOCK, ROWS)
+    wait_for_predecessor(PDL)
+    high, low, t, length, rest = _levels_of(x, norm_weight, norm_bias, c, D, BLOCK, EPS)
+    rest = rest * 1.0001 + TINY  # n rounded among fp16's smallest numbers
+    length = length * 1.0001
+    barred = ()
+    for i in tl.static_range(N_STOPS):
+        barred = barred + (tl.load(stops + i),)
+    surest = float("-inf")
+    for begin in range(first, n_rows, step):
+        coming = _word_pieces(words, begin + step, n_rows, c, W, BLOCK, ROWS)
+        factors = ()
+        for r in tl.static_range(ROWS):
+            line = tl.minimum(begin + r, n_rows - 1)
+            factors = factors + (tl.load(scale + line), tl.load(error + 2 * line), tl.load(error + 2 * line + 1))
+        tiles = ()
+        for r in tl.static_range(ROWS):
+            highs = tl.zeros((BLOCK,), tl.int32)
+            lower = tl.zeros((BLOCK,), tl.int32)
+            for j in tl.static_range(STEPS):
+                highs = dot_of_bytes(w[r * STEPS + j], high[j], highs)
+                lower = dot_of_bytes(w[r * STEPS + j], low[j], lower)
+            tiles = tiles + ((highs * 128 + lower).to(tl.float32),)
+        sums = sums_together(tiles, ROWS)
+        for r in tl.static_range(ROWS):
+            line = begin + r
+            if line < n_rows:
+                value = sums[r] * factors[3 * r] * t
+                off = factors[3 * r + 1] * length + factors[3 * r + 2] * rest
+                tl.store(upper + line, value + off)
+                counts = line >= 0
+                for i in tl.static_range(N_STOPS):
+                    counts &= barred[i] != line
+                surest = tl.where(counts, tl.maximum(surest, value - off), surest)
+        w = coming
+    tl.store(lows + tl.program_id(0), surest)
+
+
+@triton.jit
+def _rescore_kernel(
+    x, norm_weight, norm_bias, weight, upper, lows, position, least, stops, values, ids, n_rows, n_lows,
+    D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LOWS: tl.constexpr, N_STOPS: tl.constexpr,
+    EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, BLOCK)
+    # x and the state are older than the screen's launch: read before the wait, past the L1.
+    xs = load_vector(x, c, D, BLOCK, ".cg")
+    gains = load_vector(norm_weight, c, D, BLOCK)
+    shifts = load_vector(norm_bias, c, D, BLOCK)
+    n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    early = tl.load(position, cache_modifier=".cg") + 1 < tl.load(least, cache_modifier=".cg")
+    wait_for_predecessor(PDL)
+    each = tl.arange(0, LOWS)
+    floor = tl.max(tl.load(lows + each, mask=each < n_lows, other=float("-inf")), 0)
+    per_program = (n_rows + tl.num_programs(0) - 1) // tl.num_programs(0)
+    lines = tl.program_id(0) * per_program + tl.arange(0, CHUNK)
+    inside = (tl.arange(0, CHUNK) < per_program) & (lines < n_rows)
+    bound = tl.load(upper + lines, mask=inside, other=float("-inf"))
+    waiting = inside & ((bound >= floor) | (bound != bound))
+    best = float("-inf")
+    best_id = n_rows
+    bad = floor != floor  # false: no program's lowest bound is a NaN
+    line = tl.min(tl.where(waiting, lines, n_rows), 0)
+    while line < n_rows:
+        w = row_pieces(weight, line, n_rows, c, D, BLOCK, 1)
+        waiting = waiting & (lines > line)
+        coming = tl.min(tl.where(waiting, lines, n_rows), 0)
+        value = tl.sum(row_product(w, n, 0, D, BLOCK), 0)
+        bad |= value != value
+        barred = line < 0
+        for i in tl.static_range(N_STOPS):
+            barred |= tl.load(stops + i) == line
+        better = (value > best) & ((barred & early) == 0)
+        best = tl.where(better, value, best)
+        best_id = tl.where(better, line, best_id)
+        line = coming
+    tl.store(values + tl.program_id(0), tl.where(bad, float("nan"), best))
+    tl.store(ids + tl.program_id(0), best_id)
+
+
+def screened_head(x: Tensor, ln: LayerNormWeights, head: ScreenedHead, state: TokenState, pdl: bool = False) -> None:
+    """x (1, d) fp32 -> `head.best`: the largest logit and its token, a pair a program, for `sampling.advance`."""
+    check_device("x", x)
+    n, d = head.weight.shape
+    check_shape("x", x, 1, d)
+    pdl = use_pdl(pdl, x.device)
+    settings, rows = head.settings, row_settings(d)
+    n_stops = state.stops.shape[0]
+    _screen_kernel[(head.lows.numel(),)](
+        x, ln.weight, ln.bias, head.words, head.scale, head.error, state.stops, head.upper, head.lows, n,
+        D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops, EPS=ln.eps,
+        TINY=d**0.5 * 2.0**-25 * (head.weight.dtype == torch.float16), PDL=pdl, num_warps=settings.warps_for(d),
+        launch_pdl=pdl,
+    )  # fmt: skip
+    programs = head.best.values.numel()
+    _rescore_kernel[(programs,)](
+        x, ln.weight, ln.bias, head.weight, head.upper, head.lows, state.position, state.least, state.stops,
+        head.best.values, head.best.ids, n, head.lows.numel(),
+        D=d, BLOCK=rows.block(d), CHUNK=triton.next_power_of_2(triton.cdiv(n, programs)),
+        LOWS=triton.next_power_of_2(head.lows.numel()), N_STOPS=n_stops, EPS=ln.eps, PDL=pdl,
+        num_warps=rows.warps_for(d), launch_pdl=pdl,
+    )  # fmt: skip

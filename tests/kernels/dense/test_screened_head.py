@@ -1,0 +1,123 @@
+"""The screened LM head: the token and the logit that all logits would give, and how few rows are read for it."""
+
+import pytest
+import torch
+
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.dense_gemv import dense_rows
+from kernels.dense.screened_head import ScreenedHead, screened_head, screened_head_reference
+from kernels.sampling import Chosen, TokenState, advance, advance_reference
+
+NAN = float("nan")
+
+
+def norm(d, device, dtype=torch.float32):
+    return LayerNormWeights(
+        1 + 0.1 * torch.randn(d, device=device, dtype=dtype), 0.1 * torch.randn(d, device=device, dtype=dtype)
+    )
+
+
+def state_of(device, **values):
+    state = TokenState.empty(1, 12, device)
+    for name, value in {"done": 0, "position": 4, "known": 3, "limit": 12, **values}.items():
+        getattr(state, name).copy_(torch.as_tensor(value))
+    return state
+
+
+def case(device, n, d, dtype, outliers=False):
+    x, weight = 2 * torch.randn(1, d, device=device) + 1, torch.randn(n, d, device=device) / d**0.5
+    if outliers:  # a few columns as OPT has them
+        x[:, :: d // 3] *= 50
+        weight[:, :: d // 3] *= 20
+    return x, norm(d, device, dtype), weight.to(dtype)
+
+
+def token_of(best, state, logits):
+    advance(logits, state, chosen=best)
+    return int(state.tokens[0, int(state.position[0])])
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "dtype", "outliers"),
+    [(301, 64, torch.float16, False), (97, 80, torch.float32, True), (130, 2064, torch.bfloat16, False)],
+)
+def test_the_largest_logit_of_all(device, n, d, dtype, outliers):
+    x, ln, weight = case(device, n, d, dtype, outliers)
+    head, state = ScreenedHead.of(weight), state_of(device)
+    for tensor in (head.upper, head.lows, head.best.values):
+        tensor.fill_(NAN)
+    logits = torch.full((1, n), NAN, device=device)
+    dense_rows(x, ln, weight, None, "none", logits)
+    screened_head(x, ln, head, state)
+    assert float(head.best.values.max()) == float(logits.max()), "the same sums in the same order"
+    assert token_of(head.best, state, logits) == int(logits.argmax())
+    exact = layer_norm_reference(x.double(), ln, torch.float64) @ weight.double().T
+    assert bool((head.upper.double() >= exact[0] - 1e-12).all()), "no logit is above its bound"
+    assert float(head.lows.max()) <= float(exact.max())
+    read = head.rows_read()
+    assert read < n, "the screen leaves rows out"
+
+
+def test_ties_go_to_the_lowest_token_and_barred_ones_to_none(device):
+    x, ln, weight = case(device, 200, 64, torch.float16)
+    plain = layer_norm_reference(x, ln, torch.float16)
+    weight[[180, 7, 90]] = (plain[0] / plain.float().norm()).half()  # the largest logit, three times
+    head = ScreenedHead.of(weight)
+    for least, stops, expected in ((0, [7], 7), (9, [7], 90), (9, [7, 90, 180], None), (0, [], 7)):
+        state = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
+        screened_head(x, ln, head, state)
+        logits = torch.empty(1, 200, device=device)
+        dense_rows(x, ln, weight, None, "none", logits)
+        if expected is None:
+            expected = int(logits[0].index_fill(0, torch.tensor(stops, device=device), float("-inf")).argmax())
+        assert token_of(head.best, state, logits) == expected
+        again = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
+        screened_head_reference(x, ln, head, again)
+        advance_reference(logits, again, chosen=head.best)
+        assert again.tokens.equal(state.tokens)
+
+
+@pytest.mark.parametrize("where", ["input", "weight"])
+def test_a_nan_ends_the_row(device, where):
+    x, ln, weight = case(device, 70, 48, torch.float32)
+    (x if where == "input" else weight)[0, 5] = NAN
+    head = ScreenedHead.of(weight)
+    for run, choose in ((screened_head, advance), (screened_head_reference, advance_reference)):
+        state = state_of(device)
+        run(x, ln, head, state)
+        choose(torch.empty(1, 70, device=device), state, chosen=head.best)
+        assert int(state.fault[0]) == 5 and int(state.done[0]) == 1 and int(state.tokens.max()) < 70
+
+
+def test_equal_logits_are_all_read(device):
+    x, ln, weight = case(device, 90, 32, torch.float16)
+    head, state = ScreenedHead.of(torch.zeros_like(weight)), state_of(device)
+    screened_head(x, ln, head, state)
+    assert token_of(head.best, state, torch.empty(1, 90, device=device)) == 0
+
+
+def test_what_does_not_fit_is_refused(device):
+    with pytest.raises(ValueError, match="16 divides, got 40"):
+        ScreenedHead.of(torch.zeros(8, 40, device=device))
+    head = ScreenedHead.of(torch.zeros(8, 48, device=device))
+    with pytest.raises(ValueError, match="expected shape"):
+        screened_head(torch.zeros(2, 48, device=device), norm(48, device), head, state_of(device))
+    with pytest.raises(ValueError, match="greedy"):
+        advance(torch.zeros(1, 8, device=device), state_of(device), "top_p", chosen=Chosen.empty(3, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [2560, 4096, 5120, 7168, 9216, 12288])
+def test_true_shapes(device, d):
+    n = 50272
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, ln, weight = case(device, n, d, torch.float16, seed == 2)
+        head, state, logits = ScreenedHead.of(weight), state_of(device), torch.empty(1, n, device=device)
+        dense_rows(x, ln, weight, None, "none", logits, pdl=True)
+        screened_head(x, ln, head, state, pdl=True)
+        assert float(head.best.values.max()) == float(logits.max())
+        assert token_of(head.best, state, logits) == int(logits.argmax())
+        read = head.rows_read()
+        print(d, seed, "rows read", read)
+        assert read < n // 50 or seed == 2
