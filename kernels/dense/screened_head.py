@@ -56,8 +56,10 @@ class ScreenSettings:
 
 
 def screen_settings(d: int) -> ScreenSettings:
-    """Launch settings by width."""
-    return ScreenSettings(3, 4, 4) if d <= 4096 else ScreenSettings(2, 2, 8)
+    """Launch settings by width, from `benchmarks/screened_head.py --sweep`."""
+    if d <= 8192:
+        return ScreenSettings(4 if d <= 4096 else 3, 4, 4)
+    return ScreenSettings(3, 2, 4) if d <= 9504 else ScreenSettings(2, 2, 8)
 
 
 @dataclass(frozen=True)
