@@ -21,15 +21,17 @@ from kernels.sampling import TokenState, advance
 
 VOCABULARY, SETS = 50272, 3
 SWEEP = {
-    4096: ("4/4/4", "3/4/4", "5/2/4", "4/2/8", "8/4/2"),
-    7168: ("4/2/4", "3/4/4", "3/2/4", "2/2/8", "2/4/8"),
-    9216: ("3/2/4", "2/4/4", "2/2/8", "4/2/4"),
-    12288: ("2/2/8", "2/2/4", "3/2/4", "2/4/4"),
+    2048: ("4/8/4", "3/16/4", "6/8/4"),
+    4096: ("4/4/4", "3/8/4", "5/4/4", "2/8/4"),
+    7168: ("3/4/4", "4/2/4", "2/4/8"),
+    9216: ("3/2/4", "2/4/4", "2/2/8"),
+    12288: ("2/2/8", "2/2/4", "2/4/4"),
 }
 
 
 def measure_width(d: int, kind: str, settings: ScreenSettings, rows: Rows, full: bool, conditions: str) -> None:
     """A row of the screen, and one of all logits where `full` asks for it. kind: random or outliers."""
+    ln = LayerNormWeights(*(torch.full((d,), value, device="cuda", dtype=torch.float16) for value in (1.0, 0.0)))
     x, heads = torch.randn(1, d, device="cuda"), []
     if kind == "outliers":
         x[:, :: d // 3] *= 50
@@ -37,16 +39,15 @@ def measure_width(d: int, kind: str, settings: ScreenSettings, rows: Rows, full:
         weight = torch.empty(VOCABULARY, d, device="cuda", dtype=torch.float16).normal_(0, 0.02)
         if kind == "outliers":
             weight[:, :: d // 3] *= 20
-        heads.append(ScreenedHead.of(weight, settings))
+        heads.append(ScreenedHead.of(weight, ln, settings))
     logits, state = torch.empty(1, VOCABULARY, device="cuda"), TokenState.empty(1, 4096, "cuda")
-    ln = LayerNormWeights(*(torch.full((d,), value, device="cuda", dtype=torch.float16) for value in (1.0, 0.0)))
 
     def all_logits(i: int) -> None:
         dense_rows(x, ln, heads[i].weight, None, "none", logits, pdl=True)
         advance(logits, state, pdl=True)
 
     def through_screen(i: int) -> None:
-        screened_head(x, ln, heads[i], state, pdl=True)
+        screened_head(x, heads[i], state, pdl=True)
         advance(logits, state, pdl=True, chosen=heads[i].best)
 
     def again() -> None:
@@ -71,7 +72,7 @@ def measure_width(d: int, kind: str, settings: ScreenSettings, rows: Rows, full:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", nargs="+", type=int, default=[4096, 7168, 9216, 12288])
+    parser.add_argument("--widths", nargs="+", type=int, default=[2048, 4096, 7168, 9216, 12288])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--csv", default="benchmarks/results/screened_head.csv")
     options = parser.parse_args(argv)

@@ -103,7 +103,7 @@ class DecodeStep:
         self.screen: ScreenedHead | None = None
         if screen:
             assert isinstance(weights.lm_head, torch.Tensor)
-            self.screen = ScreenedHead.of(weights.lm_head)
+            self.screen = ScreenedHead.of(weights.lm_head, weights.final_norm)
         self.watermark = torch.zeros(shape.n_layers, batch, shape.n_heads, dtype=torch.int32, device=device)
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
@@ -222,7 +222,7 @@ class DecodeStep:
         norm, pdl = self.weights.final_norm, self.work.pdl
         with self.on_device():
             if self.screen is not None and mode == "greedy" and not score:
-                self.ops.screened_head(self.x[-1], norm, self.screen, self.state, pdl=pdl)
+                self.ops.screened_head(self.x[-1], self.screen, self.state, pdl=pdl)
                 self.ops.advance(self.logits, self.state, mode, score, pdl=pdl, chosen=self.screen.best)
                 return
             self.ops.dense_rows(self.x[-1], norm, self.weights.lm_head, None, "none", self.logits, pdl=pdl)

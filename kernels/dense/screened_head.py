@@ -3,18 +3,19 @@
 
     n = LayerNorm(x), rounded to the head's dtype;  logit[v] = sum_j w[v, j] n[j];  wanted: the largest, lowest id first
 
-Beside its numbers w (V, d) the head has int8 codes with a scale a row, w = scale c + e. The screen multiplies codes by
-levels of n, n = t q + f, whole q = 128 high + low of at most 127 * 128, high and low in a byte each (`dp4a`). By Cauchy
-and Schwarz the screen's logit, scale t (c . q), is off by no more than
+Beside its numbers the head has int8 codes c (V, d) of w', which is w with columns of one size: w[v, j] = w'[v, j] a[j],
+w' = scale c + e with a scale a row, and n' = n a takes what columns differ by. The screen multiplies codes by levels of
+n' = t q + f, whole q = 128 high + low of at most 127 * 128, high and low in a byte each (`dp4a`). By Cauchy and Schwarz
+the screen's logit, scale t (c . q), is off by no more than
 
-    |e| |n| + |scale c| |f|,    | | the Euclidean norm,
+    |e| |n'| + |scale c| |f|,    | | the Euclidean norm,
 
 and what fp32 sums and the rounding of n add. A token whose logit, off by as much as it can be, is below what the best
 of the screen reaches at least is not the largest. The rows of all others, a few dozen of 50,000, are multiplied as
 `dense_rows` does it, with the same sums in the same order: the token is the one that all logits would have given, bit
 for bit, and a greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
 
-Tokens of `stops` may be barred (before position `least`, see `kernels.sampling`), so no bound is taken from them.
+Tokens of `stops` may be barred (before position `least`, see `kernels.sampling`), so no bound is taken from those rows.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from kernels.common.checks import check_device, check_shape, require
 from kernels.common.int4_tiles import ASSEMBLY
-from kernels.common.launch import load_vector, n_sms, sums_together, use_pdl, wait_for_predecessor
+from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
 from kernels.sampling import Chosen, TokenState
@@ -36,6 +37,7 @@ SCREENED_WIDTHS = 16  # these and their multiples: a thread reads sixteen codes 
 LARGEST = 127  # of a code, and of a high level
 EPSILON = 2.0**-24  # what one fp32 rounding changes, as a share
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}  # of n, as a share
+SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 0.0, torch.float32: 0.0}  # of n, where that share is zero
 ROWS_AT_ONCE = 4096  # rounded to codes together
 
 
@@ -66,42 +68,54 @@ def screen_settings(d: int) -> ScreenSettings:
 class ScreenedHead:
     """An LM head (V, d) with its screen.
 
-    words (V, d / 4) int32: four codes each; scale (V,) fp32; error (V, 2) fp32: by how much a screened logit is off at
-    most, as shares of |n| and of |f|. upper (V,), lows (P,) fp32: scratch. best: what the head's programs found.
+    ln: the LayerNorm before it; gain, shift (d,) fp32: of it, times a. words (V, d / 4) int32: four codes each; scales
+    (V, 2) fp32: scale, and by how much a screened logit is off at most, as a share of |n'| + steps |f|. tiny: |n'| of
+    the smallest numbers, which a rounded n may lose. upper (V,), lows (P,) fp32: scratch. best: what programs found.
     """
 
     weight: Tensor
+    ln: LayerNormWeights
+    gain: Tensor
+    shift: Tensor
     words: Tensor
-    scale: Tensor
-    error: Tensor
+    scales: Tensor
+    steps: float
+    tiny: float
     upper: Tensor
     lows: Tensor
     best: Chosen
-    settings: "ScreenSettings"
+    settings: ScreenSettings
 
     @classmethod
-    def of(cls, weight: Tensor, settings: "ScreenSettings | None" = None) -> "ScreenedHead":
+    def of(cls, weight: Tensor, ln: LayerNormWeights, settings: ScreenSettings | None = None) -> "ScreenedHead":
         """Round weight (V, d), d a multiple of 16, to codes; a row with a NaN keeps it in its error."""
         n, d = weight.shape
         require(d % SCREENED_WIDTHS == 0, f"a screened LM head needs a width that {SCREENED_WIDTHS} divides, got {d}")
         device = weight.device
+        parts = [weight[start : start + ROWS_AT_ONCE] for start in range(0, n, ROWS_AT_ONCE)]
+        squares = torch.stack([part.float().nan_to_num().square().sum(0) for part in parts]).sum(0)
+        sizes = torch.where(squares > 0, (squares / n).sqrt(), 1.0).clamp_min(1e-20)  # a: of columns
         codes = torch.empty(n, d, dtype=torch.int8, device=device)
-        scale, error = torch.empty(n, device=device), torch.empty(n, 2, device=device)
-        for start in range(0, n, ROWS_AT_ONCE):
-            rows, part = slice(start, start + ROWS_AT_ONCE), weight[start : start + ROWS_AT_ONCE].float()
-            scale[rows] = part.abs().amax(1).clamp_min(1e-30) / LARGEST
-            rounded = (part / scale[rows, None]).round().clamp(-LARGEST, LARGEST)
+        scales, errors = torch.empty(n, 2, device=device), torch.empty(n, 2, device=device)
+        for number, given in enumerate(parts):
+            rows, part = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(given)), given.float() / sizes
+            scale = part.abs().amax(1, keepdim=True).clamp_min(1e-30) / LARGEST
+            rounded = (part / scale).round().clamp(-LARGEST, LARGEST)
             codes[rows] = rounded.nan_to_num().to(torch.int8)
-            lost, whole = part - rounded * scale[rows, None], torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
+            lost, whole = part - rounded * scale, torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
             off = torch.linalg.vector_norm(lost, dim=1, dtype=torch.float64)
             sums = 2 * (d + 64) * EPSILON + ROUNDING[weight.dtype]  # of both logits' sums, of n
-            error[rows, 0] = ((off + sums * whole) * 1.0001).float()
-            error[rows, 1] = ((off + whole) * 1.0001).float()
+            scales[rows, 0] = scale[:, 0]
+            errors[rows] = (torch.stack([off + sums * whole, off + whole], 1) * 1.0001 + 1e-30).float()
         settings = settings or screen_settings(d)
         programs = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
         best = Chosen.empty(min(2 * n_sms(device), n), device)
         upper, lows = torch.empty(n, device=device), torch.empty(programs, device=device)
-        return cls(weight, codes.view(torch.int32), scale, error, upper, lows, best, settings)
+        gain, shift = ln.weight.float() * sizes, ln.bias.float() * sizes
+        scales[:, 1] = errors[:, 0]
+        steps = float((errors[:, 1] / errors[:, 0]).nan_to_num().max())
+        tiny = float(torch.linalg.vector_norm(sizes)) * SMALLEST[weight.dtype]
+        return cls(weight, ln, gain, shift, codes.view(torch.int32), scales, steps, tiny, upper, lows, best, settings)
 
     def rows_read(self) -> int:
         """How many rows of numbers the last step read: those that could win. Waits for it."""
@@ -109,18 +123,18 @@ class ScreenedHead:
 
     def read_bytes(self) -> int:
         """Of the last step: the screen with its bounds, and those rows. Waits for it."""
-        screen = sum(tensor.nbytes for tensor in (self.words, self.scale, self.error, self.upper))
+        screen = sum(tensor.nbytes for tensor in (self.words, self.scales, self.upper))
         return screen + self.rows_read() * self.weight[0].nbytes
 
 
 def screen_bytes(n: int, d: int) -> int:
     """What a screen of n rows of d columns takes."""
-    return n * (d + 16)
+    return n * (d + 12)
 
 
-def screened_head_reference(x, ln, head: ScreenedHead, state: TokenState, pdl=False) -> None:
+def screened_head_reference(x, head: ScreenedHead, state: TokenState, pdl=False) -> None:
     """Plain torch: all logits, of which the best goes into `head.best`."""
-    logits = torch.nn.functional.linear(layer_norm_reference(x, ln, head.weight.dtype), head.weight)[0].float()
+    logits = torch.nn.functional.linear(layer_norm_reference(x, head.ln, head.weight.dtype), head.weight)[0].float()
     bad = bool(logits.isnan().any())
     if int(state.position[0]) + 1 < int(state.least[0]):
         logits[state.stops[state.stops >= 0].long()] = float("-inf")
@@ -153,7 +167,7 @@ def _piece(vector, k, c, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _levels_of(x, norm_weight, norm_bias, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr):
-    """(high levels, low levels as words, t, |n|, |f|) of n = LayerNorm(x). Gains and shifts are loaded when they are
+    """(high levels, low levels as words, t, |n'|, |f|) of n' = LayerNorm(x). Gains and shifts are loaded when they are
     needed: with all that else is in registers they would cost a multiprocessor one of its programs."""
     STEPS: tl.constexpr = (D // 4 + BLOCK - 1) // BLOCK
     xs = ()
@@ -210,11 +224,37 @@ def _word_pieces(words, line, n_rows, c, W: tl.constexpr, BLOCK: tl.constexpr, R
     return pieces
 
 
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def _reversed(number, n):
+    """The number below n, a power of two, with its bits in the other order."""
+    return int(f"{number:0{n.bit_length() - 1}b}"[::-1], 2)
+
+
+@triton.jit
+def _sums(tiles, N: tl.constexpr):
+    """The sums of N tiles (BLOCK,), a power of two of them, as (N,): by one reduction."""
+    ordered = ()
+    for k in tl.static_range(N):
+        ordered = ordered + (tiles[_reversed(k, N)],)
+    LEVELS: tl.constexpr = _log2(N)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for k in tl.static_range(0, N >> level, 2):
+            joined = joined + (tl.join(ordered[k], ordered[k + 1]),)
+        ordered = joined
+    return tl.reshape(tl.sum(ordered[0], 0), (N,))
+
+
 @triton.jit
 def _screen_kernel(
-    x, norm_weight, norm_bias, words, scale, error, stops, upper, lows, n_rows,
+    x, norm_weight, norm_bias, words, scales, stops, upper, lows, steps, tiny, n_rows,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, N_STOPS: tl.constexpr, EPS: tl.constexpr,
-    TINY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     W: tl.constexpr = D // 4
     STEPS: tl.constexpr = (W + BLOCK - 1) // BLOCK
@@ -224,18 +264,16 @@ def _screen_kernel(
     w = _word_pieces(words, first, n_rows, c, W, BLOCK, ROWS)
     wait_for_predecessor(PDL)
     high, low, t, length, rest = _levels_of(x, norm_weight, norm_bias, c, D, BLOCK, EPS)
-    rest = rest * 1.0001 + TINY  # n rounded among fp16's smallest numbers
-    length = length * 1.0001
-    barred = ()
-    for i in tl.static_range(N_STOPS):
-        barred = barred + (tl.load(stops + i),)
-    surest = float("-inf")
+    most = (length + steps * (rest + tiny)) * 1.0001  # tiny: n rounded among fp16's smallest numbers
+    lines = tl.arange(0, ROWS)
+    surest = tl.full((ROWS,), float("-inf"), tl.float32)
     for begin in range(first, n_rows, step):
         coming = _word_pieces(words, begin + step, n_rows, c, W, BLOCK, ROWS)
-        factors = ()
-        for r in tl.static_range(ROWS):
-            line = tl.minimum(begin + r, n_rows - 1)
-            factors = factors + (tl.load(scale + line), tl.load(error + 2 * line), tl.load(error + 2 * line + 1))
+        own = begin + lines
+        inside = own < n_rows
+        both = tl.load(scales + 2 * own[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        factor, off = tl.split(both)
+        off *= most
         tiles = ()
         for r in tl.static_range(ROWS):
             highs = tl.zeros((BLOCK,), tl.int32)
@@ -244,19 +282,16 @@ def _screen_kernel(
                 highs = dot_of_bytes(w[r * STEPS + j], high[j], highs)
                 lower = dot_of_bytes(w[r * STEPS + j], low[j], lower)
             tiles = tiles + ((highs * 128 + lower).to(tl.float32),)
-        sums = sums_together(tiles, ROWS)
-        for r in tl.static_range(ROWS):
-            line = begin + r
-            if line < n_rows:
-                value = sums[r] * factors[3 * r] * t
-                off = factors[3 * r + 1] * length + factors[3 * r + 2] * rest
-                tl.store(upper + line, value + off)
-                counts = line >= 0
-                for i in tl.static_range(N_STOPS):
-                    counts &= barred[i] != line
-                surest = tl.where(counts, tl.maximum(surest, value - off), surest)
+        value = _sums(tiles, ROWS) * (factor * t)
+        tl.store(upper + own, value + off, mask=inside)
+        surest = tl.maximum(surest, tl.where(inside, value - off, float("-inf")))
         w = coming
-    tl.store(lows + tl.program_id(0), surest)
+    # A program with the row of a token that may be barred takes no bound: that of all others is there.
+    sure = tl.max(surest, 0)
+    for i in tl.static_range(N_STOPS):
+        stop = tl.load(stops + i)
+        sure = tl.where((stop >= 0) & (stop // ROWS % tl.num_programs(0) == tl.program_id(0)), float("-inf"), sure)
+    tl.store(lows + tl.program_id(0), sure)
 
 
 @triton.jit
@@ -301,18 +336,18 @@ def _rescore_kernel(
     tl.store(ids + tl.program_id(0), best_id)
 
 
-def screened_head(x: Tensor, ln: LayerNormWeights, head: ScreenedHead, state: TokenState, pdl: bool = False) -> None:
+def screened_head(x: Tensor, head: ScreenedHead, state: TokenState, pdl: bool = False) -> None:
     """x (1, d) fp32 -> `head.best`: the largest logit and its token, a pair a program, for `sampling.advance`."""
     check_device("x", x)
-    n, d = head.weight.shape
+    (n, d), ln = head.weight.shape, head.ln
     check_shape("x", x, 1, d)
     pdl = use_pdl(pdl, x.device)
     settings, rows = head.settings, row_settings(d)
     n_stops = state.stops.shape[0]
     _screen_kernel[(head.lows.numel(),)](
-        x, ln.weight, ln.bias, head.words, head.scale, head.error, state.stops, head.upper, head.lows, n,
+        x, head.gain, head.shift, head.words, head.scales, state.stops, head.upper, head.lows, head.steps, head.tiny, n,
         D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops, EPS=ln.eps,
-        TINY=d**0.5 * 2.0**-25 * (head.weight.dtype == torch.float16), PDL=pdl, num_warps=settings.warps_for(d),
+        PDL=pdl, num_warps=settings.warps_for(d),
         launch_pdl=pdl,
     )  # fmt: skip
     programs = head.best.values.numel()

@@ -43,12 +43,12 @@ def token_of(best, state, logits):
 )
 def test_the_largest_logit_of_all(device, n, d, dtype, outliers):
     x, ln, weight = case(device, n, d, dtype, outliers)
-    head, state = ScreenedHead.of(weight), state_of(device)
+    head, state = ScreenedHead.of(weight, ln), state_of(device)
     for tensor in (head.upper, head.lows, head.best.values):
         tensor.fill_(NAN)
     logits = torch.full((1, n), NAN, device=device)
     dense_rows(x, ln, weight, None, "none", logits)
-    screened_head(x, ln, head, state)
+    screened_head(x, head, state)
     assert float(head.best.values.max()) == float(logits.max()), "the same sums in the same order"
     assert token_of(head.best, state, logits) == int(logits.argmax())
     exact = layer_norm_reference(x.double(), ln, torch.float64) @ weight.double().T
@@ -62,17 +62,17 @@ def test_ties_go_to_the_lowest_token_and_barred_ones_to_none(device):
     x, ln, weight = case(device, 200, 64, torch.float16)
     plain = layer_norm_reference(x, ln, torch.float16)
     weight[[180, 7, 90]] = (plain[0] / plain.float().norm()).half()  # the largest logit, three times
-    head = ScreenedHead.of(weight)
+    head = ScreenedHead.of(weight, ln)
     for least, stops, expected in ((0, [7], 7), (9, [7], 90), (9, [7, 90, 180], None), (0, [], 7)):
         state = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
-        screened_head(x, ln, head, state)
+        screened_head(x, head, state)
         logits = torch.empty(1, 200, device=device)
         dense_rows(x, ln, weight, None, "none", logits)
         if expected is None:
             expected = int(logits[0].index_fill(0, torch.tensor(stops, device=device), float("-inf")).argmax())
         assert token_of(head.best, state, logits) == expected
         again = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
-        screened_head_reference(x, ln, head, again)
+        screened_head_reference(x, head, again)
         advance_reference(logits, again, chosen=head.best)
         assert again.tokens.equal(state.tokens)
 
@@ -81,27 +81,27 @@ def test_ties_go_to_the_lowest_token_and_barred_ones_to_none(device):
 def test_a_nan_ends_the_row(device, where):
     x, ln, weight = case(device, 70, 48, torch.float32)
     (x if where == "input" else weight)[0, 5] = NAN
-    head = ScreenedHead.of(weight)
+    head = ScreenedHead.of(weight, ln)
     for run, choose in ((screened_head, advance), (screened_head_reference, advance_reference)):
         state = state_of(device)
-        run(x, ln, head, state)
+        run(x, head, state)
         choose(torch.empty(1, 70, device=device), state, chosen=head.best)
         assert int(state.fault[0]) == 5 and int(state.done[0]) == 1 and int(state.tokens.max()) < 70
 
 
 def test_equal_logits_are_all_read(device):
     x, ln, weight = case(device, 90, 32, torch.float16)
-    head, state = ScreenedHead.of(torch.zeros_like(weight)), state_of(device)
-    screened_head(x, ln, head, state)
+    head, state = ScreenedHead.of(torch.zeros_like(weight), ln), state_of(device)
+    screened_head(x, head, state)
     assert token_of(head.best, state, torch.empty(1, 90, device=device)) == 0
 
 
 def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ValueError, match="16 divides, got 40"):
-        ScreenedHead.of(torch.zeros(8, 40, device=device))
-    head = ScreenedHead.of(torch.zeros(8, 48, device=device))
+        ScreenedHead.of(torch.zeros(8, 40, device=device), norm(40, device))
+    head = ScreenedHead.of(torch.zeros(8, 48, device=device), norm(48, device))
     with pytest.raises(ValueError, match="expected shape"):
-        screened_head(torch.zeros(2, 48, device=device), norm(48, device), head, state_of(device))
+        screened_head(torch.zeros(2, 48, device=device), head, state_of(device))
     with pytest.raises(ValueError, match="greedy"):
         advance(torch.zeros(1, 8, device=device), state_of(device), "top_p", chosen=Chosen.empty(3, device))
 
@@ -113,9 +113,9 @@ def test_true_shapes(device, d):
     for seed in range(3):
         torch.manual_seed(seed)
         x, ln, weight = case(device, n, d, torch.float16, seed == 2)
-        head, state, logits = ScreenedHead.of(weight), state_of(device), torch.empty(1, n, device=device)
+        head, state, logits = ScreenedHead.of(weight, ln), state_of(device), torch.empty(1, n, device=device)
         dense_rows(x, ln, weight, None, "none", logits, pdl=True)
-        screened_head(x, ln, head, state, pdl=True)
+        screened_head(x, head, state, pdl=True)
         assert float(head.best.values.max()) == float(logits.max())
         assert token_of(head.best, state, logits) == int(logits.argmax())
         read = head.rows_read()
