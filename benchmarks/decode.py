@@ -40,7 +40,6 @@ from benchmarks.harness import step_times
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
-from dejavu_train.engine.step import TOGETHER
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import OPTShape
@@ -79,32 +78,23 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
 
 def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> DecodeEngine:
     """A cell's engine behind its prompt, thresholds set, with room for so many steps and EXTRA; takes the layers."""
-    shape, rank, total = weights.shape, cell.rank or RANKS[name], steps + EXTRA * cell.together
+    shape, rank = weights.shape, cell.rank or RANKS[name]
     predictors = None
     if cell.engine == "sparse":
         single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
         predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors, cell.heads_site)
     engine = DecodeEngine(
-        weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + total), kv_policy=cell.kv_policy,
+        weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
         pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
     )  # fmt: skip
     if cell.weights == RIVAL:
         vars(engine.core.ops).update(rival_operations())
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
     with torch.no_grad():
-        start(engine, cell.prompt, total, prefilled=cell.weights != RIVAL)
+        start(engine, cell.prompt, steps + EXTRA, prefilled=cell.weights != RIVAL)
         if engine.predictors:
             set_thresholds(engine, cell.mlp_density, cell.head_density)
     return engine
-
-
-def times_of(engine: DecodeEngine, steps: int, together: int) -> list[float]:
-    """Milliseconds a step, of so many steps; of several a graph the mean of each graph."""
-    if together == 1:
-        return step_times(engine.step, steps)
-    assert together == TOGETHER, f"a graph of several steps has {TOGETHER}"
-    engine.core.long_run = 0
-    return [time / together for time in step_times(lambda: engine.steps(together), steps // together)]
 
 
 def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dict[str, Any]:
@@ -112,7 +102,7 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
     engine = started_engine(cell, name, weights, steps)
     with torch.no_grad():
         row = measured(engine)
-        row |= summary(times_of(engine, steps, cell.together), cell.batch)
+        row |= summary(step_times(engine.step, steps), cell.batch)
         notes = [describe_memory(engine.memory)]
         masked = sorted({mode.target for mode in engine.modes.values() if not mode.sparse})
         if masked:  # all layers of these shapes are alike

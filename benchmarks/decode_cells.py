@@ -21,7 +21,6 @@ class Cell:
         predictors: dtype of the MLP predictors, float16, int8 or int4.
         weights: of the layers, float16 or int4; torch-int4 = dense, products by PyTorch's int4 kernel.
         lm_head: float16 or int4.
-        together: steps of a CUDA graph.
         screen: whether the token is found through an int8 screen of the LM head.
         site: half-blocks between the site that the MLP's predictor reads and fc1.
         heads_site: half-blocks between the site that the heads' predictor reads and q/k/v.
@@ -39,7 +38,6 @@ class Cell:
     weights: str = "float16"
     lm_head: str = "float16"
     screen: bool = False
-    together: int = 1
     site: int = 0
     heads_site: int = 0
     look_ahead: str = "fused"

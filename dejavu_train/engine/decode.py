@@ -214,10 +214,6 @@ class DecodeEngine:
         """One token for every row that is not done."""
         self.core.step(mode, score)
 
-    def steps(self, count: int, mode: str = "greedy", score: bool = False) -> None:
-        """`count` tokens for every row that is not done, after many of them several a graph."""
-        self.core.steps(count, mode, score)
-
     def reset(self) -> None:
         """Forget all rows. Captured graphs stay valid."""
         self.core.reset()
@@ -304,15 +300,15 @@ class DecodeEngine:
             self.state.stops[i] = token
         self.core.tail(sampler.mode, score=False)
         n, shown = len(prompts), list(lengths)
-        left, size = asked.n_steps, 1 if callback is not None else CHUNK
-        while True:
-            done = bool(self.state.done[:n].all())
-            if callback is not None:
-                self._notify(callback, shown)
-            if done or not left:
-                break
-            self.core.steps(min(size, left), sampler.mode)
-            left -= min(size, left)
+        for i in range(asked.n_steps + 1):
+            if callback is not None or i % CHUNK == 0:
+                done = bool(self.state.done[:n].all())
+                if callback is not None:
+                    self._notify(callback, shown)
+                if done:
+                    break
+            if i < asked.n_steps:
+                self.core.step(sampler.mode)
         self._check_logits(n)
         position = self.state.position[:n].tolist()
         return [self.state.tokens[b, lengths[b] : position[b] + 1].tolist() for b in range(n)]
@@ -353,7 +349,8 @@ class DecodeEngine:
             n = lengths[part]
             self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
             self.core.tail("greedy", score=True)
-            self.core.steps(max(n) - 1, "greedy", score=True)
+            for _ in range(max(n) - 1):
+                self.core.step("greedy", score=True)
             self._check_logits(len(n))
             nll = self.state.nll.cpu()
             result += [nll[b, 1:length].clone() for b, length in enumerate(n)]

@@ -39,8 +39,6 @@ from kernels.mlp import select, sparse_fc2
 
 Key = tuple[int, str]
 BATCH_BLOCK = 64  # of the selections of several rows
-TOGETHER = 8  # steps of one graph, where many follow each other
-LONG_RUN = 1024  # steps after which such a graph is captured, which takes as long as some thousand of them save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +88,7 @@ class DecodeStep:
         self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
         self._fused, self._late = fused, late
         self._graphed = graph and ops == "triton" and device.type == "cuda"
-        self._graphs: dict[tuple[str, bool, bool, int], torch.cuda.CUDAGraph] = {}
-        self.long_run, self._done = LONG_RUN, 0
+        self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
         ahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
         self.work = Workspace.empty(
@@ -219,13 +216,13 @@ class DecodeStep:
 
     def tail(self, mode: str, score: bool) -> None:
         """LM head and the choice of the next token, from x[-1]; a screened greedy step leaves `logits` as they are."""
-        norm, pdl = self.weights.final_norm, self.work.pdl
+        weights, pdl = self.weights, self.work.pdl
         with self.on_device():
             if self.screen is not None and mode == "greedy" and not score:
                 self.ops.screened_head(self.x[-1], self.screen, self.state, pdl=pdl)
                 self.ops.advance(self.logits, self.state, mode, score, pdl=pdl, chosen=self.screen.best)
                 return
-            self.ops.dense_rows(self.x[-1], norm, self.weights.lm_head, None, "none", self.logits, pdl=pdl)
+            self.ops.dense_rows(self.x[-1], weights.final_norm, weights.lm_head, None, "none", self.logits, pdl=pdl)
             self.ops.advance(self.logits, self.state, mode, score, pdl=pdl)
 
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
@@ -258,8 +255,8 @@ class DecodeStep:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def _capture(self, call: tuple[str, bool, bool], steps: int) -> torch.cuda.CUDAGraph:
-        """`eager` with these arguments: compile every kernel in a step whose effects are undone, then record some."""
+    def _capture(self, *call: Any) -> torch.cuda.CUDAGraph:
+        """`eager` with these arguments: compile every kernel in a step whose effects are undone, then record one."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), self.undone():
@@ -273,37 +270,19 @@ class DecodeStep:
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(steps):
-                self.eager(*call)
+            self.eager(*call)
         return graph
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done; every N-th step is dense where a guard asks for that."""
-        self._run((mode, score, self.guard is not None and self.guard.due()), 1)
-
-    def steps(self, count: int, mode: str = "greedy", score: bool = False) -> None:
-        """`count` times `step`; after `long_run` of them TOGETHER in a graph: a GPU takes microseconds to begin one.
-
-        A guard, whose steps are not alike, has graphs of one.
-        """
-        while count:
-            together = self.guard is None and count >= TOGETHER and self._done >= self.long_run
-            if together:
-                self._run((mode, score, False), TOGETHER)
-            else:
-                self.step(mode, score)
-            count -= TOGETHER if together else 1
-
-    def _run(self, call: tuple[str, bool, bool], steps: int) -> None:
-        self._done += steps
+        call = mode, score, self.guard is not None and self.guard.due()
         if not self._graphed:
-            for _ in range(steps):
-                self.eager(*call)
+            self.eager(*call)
             return
         with self.on_device():
-            if (*call, steps) not in self._graphs:
-                self._graphs[*call, steps] = self._capture(call, steps)
-            self._graphs[*call, steps].replay()
+            if call not in self._graphs:
+                self._graphs[call] = self._capture(*call)
+            self._graphs[call].replay()
 
     def reset(self) -> None:
         """Forget all rows. Captured graphs stay valid."""

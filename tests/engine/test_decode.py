@@ -95,20 +95,6 @@ def test_sparse_generation_after_a_dense_prompt(model):
             row.append(token)
 
 
-def test_steps_that_go_together_are_steps(model):
-    prompts, made = rows_of(6, 11), []
-    for long_run in (0, 10**6):
-        each = engine(model, random_bundle(model), batch=2)
-        each.core.long_run = long_run
-        made.append((each.generate(prompts, 20, stop_tokens=()), each.score(prompts)))
-        asked = []
-        each.core.eager = lambda *call, asked=asked: asked.append(call)
-        each.steps(19)
-        assert asked == [("greedy", False, False)] * 19
-    assert made[0][0] == made[1][0]
-    torch.testing.assert_close(made[0][1], made[1][1], atol=0, rtol=0)
-
-
 def test_a_row_does_not_depend_on_its_mates(model):
     bundle = random_bundle(model)
     prompts = rows_of(6, 11, 4)
