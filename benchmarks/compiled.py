@@ -182,9 +182,12 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
     head = ScreenedHead(
         w, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
-        torch.empty(396), sampling.Chosen.empty(264, "cpu"), screened_head.screen_settings(d),
+        torch.empty(396), screened_head.Chosen.empty(264, "cpu"), screened_head.screen_settings(d),
     )  # fmt: skip
-    yield f"screened_head {d}", lambda: screened_head.screened_head(x, head, state, True)
+    yield (
+        f"screened_head {d}",
+        lambda: screened_head.screened_head(x, head, state.position, state.least, state.stops, True),
+    )
     yield f"advance chosen {d}", lambda: sampling.advance(hidden, state, pdl=True, chosen=head.best)
     q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
     qkv_w = halves(h, 3, hd, d)

@@ -47,7 +47,7 @@ def measure_width(d: int, kind: str, settings: ScreenSettings, rows: Rows, full:
         advance(logits, state, pdl=True)
 
     def through_screen(i: int) -> None:
-        screened_head(x, heads[i], state, pdl=True)
+        screened_head(x, heads[i], state.position, state.least, state.stops, pdl=True)
         advance(logits, state, pdl=True, chosen=heads[i].best)
 
     def again() -> None:

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from kernels.common.checks import check_device, check_shape, require
 from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.dense.screened_head import Chosen
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
@@ -75,21 +76,6 @@ class TokenState:
             top_k=ints(batch, value=1),
             seed=ints(batch),
             fault=ints(batch),
-        )
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value."""
-
-    values: torch.Tensor
-    ids: torch.Tensor
-
-    @classmethod
-    def empty(cls, candidates: int, device: torch.device | str) -> "Chosen":
-        return cls(
-            torch.full((candidates,), float("-inf"), device=device),
-            torch.zeros(candidates, dtype=torch.int32, device=device),
         )
 
 

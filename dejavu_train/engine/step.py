@@ -216,14 +216,14 @@ class DecodeStep:
 
     def tail(self, mode: str, score: bool) -> None:
         """LM head and the choice of the next token, from x[-1]; a screened greedy step leaves `logits` as they are."""
-        weights, pdl = self.weights, self.work.pdl
+        weights, state, pdl = self.weights, self.state, self.work.pdl
         with self.on_device():
             if self.screen is not None and mode == "greedy" and not score:
-                self.ops.screened_head(self.x[-1], self.screen, self.state, pdl=pdl)
-                self.ops.advance(self.logits, self.state, mode, score, pdl=pdl, chosen=self.screen.best)
+                self.ops.screened_head(self.x[-1], self.screen, state.position, state.least, state.stops, pdl=pdl)
+                self.ops.advance(self.logits, state, mode, score, pdl=pdl, chosen=self.screen.best)
                 return
             self.ops.dense_rows(self.x[-1], weights.final_norm, weights.lm_head, None, "none", self.logits, pdl=pdl)
-            self.ops.advance(self.logits, self.state, mode, score, pdl=pdl)
+            self.ops.advance(self.logits, state, mode, score, pdl=pdl)
 
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
         """A step without a graph; `measured`: dense, measured by the guard, which then moves its thresholds."""

@@ -244,6 +244,11 @@ def _generate(
 ) -> tuple[str, dict[str, Any] | None]:
     """The text, and what the guard measured, where one is asked for."""
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
+    if new_tokens < config.new_tokens:
+        logger.warning(
+            "--generate: %d new tokens, not %d: the prompt has %d tokens, the model %d positions",
+            new_tokens, config.new_tokens, ids.shape[1], dense.config.max_position_embeddings,
+        )  # fmt: skip
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
         generated = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None

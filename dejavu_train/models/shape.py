@@ -10,6 +10,7 @@ from dejavu_train.errors import UserError
 
 TARGETS = ("mlp", "heads")
 INT4 = "dejavu_int4"  # quant_method of a config.json whose weights lie as 4-bit rows, see int4.py
+CONVERTED = ("gptq", "awq", "compressed-tensors", "bitsandbytes")  # quant_methods that `quantize` reads
 OPT = "opt"
 SPARSE_OPT = "dejavu_sparse_opt"  # model_type of an OPT with its bundle, saved together: no one takes it for the OPT
 
@@ -124,12 +125,24 @@ def quant_method(values: Mapping[str, Any]) -> str | None:
 
 
 def refuse_foreign(values: Mapping[str, Any], name: str) -> None:
-    """Raise :class:`UserError` for weights that were quantised by another method than this package's."""
+    """Raise :class:`UserError` for weights that were quantised by another method than this package's, or in a width of
+    codes that it does not write."""
     method = quant_method(values)
-    if method not in (None, INT4):
+    if method in CONVERTED:
         raise UserError(
             f"the weights of {name} are quantised by {method}; convert them first: python -m dejavu_train.quantize"
             f" --model {name} --output FOLDER --quantizer rtn"
+        )
+    if method not in (None, INT4):
+        raise UserError(
+            f"the weights of {name} are quantised by {method}, which is not read here; give the model that they were"
+            f" made of, or one quantised by {', '.join(CONVERTED)}"
+        )
+    bits = 4 if method is None else values["quantization_config"].get("bits", 4)
+    if bits != 4:
+        raise UserError(
+            f"config.json of {name} says {bits} bits under quantization_config, {INT4} has 4; take that file from where"
+            " the weights are from"
         )
 
 

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_head_dim, check_shape
+from kernels.common.checks import check_device, check_head_dim, check_shape, require
 from kernels.common.launch import start_dependents_and_wait, use_pdl
 from kernels.mlp.select import Selection
 
@@ -262,7 +262,16 @@ def attention_launch(
     check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
-    check_shape("scratch.partial", scratch.partial, batch * n_heads, triton.cdiv(capacity, BLOCK), head_dim)
+    if watermark is not None:
+        check_shape("watermark", watermark, batch, n_heads)
+    if valid is not None:
+        check_shape("valid", valid, batch, n_heads, capacity)
+    require(positions in WARPS, f"a program has {', '.join(map(str, WARPS))} positions, not {positions}")
+    blocks = triton.cdiv(capacity, BLOCK)
+    check_shape("scratch.partial", scratch.partial, batch * n_heads, blocks, head_dim)
+    for name in ("largest", "total"):
+        check_shape(f"scratch.{name}", getattr(scratch, name), batch * n_heads, blocks)
+    check_shape("scratch.tickets", scratch.tickets, batch * n_heads)
     splits = triton.cdiv(capacity, positions)
     arguments = (
         q,

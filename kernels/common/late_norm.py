@@ -71,7 +71,8 @@ def late_factors_reference(norm: LateNorm, d: int) -> Tensor:
     """(2,) fp32: a and c of the row whose moments these are."""
     first, second = norm.moments.double() / d
     mean = first / FIRST_UNIT.value
-    a = torch.rsqrt(second / SECOND_UNIT.value - mean.square() + norm.ln.eps * norm.estimate[1].double().square())
+    variance = (second / SECOND_UNIT.value - mean.square()).clamp_min(0)
+    a = torch.rsqrt(variance + norm.ln.eps * norm.estimate[1].double().square())
     return torch.stack([a, -a * mean]).float()
 
 

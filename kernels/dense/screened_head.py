@@ -30,7 +30,6 @@ from kernels.common.int4_tiles import ASSEMBLY
 from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
-from kernels.sampling import Chosen, TokenState
 
 CODES_PER_WORD = 4
 SCREENED_WIDTHS = 16  # these and their multiples: a thread reads sixteen codes at once
@@ -68,6 +67,21 @@ def screen_settings(d: int) -> ScreenSettings:
     if d <= 8192:
         return ScreenSettings(4 if d <= 4096 else 3, 4, 4)
     return ScreenSettings(3, 2, 4) if d <= 9504 else ScreenSettings(2, 2, 8)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value."""
+
+    values: Tensor
+    ids: Tensor
+
+    @classmethod
+    def empty(cls, candidates: int, device: torch.device | str) -> "Chosen":
+        return cls(
+            torch.full((candidates,), float("-inf"), device=device),
+            torch.zeros(candidates, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -138,12 +152,12 @@ def screen_bytes(n: int, d: int) -> int:
     return n * (d + 12)
 
 
-def screened_head_reference(x, head: ScreenedHead, state: TokenState, pdl=False) -> None:
+def screened_head_reference(x, head: ScreenedHead, position, least, stops, pdl=False) -> None:
     """Plain torch: all logits, of which the best goes into `head.best`."""
     logits = torch.nn.functional.linear(layer_norm_reference(x, head.ln, head.weight.dtype), head.weight)[0].float()
     bad = bool(logits.isnan().any())
-    if int(state.position[0]) + 1 < int(state.least[0]):
-        logits[state.stops[state.stops >= 0].long()] = float("-inf")
+    if int(position[0]) + 1 < int(least[0]):
+        logits[stops[stops >= 0].long()] = float("-inf")
     best = head.best
     best.values.fill_(float("-inf"))
     best.ids.fill_(len(logits))
@@ -338,23 +352,30 @@ def _rescore_kernel(
     tl.store(ids + tl.program_id(0), best_id)
 
 
-def screened_head(x: Tensor, head: ScreenedHead, state: TokenState, pdl: bool = False) -> None:
-    """x (1, d) fp32 -> `head.best`: the largest logit and its token, a pair a program, for `sampling.advance`."""
+def screened_head(
+    x: Tensor, head: ScreenedHead, position: Tensor, least: Tensor, stops: Tensor, pdl: bool = False
+) -> None:
+    """x (1, d) fp32 -> `head.best`: the largest logit and its token, a pair a program, for `sampling.advance`.
+
+    position, least (1,), stops (K,) int32: of `sampling.TokenState`, older than the launch before this one.
+    """
     check_device("x", x)
     (n, d), ln = head.weight.shape, head.ln
     check_shape("x", x, 1, d)
+    check_shape("position", position, 1)
+    check_shape("least", least, 1)
     pdl = use_pdl(pdl, x.device)
     settings, rows = head.settings, row_settings(d)
-    n_stops = state.stops.shape[0]
+    n_stops = stops.shape[0]
     _screen_kernel[(head.lows.numel(),)](
-        x, head.gain, head.shift, head.words, head.scales, state.stops, head.upper, head.lows, head.steps, head.tiny, n,
+        x, head.gain, head.shift, head.words, head.scales, stops, head.upper, head.lows, head.steps, head.tiny, n,
         D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops, EPS=ln.eps,
         PDL=pdl, num_warps=settings.warps_for(d), maxnreg=settings.registers,
         launch_pdl=pdl,
     )  # fmt: skip
     programs = head.best.values.numel()
     _rescore_kernel[(programs,)](
-        x, ln.weight, ln.bias, head.weight, head.upper, head.lows, state.position, state.least, state.stops,
+        x, ln.weight, ln.bias, head.weight, head.upper, head.lows, position, least, stops,
         head.best.values, head.best.ids, n, head.lows.numel(),
         D=d, BLOCK=rows.block(d), CHUNK=triton.next_power_of_2(triton.cdiv(n, programs)),
         LOWS=triton.next_power_of_2(head.lows.numel()), N_STOPS=n_stops, EPS=ln.eps, PDL=pdl,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.head_select import head_select_reference
-from kernels.common.checks import INTERPRET, check_shape, require
+from kernels.common.checks import INTERPRET, check_shape, check_tensor, require
 from kernels.common.int4 import Int4Rows
 from kernels.common.lane_queue import as_it_comes
 from kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
@@ -273,11 +273,13 @@ def _add_ahead(
 ) -> None:
     d, heads = out.shape[1], ahead.heads
     check_shape("out", out, 1, d)
-    check_shape("attn_in", ahead.attn_in, 1, ahead.attn_in.shape[1], d)
+    check_tensor("attn_in", ahead.attn_in, (1, ahead.attn_in.shape[1], d), (torch.float16,), out)
     check_shape("moments", ahead.norm.moments, 2)
     n_heads = 0 if heads is None else len(heads.rows)
     if heads is not None:
         check_shape("rows of heads", heads.rows, heads.selection.n, d)
+        check_tensor("bias of heads", heads.bias, (heads.selection.n,), (torch.float32,), out)
+        check_tensor("threshold of heads", heads.threshold, (1,), (torch.float32,), out)
         require(heads.selection.block == 1, "a selection of heads has one of them a block")
     _add_ahead_kernel[(n_heads + triton.cdiv(d, STRIPE),)](
         partials,

@@ -14,6 +14,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import MATRICES
 from dejavu_train.models.opt import OPTShape, load_opt
+from dejavu_train.models.shape import CONVERTED
 from dejavu_train.quantize import export, foreign
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
@@ -177,3 +178,7 @@ def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
     assert made.model.decoder.layers[0].fc1.bias is not None
     quantise(QuantizeConfig(model=theirs, output=str(tmp_path / "again"), quantizer="rtn", device="cpu"))
     assert "fc1: 2 exact, 0 rounded" in capsys.readouterr().out
+
+
+def test_what_an_error_offers_is_read():
+    assert set(foreign.DECODERS) == set(CONVERTED)

@@ -23,6 +23,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, read_shape, weight_hash
+from dejavu_train.models.shape import INT4
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import run, stream
@@ -227,6 +228,11 @@ def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
     for action in (load_opt, lambda name: check_folder(name, read_shape(name))):
         with pytest.raises(UserError, match="quantised by gptq; convert them first"):
             action(str(folder))
+    for method, bits, said in (("hqq", 4, "quantised by hqq, which is not read here"), (INT4, 3, "says 3 bits")):
+        config = values | {"quantization_config": {"quant_method": method, "bits": bits}}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=said):
+            load_opt(str(folder))
 
 
 def test_predictors_are_trained_on_the_quantised_model(quantised, text_file, tmp_path):

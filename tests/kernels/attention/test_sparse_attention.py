@@ -1,5 +1,7 @@
 """Head selection, q/k/v with back-fill, flash-decoding against their plain-torch references, with poisoned outputs."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -193,3 +195,14 @@ def test_mistakes_are_one_line(device):
         q24 = torch.zeros(1, 2, 24, device=device)
         scratch = AttentionScratch.empty(1, 2, 24, 5, device)
         flash_decode(q24, k, k, selection, position, watermark, None, q, scratch)
+    scratch, out = AttentionScratch.empty(1, 2, 16, 5, device), torch.zeros(1, 32, device=device)
+    short = dataclasses.replace(scratch, tickets=scratch.tickets[:1])
+    for wrong, given in (
+        ("watermark", (watermark[:, :1].contiguous(), None, out, scratch)),
+        ("valid", (watermark, torch.ones(1, 2, 4, dtype=torch.uint8, device=device), out, scratch)),
+        (r"scratch\.tickets", (watermark, None, out, short)),
+    ):
+        with pytest.raises(ValueError, match=f"{wrong}: expected shape"):
+            flash_decode(q, k, k, selection, position, *given)
+    with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"):
+        flash_decode(q, k, k, selection, position, watermark, None, out, scratch, positions=48)

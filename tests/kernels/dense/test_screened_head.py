@@ -5,8 +5,8 @@ import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import dense_rows
-from kernels.dense.screened_head import ScreenedHead, screened_head, screened_head_reference
-from kernels.sampling import Chosen, TokenState, advance, advance_reference
+from kernels.dense.screened_head import Chosen, ScreenedHead, screened_head, screened_head_reference
+from kernels.sampling import TokenState, advance, advance_reference
 
 NAN = float("nan")
 
@@ -22,6 +22,10 @@ def state_of(device, **values):
     for name, value in {"done": 0, "position": 4, "known": 3, "limit": 12, **values}.items():
         getattr(state, name).copy_(torch.as_tensor(value))
     return state
+
+
+def asked(state):
+    return state.position, state.least, state.stops
 
 
 def case(device, n, d, dtype, outliers=False):
@@ -48,7 +52,7 @@ def test_the_largest_logit_of_all(device, n, d, dtype, outliers):
         tensor.fill_(NAN)
     logits = torch.full((1, n), NAN, device=device)
     dense_rows(x, ln, weight, None, "none", logits)
-    screened_head(x, head, state)
+    screened_head(x, head, *asked(state))
     assert float(head.best.values.max()) == float(logits.max()), "the same sums in the same order"
     assert token_of(head.best, state, logits) == int(logits.argmax())
     exact = layer_norm_reference(x.double(), ln, torch.float64) @ weight.double().T
@@ -65,14 +69,14 @@ def test_ties_go_to_the_lowest_token_and_barred_ones_to_none(device):
     head = ScreenedHead.of(weight, ln)
     for least, stops, expected in ((0, [7], 7), (9, [7], 90), (9, [7, 90, 180], None), (0, [], 7)):
         state = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
-        screened_head(x, head, state)
+        screened_head(x, head, *asked(state))
         logits = torch.empty(1, 200, device=device)
         dense_rows(x, ln, weight, None, "none", logits)
         if expected is None:
             expected = int(logits[0].index_fill(0, torch.tensor(stops, device=device), float("-inf")).argmax())
         assert token_of(head.best, state, logits) == expected
         again = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
-        screened_head_reference(x, head, again)
+        screened_head_reference(x, head, *asked(again))
         advance_reference(logits, again, chosen=head.best)
         assert again.tokens.equal(state.tokens)
 
@@ -84,7 +88,7 @@ def test_a_nan_ends_the_row(device, where):
     head = ScreenedHead.of(weight, ln)
     for run, choose in ((screened_head, advance), (screened_head_reference, advance_reference)):
         state = state_of(device)
-        run(x, head, state)
+        run(x, head, *asked(state))
         choose(torch.empty(1, 70, device=device), state, chosen=head.best)
         assert int(state.fault[0]) == 5 and int(state.done[0]) == 1 and int(state.tokens.max()) < 70
 
@@ -92,7 +96,7 @@ def test_a_nan_ends_the_row(device, where):
 def test_equal_logits_are_all_read(device):
     x, ln, weight = case(device, 90, 32, torch.float16)
     head, state = ScreenedHead.of(torch.zeros_like(weight), ln), state_of(device)
-    screened_head(x, head, state)
+    screened_head(x, head, *asked(state))
     assert token_of(head.best, state, torch.empty(1, 90, device=device)) == 0
 
 
@@ -101,7 +105,7 @@ def test_what_does_not_fit_is_refused(device):
         ScreenedHead.of(torch.zeros(8, 40, device=device), norm(40, device))
     head = ScreenedHead.of(torch.zeros(8, 48, device=device), norm(48, device))
     with pytest.raises(ValueError, match="expected shape"):
-        screened_head(torch.zeros(2, 48, device=device), head, state_of(device))
+        screened_head(torch.zeros(2, 48, device=device), head, *asked(state_of(device)))
     with pytest.raises(ValueError, match="greedy"):
         advance(torch.zeros(1, 8, device=device), state_of(device), "top_p", chosen=Chosen.empty(3, device))
 
@@ -115,7 +119,7 @@ def test_true_shapes(device, d):
         x, ln, weight = case(device, n, d, torch.float16, seed == 2)
         head, state, logits = ScreenedHead.of(weight, ln), state_of(device), torch.empty(1, n, device=device)
         dense_rows(x, ln, weight, None, "none", logits, pdl=True)
-        screened_head(x, head, state, pdl=True)
+        screened_head(x, head, *asked(state), pdl=True)
         assert float(head.best.values.max()) == float(logits.max())
         assert token_of(head.best, state, logits) == int(logits.argmax())
         read = head.rows_read()
