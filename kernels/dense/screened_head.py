@@ -62,11 +62,18 @@ class ScreenSettings:
         return max(1, min(self.warps, self.block(d) // 32))
 
 
+SETTINGS = (
+    (3072, ScreenSettings(3, 8, 4)),
+    (4608, ScreenSettings(2, 8, 4)),
+    (8192, ScreenSettings(2, 4, 4)),
+    (10752, ScreenSettings(3, 2, 4)),
+    (1 << 20, ScreenSettings(2, 2, 4)),
+)  # widths up to these
+
+
 def screen_settings(d: int) -> ScreenSettings:
     """Launch settings by width, from `benchmarks/screened_head.py --sweep`."""
-    if d <= 8192:
-        return ScreenSettings(4 if d <= 4096 else 3, 4, 4)
-    return ScreenSettings(3, 2, 4) if d <= 9504 else ScreenSettings(2, 2, 8)
+    return next(settings for most, settings in SETTINGS if d <= most)
 
 
 @dataclass(frozen=True)
@@ -132,8 +139,9 @@ class ScreenedHead:
         best = Chosen.empty(min(2 * n_sms(device), n), device)
         upper, lows = torch.empty(n, device=device), torch.empty(programs, device=device)
         gain, shift = ln.weight.float() * sizes, ln.bias.float() * sizes
-        scales[:, 1] = errors[:, 0]
-        steps = float((errors[:, 1] / errors[:, 0]).nan_to_num().max())
+        # One share of |f| for all rows: a row whose codes are nearly exact counts as one that loses more.
+        steps = 2 * float((errors[:, 1] / errors[:, 0]).nanmedian())
+        scales[:, 1] = torch.maximum(errors[:, 0], errors[:, 1] / steps)
         tiny = float(torch.linalg.vector_norm(sizes)) * SMALLEST[weight.dtype]
         return cls(weight, ln, gain, shift, codes.view(torch.int32), scales, steps, tiny, upper, lows, best, settings)
 
