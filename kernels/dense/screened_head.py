@@ -38,7 +38,7 @@ LARGEST = 127  # of a code, and of a high level
 EPSILON = 2.0**-24  # what one fp32 rounding changes, as a share
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}  # of n, as a share
 SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 0.0, torch.float32: 0.0}  # of n, where that share is zero
-ROWS_AT_ONCE = 4096  # rounded to codes together
+ROWS_AT_ONCE = 1024  # rounded to codes together
 
 
 @dataclass(frozen=True)
