@@ -78,8 +78,8 @@ class DecodeEngine:
         release: take the layers out of the given `DecodeWeights`, which is left without; see `DecodeWeights.arranged`.
         guard: every N-th step is dense and moves thresholds; settings, or the state that several engines share.
         screen: find the greedy token of one row through an int8 screen of the LM head, which is the token that all
-            logits give, for half of its bytes; the screen takes as many beside it, and is of the LM head as it was when the
-            engine was built. None = on a GPU where it fits; True = also under the interpreter.
+            logits give, for half of its bytes; the screen takes as many beside it, and is of the LM head as it is when
+            the engine is built. None = on a GPU where it fits; True = also under the interpreter.
     Raises:
         UserError: no GPU, a size that does not fit, a head dim without kernels, an uncalibrated bundle; a bundle that
             cannot be guarded. DoesNotFit: the GPU's memory. Unsupported: what is not done with 4-bit weights.
