@@ -24,7 +24,7 @@ from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_he
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES, OPTShape
-from kernels.common.checks import HEAD_DIMS, INTERPRET
+from kernels.common.checks import HEAD_DIMS, runs_on
 
 
 class EngineBackend:
@@ -55,7 +55,7 @@ class EngineBackend:
         (self.device,) = devices
         shape = OPTShape.from_config(model.config)
         if ops == "triton":
-            if self.device.type != "cuda" and not INTERPRET:
+            if not runs_on(self.device):
                 raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")
             if shape.head_dim not in HEAD_DIMS:
                 dims = ", ".join(map(str, HEAD_DIMS))

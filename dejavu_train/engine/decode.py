@@ -42,7 +42,7 @@ from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, 
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from kernels.attention import qkv
-from kernels.common.checks import HEAD_DIMS, INTERPRET
+from kernels.common.checks import HEAD_DIMS, runs_on
 from kernels.common.int4 import Int4Rows
 from kernels.dense.screened_head import SCREENED_WIDTHS, screen_bytes
 
@@ -108,7 +108,7 @@ class DecodeEngine:
         device = torch.device(device if device is not None else model.embedding.device if given else model.device)
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        if ops == "triton" and device.type != "cuda" and not INTERPRET:
+        if ops == "triton" and not runs_on(device):
             raise UserError(
                 "the triton backend needs a CUDA device and found none; use backend gather, or set TRITON_INTERPRET=1"
                 " before starting Python (slow, for tests)"

@@ -39,7 +39,7 @@ from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
-from kernels.common.checks import INTERPRET
+from kernels.common.checks import runs_on
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) ->
     """Let an engine that is asked for by name refuse a CPU, or predictors of one's own, before anything slow starts."""
     asked = [("--timing_backends", name) for name in (config.timing_backends if config.timing else ())]
     for flag, backend in asked + ([("--backend", config.backend)] if config.generate else []):
-        if backend in ("triton", DENSE_ENGINE) and device.type != "cuda" and not INTERPRET:
+        if backend in ("triton", DENSE_ENGINE) and not runs_on(device):
             raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
         if backend in ENGINES:
             check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")

@@ -18,9 +18,14 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run on a device: a GPU, or any under Triton's interpreter."""
+    return device.type == "cuda" or INTERPRET
+
+
 def check_device(name: str, tensor: Tensor) -> None:
-    """Refuses a CPU tensor unless Triton's interpreter runs the kernels."""
-    if tensor.device.type != "cuda" and not INTERPRET:
+    """Refuses a tensor where no kernel runs."""
+    if not runs_on(tensor.device):
         raise ValueError(f"{name}: expected a CUDA tensor, got one on {tensor.device}; use the reference on the CPU")
 
 

@@ -290,7 +290,7 @@ def test_sampling_follows_the_distribution(model):
     ],
 )
 def test_mistakes_are_one_line(model, action, part, monkeypatch):
-    monkeypatch.setattr("dejavu_train.engine.decode.INTERPRET", False)
+    monkeypatch.setattr("kernels.common.checks.INTERPRET", False)
     with pytest.raises(UserError) as caught:
         action(model)
     assert part in str(caught.value) and "\n" not in str(caught.value)
@@ -304,7 +304,7 @@ def test_an_uncalibrated_bundle_is_refused(model):
 
 
 def test_a_head_dim_without_kernels_is_refused(model, monkeypatch):
-    monkeypatch.setattr("dejavu_train.engine.decode.INTERPRET", True)
+    monkeypatch.setattr("kernels.common.checks.INTERPRET", True)
     with pytest.raises(UserError, match="head dim 24 has no kernels"):
         DecodeEngine(random_opt(d_model=48))
 
