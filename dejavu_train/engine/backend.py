@@ -92,7 +92,7 @@ class EngineBackend:
         codes = batch == 1
         if codes not in self._predictors:
             dtype = self.weights.embedding.dtype
-            self._predictors[codes] = load_predictors(self.bundle, self.shape, dtype, self.device, codes)
+            self._predictors[codes] = load_predictors(self.bundle, dtype, self.device, codes)
         return DecodeEngine(
             self.weights,
             self._predictors[codes],

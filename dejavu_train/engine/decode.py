@@ -184,7 +184,7 @@ class DecodeEngine:
         else:
             if getattr(bundle, "shape", self.shape) != self.shape:
                 raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
-            loaded = load_predictors(bundle, self.shape, dtype, self.device, codes=self.batch == 1)
+            loaded = load_predictors(bundle, dtype, self.device, codes=self.batch == 1)
         guard = self.guard
         if guard is None:
             return loaded

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
 from kernels.mlp.select import PredictorWeights
 
@@ -58,7 +58,7 @@ def check_calibrated(bundle: Any) -> None:
 
 
 def load_predictors(
-    bundle: Any, shape: OPTShape, dtype: torch.dtype, device: torch.device | str, codes: bool = False
+    bundle: Any, dtype: torch.dtype, device: torch.device | str, codes: bool = False
 ) -> dict[tuple[int, str], TargetPredictor]:
     """The predictors of a bundle by (layer, target); dense specs are left out.
 

@@ -334,7 +334,7 @@ def test_the_form_of_a_layer_follows_the_table(model, monkeypatch):
     )
     bundle = random_bundle(model)
     bundle.specs[1, "mlp"].density = 0.95
-    predictors = load_predictors(bundle, engine(model).shape, torch.float32, "cpu")
+    predictors = load_predictors(bundle, torch.float32, "cpu")
     modes = choose_execution(predictors, 64, 2)
     assert set(asked) == {(64, 2)}
     assert modes[0, "mlp"].sparse and not modes[1, "mlp"].sparse

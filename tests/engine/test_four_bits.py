@@ -201,9 +201,7 @@ def test_random_layers_lie_as_those_of_a_model(model):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_predictors_of_four_bits_are_nibbles(model, lookahead):
     bundle = random_bundle(model, int4=True, lookahead=lookahead)
-    loaded = load_predictors(
-        bundle, DecodeWeights.from_model(model, torch.float32, "cpu").shape, torch.float32, "cpu", True
-    )
+    loaded = load_predictors(bundle, torch.float32, "cpu", True)
     assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
     row = rows_of(20)[0]
     made = engine(model, bundle)
