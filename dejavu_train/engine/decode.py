@@ -42,12 +42,13 @@ from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, 
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
 from kernels.attention import qkv
-from kernels.common.checks import HEAD_DIMS, runs_on
+from kernels.common.checks import FLOAT_TYPES, HEAD_DIMS, runs_on
 from kernels.common.int4 import Int4Rows
 from kernels.dense.screened_head import SCREENED_WIDTHS, screen_bytes
 
 POLICIES = tuple(qkv.POLICIES)
 MAX_PACKED_ROWS = 8  # of `qkv` with 4-bit weights
+SPARE = 2**31  # bytes that stay free beside a screen of the LM head
 CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
 
 Callback = Callable[[int, int], None]
@@ -167,7 +168,7 @@ class DecodeEngine:
         head = isinstance(weights.lm_head, Int4Rows)
         scratch = scratch_bytes(self.shape, batch, weights.packed, head)
         coming |= {"scratch": scratch + late_bytes(self.shape, self.context, self.predictors, late)}
-        screen = self._screens(screen, coming, weights.lm_head)
+        screen = self._screens(screen, coming, weights.lm_head, ops)
         coming |= {"screen of the LM head": screen_bytes(*weights.lm_head.shape)} if screen else {}
         self.memory = held_bytes(weights, self.predictors) | coming
         check_room(coming, device)
@@ -190,12 +191,16 @@ class DecodeEngine:
             return loaded
         return {key: dataclasses.replace(each, threshold=guard.threshold(key)) for key, each in loaded.items()}
 
-    def _screens(self, asked: bool | None, coming: Mapping[str, int], head: Matrix) -> bool:
-        """Whether greedy steps go through a screen of the LM head, for which there must be room beside `coming`."""
+    def _screens(self, asked: bool | None, coming: Mapping[str, int], head: Matrix, ops: str) -> bool:
+        """Whether greedy steps go through a screen of the LM head, for which there must be room beside `coming`, and
+        SPARE beyond that: what nobody needs must not take the room of weights that are still to be arranged."""
         if self.batch > 1 or isinstance(head, Int4Rows) or head.shape[1] % SCREENED_WIDTHS or asked is False:
             return False
+        if head.dtype not in FLOAT_TYPES:
+            return False
         if asked is None:
-            return self.device.type == "cuda" and fits([*coming.values(), screen_bytes(*head.shape)], self.device)
+            room = [*coming.values(), screen_bytes(*head.shape), SPARE]
+            return ops == "triton" and self.device.type == "cuda" and fits(room, self.device)
         return True
 
     def describe(self) -> str:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape, require
+from kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
 from kernels.common.int4_tiles import ASSEMBLY
 from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -38,12 +38,14 @@ LARGEST = 127  # of a code, and of a high level
 EPSILON = 2.0**-24  # what one fp32 rounding changes, as a share
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}  # of n, as a share
 SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 0.0, torch.float32: 0.0}  # of n, where that share is zero
-ROWS_AT_ONCE = 1024  # rounded to codes together
+NORM_ROUNDING = tl.constexpr(128 * EPSILON)  # of a LayerNorm's summands, in both kernels that make one
+ROWS_AT_ONCE = 512  # rounded to codes together
 
 
 @dataclass(frozen=True)
 class ScreenSettings:
-    """programs: per multiprocessor; rows: of a step, 2, 4 or 8; warps: of a program, four words a thread and piece."""
+    """programs: per multiprocessor; rows: of a step, 2, 4, 8 or 16; warps: of a program, a thread has four words of a
+    piece."""
 
     programs: int
     rows: int
@@ -78,7 +80,8 @@ def screen_settings(d: int) -> ScreenSettings:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value."""
+    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value;
+    -inf and 0 where there is none."""
 
     values: Tensor
     ids: Tensor
@@ -96,8 +99,9 @@ class ScreenedHead:
     """An LM head (V, d) with its screen.
 
     ln: the LayerNorm before it; gain, shift (d,) fp32: of it, times a. words (V, d / 4) int32: four codes each; scales
-    (V, 2) fp32: scale, and by how much a screened logit is off at most, as a share of |n'| + steps |f|. tiny: |n'| of
-    the smallest numbers, which a rounded n may lose. upper (V,), lows (P,) fp32: scratch. best: what programs found.
+    (V, 2) fp32: scale, and by how much a screened logit is off at most, as a share of |n'| + steps (|f| + tiny). tiny:
+    the norm of what rounding n may lose below fp16's normal numbers, times a. upper (V,), lows (P,) fp32: scratch.
+    best: what programs found.
     """
 
     weight: Tensor
@@ -117,6 +121,8 @@ class ScreenedHead:
     def of(cls, weight: Tensor, ln: LayerNormWeights, settings: ScreenSettings | None = None) -> "ScreenedHead":
         """Round weight (V, d), d a multiple of 16, to codes; a row with a NaN keeps it in its error."""
         n, d = weight.shape
+        check_shape("weight", weight, n, d)
+        check_dtype("weight", weight, FLOAT_TYPES)
         require(d % SCREENED_WIDTHS == 0, f"a screened LM head needs a width that {SCREENED_WIDTHS} divides, got {d}")
         device = weight.device
         parts = [weight[start : start + ROWS_AT_ONCE] for start in range(0, n, ROWS_AT_ONCE)]
@@ -147,7 +153,7 @@ class ScreenedHead:
 
     def rows_read(self) -> int:
         """How many rows of numbers the last step read: those that could win. Waits for it."""
-        return int((self.upper >= self.lows.max()).sum())
+        return int((~(self.upper < self.lows.max())).sum())
 
     def read_bytes(self) -> int:
         """Of the last step: the screen with its bounds, and those rows. Waits for it."""
@@ -168,7 +174,7 @@ def screened_head_reference(x, head: ScreenedHead, position, least, stops, pdl=F
         logits[stops[stops >= 0].long()] = float("-inf")
     best = head.best
     best.values.fill_(float("-inf"))
-    best.ids.fill_(len(logits))
+    best.ids.fill_(0)
     best.values[0] = float("nan") if bad else logits.max()
     best.ids[0] = int((logits == logits.max()).nonzero()[0]) if not bad else 0
 
@@ -197,8 +203,9 @@ def _piece(vector, j, c, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr):
-    """(high levels, low levels as words, t, |n'|, |f|) of n' = LayerNorm(x) with this gain and shift. These are loaded
-    when they are needed: with all that else is in registers they would cost a multiprocessor one of its programs."""
+    """(high levels, low levels as words, t, |n'|, |f|) of n' = LayerNorm(x) with this gain and shift; of |f| also what
+    fp32 may lose of n'. Gain and shift are loaded when they are needed: with all that else is in registers they would
+    cost a multiprocessor one of its programs."""
     STEPS: tl.constexpr = (D // 4 + BLOCK - 1) // BLOCK
     xs = ()
     total = tl.zeros((BLOCK,), tl.float32)
@@ -214,9 +221,15 @@ def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.
     n = ()
     largest = tl.zeros((BLOCK,), tl.float32)
     length = tl.zeros((BLOCK,), tl.float32)
+    summands = tl.zeros((BLOCK,), tl.float32)
+    off_mean = tl.abs(mean) * rstd + 1.0  # by which an error of the mean is multiplied
     for j in tl.static_range(STEPS):
-        value = (xs[j] - mean) * rstd * _piece(gain, j, c, D, BLOCK) + _piece(shift, j, c, D, BLOCK)
-        value = tl.where((j * BLOCK + c)[:, None] < D // 4, value, 0.0)
+        inside = (j * BLOCK + c)[:, None] < D // 4
+        z = (xs[j] - mean) * rstd
+        gains, shifts = _piece(gain, j, c, D, BLOCK), _piece(shift, j, c, D, BLOCK)
+        value = tl.where(inside, z * gains + shifts, 0.0)
+        size = (tl.abs(z) + off_mean) * tl.abs(gains) + tl.abs(shifts)
+        summands += tl.sum(tl.where(inside, size * size, 0.0), 1)
         n = n + (value,)
         largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
         length += tl.sum(value * value, 1)
@@ -232,7 +245,8 @@ def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.
         rest += tl.sum(off * off, 1)
         high = high + (tl.sum(((q >> 7) & 255) << place, 1),)
         low = low + (tl.sum((q & 127) << place, 1),)
-    return high, low, t, tl.sqrt(tl.sum(length, 0)), tl.sqrt(tl.sum(rest, 0))
+    lost = tl.sqrt(tl.sum(rest, 0)) + NORM_ROUNDING * tl.sqrt(tl.sum(summands, 0))
+    return high, low, t, tl.sqrt(tl.sum(length, 0)), lost
 
 
 @triton.jit
@@ -261,7 +275,8 @@ def _reversed(number, n):
 
 @triton.jit
 def _sums(tiles, N: tl.constexpr):
-    """The sums of N tiles (BLOCK,), a power of two of them, as (N,): by one reduction."""
+    """The sums of N tiles (BLOCK,), a power of two of them, as (N,), by one reduction: `sums_together` splits them into
+    scalars, and what follows here would be done N times."""
     ordered = ()
     for k in tl.static_range(N):
         ordered = ordered + (tiles[_reversed(k, N)],)
@@ -331,17 +346,22 @@ def _rescore_kernel(
     shifts = load_vector(norm_bias, c, D, BLOCK)
     n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, weight.dtype.element_ty)
     early = tl.load(position, cache_modifier=".cg") + 1 < tl.load(least, cache_modifier=".cg")
+    strange = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+        strange += n[j] * 0.0
+    finite = tl.sum(strange, 0) == 0.0
     wait_for_predecessor(PDL)
     each = tl.arange(0, LOWS)
     floor = tl.max(tl.load(lows + each, mask=each < n_lows, other=float("-inf")), 0)
+    floor = tl.where(finite, floor, float("-inf"))  # where n overflows, when it is rounded, no bound holds: all rows
     per_program = (n_rows + tl.num_programs(0) - 1) // tl.num_programs(0)
     lines = tl.program_id(0) * per_program + tl.arange(0, CHUNK)
     inside = (tl.arange(0, CHUNK) < per_program) & (lines < n_rows)
     bound = tl.load(upper + lines, mask=inside, other=float("-inf"))
     waiting = inside & ((bound >= floor) | (bound != bound))
     best = float("-inf")
-    best_id = n_rows
-    bad = floor != floor  # false: no program's lowest bound is a NaN
+    best_id = 0  # of programs without a candidate, and where all tokens are barred
+    bad = floor != floor  # never: a scalar that is false
     line = tl.min(tl.where(waiting, lines, n_rows), 0)
     while line < n_rows:
         w = row_pieces(weight, line, n_rows, c, D, BLOCK, 1)
@@ -349,7 +369,7 @@ def _rescore_kernel(
         coming = tl.min(tl.where(waiting, lines, n_rows), 0)
         value = tl.sum(row_product(w, n, 0, D, BLOCK), 0)
         bad |= value != value
-        barred = line < 0
+        barred = line < 0  # a scalar that is false
         for i in tl.static_range(N_STOPS):
             barred |= tl.load(stops + i) == line
         better = (value > best) & ((barred & early) == 0)
@@ -365,7 +385,7 @@ def screened_head(
 ) -> None:
     """x (1, d) fp32 -> `head.best`: the largest logit and its token, a pair a program, for `sampling.advance`.
 
-    position, least (1,), stops (K,) int32: of `sampling.TokenState`, older than the launch before this one.
+    position, least (1,), stops (K,) int32: of `sampling.TokenState`. x and these are older than this call.
     """
     check_device("x", x)
     (n, d), ln = head.weight.shape, head.ln

@@ -93,16 +93,67 @@ def test_a_nan_ends_the_row(device, where):
         assert int(state.fault[0]) == 5 and int(state.done[0]) == 1 and int(state.tokens.max()) < 70
 
 
+@pytest.mark.parametrize("sign", [0, -1, 1])
+def test_an_input_beyond_fp16_is_that_of_all_logits(device, sign):
+    """It is infinite when it is rounded: logits are, or are no numbers where two of them meet."""
+    x, ln, weight = case(device, 60, 64, torch.float16)
+    ln.weight[3], ln.weight[9] = 6e4, 6e4 if sign else 1.0
+    x[0, 3], x[0, 9] = 40.0, 40.0 * sign
+    head, state, expected = ScreenedHead.of(weight, ln), state_of(device), state_of(device)
+    logits = torch.empty(1, 60, device=device)
+    dense_rows(x, ln, weight, None, "none", logits)
+    assert not bool(logits.isfinite().all())
+    advance(logits, expected)
+    screened_head(x, head, *asked(state))
+    advance(logits, state, chosen=head.best)
+    for name, tensor in vars(expected).items():
+        assert getattr(state, name).equal(tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_bounds_hold_where_a_layer_norm_cancels(device, dtype):
+    d, n = 208, 200
+    x, _, weight = case(device, n, d, dtype)
+    z = torch.nn.functional.layer_norm(x, (d,))[0]
+    ln = LayerNormWeights(torch.full((d,), 100.0, device=device), -100 * z + 1e-3 * torch.randn(d, device=device))
+    head, state, logits = ScreenedHead.of(weight, ln), state_of(device), torch.empty(1, n, device=device)
+    dense_rows(x, ln, weight, None, "none", logits)
+    screened_head(x, head, *asked(state))
+    assert bool((head.upper >= logits[0]).all()) and float(head.lows.max()) <= float(logits.max())
+    assert token_of(head.best, state, logits) == int(logits.argmax())
+
+
+def test_where_all_tokens_are_barred_the_first_is_taken(device):
+    x, ln, weight = case(device, 4, 32, torch.float16)
+    head, logits, made = ScreenedHead.of(weight, ln), torch.empty(1, 4, device=device), []
+    dense_rows(x, ln, weight, None, "none", logits)
+    for chosen in (None, head.best):
+        state = state_of(device, least=9, stops=[0, 1, 2, 3, -1, -1, -1, -1])
+        screened_head(x, head, *asked(state))
+        advance(logits, state, chosen=chosen)
+        made.append(int(state.tokens[0, 5]))
+    assert made == [0, 0]
+
+
 def test_equal_logits_are_all_read(device):
     x, ln, weight = case(device, 90, 32, torch.float16)
     head, state = ScreenedHead.of(torch.zeros_like(weight), ln), state_of(device)
     screened_head(x, head, *asked(state))
     assert token_of(head.best, state, torch.empty(1, 90, device=device)) == 0
+    assert head.rows_read() == 90
+    weight[7, 3] = float("inf")  # no bound holds
+    head = ScreenedHead.of(weight, ln)
+    screened_head(x, head, *asked(state_of(device)))
+    assert head.rows_read() == 90
 
 
 def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ValueError, match="16 divides, got 40"):
         ScreenedHead.of(torch.zeros(8, 40, device=device), norm(40, device))
+    with pytest.raises(ValueError, match="contiguous"):
+        ScreenedHead.of(torch.zeros(8, 96, device=device)[:, :48], norm(48, device))
+    with pytest.raises(ValueError, match="float64"):
+        ScreenedHead.of(torch.zeros(8, 48, device=device).double(), norm(48, device))
     head = ScreenedHead.of(torch.zeros(8, 48, device=device), norm(48, device))
     with pytest.raises(ValueError, match="expected shape"):
         screened_head(torch.zeros(2, 48, device=device), head, *asked(state_of(device)))
@@ -111,12 +162,18 @@ def test_what_does_not_fit_is_refused(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [2560, 4096, 5120, 7168, 9216, 12288])
-def test_true_shapes(device, d):
+@pytest.mark.parametrize(
+    ("d", "dtype"),
+    [
+        *((d, torch.float16) for d in (768, 1024, 2048, 2560, 4096, 5120, 7168, 9216, 12288)),
+        *((d, torch.bfloat16) for d in (2048, 4096)),
+    ],
+)
+def test_true_shapes(device, d, dtype):
     n = 50272
     for seed in range(3):
         torch.manual_seed(seed)
-        x, ln, weight = case(device, n, d, torch.float16, seed == 2)
+        x, ln, weight = case(device, n, d, dtype, seed == 2)
         head, state, logits = ScreenedHead.of(weight, ln), state_of(device), torch.empty(1, n, device=device)
         dense_rows(x, ln, weight, None, "none", logits, pdl=True)
         screened_head(x, head, *asked(state), pdl=True)
