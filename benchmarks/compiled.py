@@ -185,7 +185,7 @@ def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         torch.empty(396), screened_head.Chosen.empty(264, "cpu"), screened_head.screen_settings(d),
     )  # fmt: skip
     yield (
-        f"screened_head {d}",
+        f"8 bits: screened_head {d}",
         lambda: screened_head.screened_head(x, head, state.position, state.least, state.stops, True),
     )
     yield f"advance chosen {d}", lambda: sampling.advance(hidden, state, pdl=True, chosen=head.best)

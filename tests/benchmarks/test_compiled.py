@@ -42,7 +42,7 @@ def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
     )
     lines = [line for line in found.stdout.splitlines() if " registers, " in line]
     assert found.returncode == 0, found.stderr[-2000:]
-    names = ("int4_mlp", "int4_fc2", "dense_rows", "qkv_dense", "qkv_select", "project_head_rows")
+    names = ("int4_mlp", "int4_fc2", "dense_rows", "qkv_dense", "qkv_select", "project_head_rows", "screen", "rescore")
     for name in [f" _{name}_kernel" for name in names]:
         assert any(name in line for line in lines), name
     for line in lines:
