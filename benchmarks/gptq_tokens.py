@@ -2,9 +2,9 @@
 
     python -m benchmarks.gptq_tokens --csv benchmarks/results/gptq_tokens.csv      three minutes of a GPU
 
-Texts are those that `benchmarks/texts.py prepare` writes and the model's own that calibrates nothing, 10,000 tokens of
-each (20,000 of its own); a row has the mean divergence from the fp16 model on each, in nats. `own` and `val_docs` are
-what a setting may be chosen on.
+A CPU takes 20 s a row and more. Texts are those that `benchmarks/texts.py prepare` writes and the model's own that
+calibrates nothing, 10,000 tokens of each (20,000 of its own); a row has the mean divergence from the fp16 model on
+each, in nats. `own` and `val_docs` are what a setting may be chosen on.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.quantize import WINDOW, in_memory, own_text, score
+from benchmarks.quantize import WINDOW, check_texts, in_memory, own_text, score
 from benchmarks.rivals import log_probabilities
 from benchmarks.rows import append_row, commit, five_digits
 from dejavu_train.data.text import TextSource, load_documents
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", default="benchmarks/results/gptq_tokens.csv")
     options = parser.parse_args(argv)
+    check_texts(options.data, TEXTS)
     device = resolve_device(options.device)
     model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
     corpora = {"own": own_text(options.model, 20_000)}

@@ -208,6 +208,16 @@ class Rows:
         )
 
 
+def check_texts(data: str, names: Sequence[str]) -> None:
+    """Raise UserError for a text that `benchmarks/texts.py prepare` has not written."""
+    for name in names:
+        if not Path(f"{data}/{name}.jsonl").is_file():
+            raise UserError(
+                f"there is no {data}/{name}.jsonl; python -m benchmarks.texts prepare --data FOLDER writes it, see"
+                " docs/texts.md"
+            )
+
+
 def own_text(model: str, tokens: int) -> EvalCorpus:
     """Samples of the model that calibrate no matrix: its set calibration."""
     manifest = SampleManifest.load(Path(model))
@@ -275,6 +285,7 @@ def in_memory(config: QuantizeConfig, asymmetric: bool = False) -> Any:
 
 def choose(options: argparse.Namespace) -> None:
     """Rows of variants, on text that no report scores."""
+    check_texts(options.data, ["val_docs"])
     device = resolve_device(options.device)
     model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
     corpora = {}
@@ -343,10 +354,11 @@ def report(options: argparse.Namespace) -> None:
     """
     if options.bundles and next(iter(options.bundles)) != "before":
         raise UserError("--bundles must begin with before=FOLDER: 4 bits are compared with the fp16 model's selection")
+    check_texts(options.data, options.texts.split(","))
+    bundles = {name: Bundle.from_pretrained(folder) for name, folder in options.bundles.items()}
     tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
     folders = {"fp16": options.model, **options.weights}
     models = {name: load_opt(folder, device=device) for name, folder in folders.items()}
-    bundles = {name: Bundle.from_pretrained(folder) for name, folder in options.bundles.items()}
     sparse = [name for name in models if name in options.sparse.split(",")]
     written = options.rows.split(",") if options.rows else ["none", *bundles]
     rows = Rows(options, OPTShape.from_config(models["fp16"].config))

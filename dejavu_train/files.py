@@ -18,6 +18,13 @@ from dejavu_train.errors import UserError
 from dejavu_train.signals import deferred
 
 
+def share(path: Path) -> None:
+    """Give a file that was made private to the user, as mkstemp and safetensors make them, any new file's mode."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; rename it to ``path`` on success, remove it on failure.
@@ -41,10 +48,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             raise OSError(reason, os.strerror(reason), str(path)) from error
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
-        # mkstemp makes files private to the user; an artefact gets the mode any other new file would get.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
+        share(temporary)
         os.replace(temporary, path)
     finally:
         if temporary is not None:

@@ -39,7 +39,8 @@ def check(config: InferConfig) -> None:
         )
     if config.generate is not None and config.new_tokens >= shape.max_positions:
         raise UserError(
-            f"--new_tokens {config.new_tokens} and a prompt do not fit: the model has {shape.max_positions} positions"
+            f"--new_tokens {config.new_tokens} and a prompt do not fit: the model has {shape.max_positions} positions;"
+            " take fewer"
         )
     for source in name_texts(config.text).values():
         check_source(text_source(config, source))

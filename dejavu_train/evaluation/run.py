@@ -75,7 +75,7 @@ def run(config: InferConfig) -> None:
     bundle, device = checked(config)
     further = plan(config)
     tokenizer = load_tokenizer(config.model, config.revision)
-    texts = _load_texts(config, bundle, tokenizer)
+    texts = _load_texts(config, bundle, tokenizer) if config.tokens != 0 or config.timing else []
     dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
     prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
     if config.timing:

@@ -21,6 +21,8 @@ class Int4Config(QuantizationConfigMixin):
     """``quantization_config`` of a config.json: how the codes were made, kept as it stands there."""
 
     def __init__(self, quant_method: str = INT4, **made: Any) -> None:
+        if made.get("bits", 4) != 4:
+            raise ValueError(f"quantization_config says {made['bits']} bits, {INT4} has 4")
         self.quant_method = quant_method  # type: ignore[assignment]
         for name, value in made.items():
             setattr(self, name, value)

@@ -133,12 +133,18 @@ def refuse_foreign(values: Mapping[str, Any], name: str) -> None:
             f"the weights of {name} are quantised by {method}; convert them first: python -m dejavu_train.quantize"
             f" --model {name} --output FOLDER --quantizer rtn"
         )
-    if method not in (None, INT4):
+    refuse_unread(values, name)
+
+
+def refuse_unread(values: Mapping[str, Any], name: str) -> None:
+    """The same for weights that ``quantize`` does not convert either."""
+    method = quant_method(values)
+    if method not in (None, INT4, *CONVERTED):
         raise UserError(
             f"the weights of {name} are quantised by {method}, which is not read here; give the model that they were"
             f" made of, or one quantised by {', '.join(CONVERTED)}"
         )
-    bits = 4 if method is None else values["quantization_config"].get("bits", 4)
+    bits = values["quantization_config"].get("bits", 4) if method == INT4 else 4
     if bits != 4:
         raise UserError(
             f"config.json of {name} says {bits} bits under quantization_config, {INT4} has 4; take that file from where"

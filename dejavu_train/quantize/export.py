@@ -27,7 +27,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
 from dejavu_train.models.int4_sizes import head_kind, head_sizes
 from dejavu_train.models.opt import weight_hash
-from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values
+from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values, refuse_unread
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.folder import check_output, folder_aside
@@ -59,6 +59,7 @@ def export(config: ExportConfig) -> dict[str, float]:
         UserError: a model that is not in 4-bit rows, an output that exists.
     """
     values = read_values(config.model)
+    refuse_unread(values, config.model)
     if quant_method(values) != INT4:
         raise UserError(f"{config.model} is not in 4-bit rows; python -m dejavu_train.quantize writes such a folder")
     check_output(config.output)

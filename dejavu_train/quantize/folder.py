@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.files import probe_folder, write_json
+from dejavu_train.files import probe_folder, share, write_json
 from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.models.shape import OPT
 from dejavu_train.models.stored import INDEX
@@ -58,6 +58,7 @@ class ModelFolder:
         name = f"model-{len(set(self._map.values())) + 1:05d}.safetensors"
         whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
         save_file(whole, self.folder / name, metadata={"format": "pt"})
+        share(self.folder / name)
         self._map |= dict.fromkeys(whole, name)
         self.nbytes += sum(tensor.nbytes for tensor in whole.values())
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.shape import INT4, quant_method
+from dejavu_train.models.shape import INT4, quant_method, refuse_unread
 from dejavu_train.quantize.source import StoredTensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -39,6 +39,13 @@ class Decoded:
     scales: Tensor | None = None
 
 
+def check_readable(values: Mapping[str, Any], model: str) -> None:
+    """Raise :class:`UserError` for a config.json whose matrices are not read here."""
+    refuse_unread(values, model)
+    if quant_method(values) == INT4:
+        raise UserError(f"{model} is in 4 bits already; give the model that it was made from")
+
+
 class MatrixReader:
     """Reads matrices of one checkpoint.
 
@@ -50,11 +57,8 @@ class MatrixReader:
     """
 
     def __init__(self, source: StoredTensors, values: Mapping[str, Any]) -> None:
+        check_readable(values, source.model)
         self.source, self.method = source, quant_method(values)
-        if self.method == INT4:
-            raise UserError(f"{source.model} is in 4 bits already; give the model that it was made from")
-        if self.method is not None and self.method not in DECODERS:
-            raise UserError(f"{source.model} is quantised by {self.method}; known are {', '.join(DECODERS)}")
         self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
 
     def is_part(self, name: str) -> bool:

@@ -30,7 +30,7 @@ from dejavu_train.parser import parse, take_check
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import check_output, folder_aside
-from dejavu_train.quantize.foreign import MatrixReader
+from dejavu_train.quantize.foreign import MatrixReader, check_readable
 from dejavu_train.quantize.head import HEAD, quantised_head
 from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
@@ -72,10 +72,12 @@ def check(config: QuantizeConfig) -> OPTShape:
     shape = read_shape(config.model, config.revision)
     config.check(shape)
     row_sizes(shape, config.model)
-    method = quant_method(read_values(config.model, config.revision))
+    values = read_values(config.model, config.revision)
+    check_readable(values, config.model)
+    method = quant_method(values)
     if method is None:
         check_folder(config.model, shape)
-    elif method != INT4 and config.quantizer == "gptq" and config.text.source == SELF:
+    elif config.quantizer == "gptq" and config.text.source == SELF:
         raise UserError(
             f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
             " --quantizer rtn"

@@ -151,6 +151,15 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert json.loads((tmp_path / f"out/results-{found['run']['id']}.json").read_text()) == found
 
 
+def test_without_scores_and_times_no_text_is_read(arguments, monkeypatch, capsys):
+    def read(*_):
+        raise AssertionError("a text is read")
+
+    monkeypatch.setattr("dejavu_train.evaluation.run.load_text", read)
+    assert run(arguments, tokens=0, timing="false", generate="the model", new_tokens=3, backend="gather") == 0
+    assert "the model" in capsys.readouterr().out
+
+
 def test_observations_and_generation_appear_in_the_report(arguments, short_text, tmp_path, capsys):
     asked = {"observe.text": short_text, "observe.window": "32", "observe.tokens": "100", "observe.parts": "residual"}
     asked |= {"generation.text": short_text, "generation.prompts": "2", "generation.new_tokens": "8"}
@@ -325,7 +334,8 @@ def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_
     object.__setattr__(seen, "metadata", {"text": {"train_sha256": known[:1]}})
     seen.save_pretrained(tmp_path / "seen")
     with caplog.at_level("WARNING"):
-        assert run(arguments, bundle=str(tmp_path / "seen"), tokens=0, timing="false") == 0
+        asked = {"tokens": 40, "timing": "false", "densities": "0.1", "curve_densities": "[]"}
+        assert run(arguments, bundle=str(tmp_path / "seen"), **asked) == 0
     assert "documents of short trained the predictors" in caplog.text
 
 

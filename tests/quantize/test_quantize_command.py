@@ -28,6 +28,7 @@ from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import run, stream
 from dejavu_train.quantize.config import QuantizeConfig, Solver
+from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -62,6 +63,7 @@ def logits(model):
 
 
 def test_the_folder_is_a_model_for_everyone(quantised, wide_opt):
+    assert len({file.stat().st_mode for file in quantised.iterdir()}) == 1, "none is the user's alone"
     check_folder(str(quantised), read_shape(str(quantised)))
     model = load_opt(str(quantised), "float16")
     assert isinstance(model.model.decoder.layers[1].self_attn.out_proj, CodedLinear) and model.dtype == torch.float32
@@ -233,6 +235,11 @@ def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=said):
             load_opt(str(folder))
+        assert re.search(said, error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys))
+    with pytest.raises(ValueError, match="says 3 bits"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(UserError, match="says 3 bits"):
+        export(ExportConfig(model=str(folder), output=str(tmp_path / "out")))
 
 
 def test_predictors_are_trained_on_the_quantised_model(quantised, text_file, tmp_path):
