@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.quantize import WINDOW, check_texts, in_memory, own_text, score
@@ -24,6 +23,7 @@ from dejavu_train.evaluation.perplexity import eval_batches, hold_out
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.quantize import gptq, layer
 from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.gptq import Damping, inverse_factor
 
 TEXTS = ("val_docs", "docs", "licences", "books", "wikitext", "code")
 TOKENS = (32_000, 64_000, 128_000, 256_000, 370_000)
@@ -38,14 +38,7 @@ class WideMoments(layer.Moments):
     """The same sums in float64."""
 
     def add(self, inputs: Tensor, real: Tensor) -> None:
-        rows = inputs[real].double()
-        if not self.tokens:
-            self.origin, self.sums = rows.mean(0), rows.new_zeros(rows.shape[1])
-            self.products_from_origin = rows.new_zeros(rows.shape[1], rows.shape[1])
-        rows = rows - self.origin
-        self.products_from_origin.addmm_(rows.T, rows)
-        self.sums += rows.sum(0)
-        self.tokens += len(rows)
+        super().add(inputs.double(), real)
 
     @property
     def mean(self) -> Tensor:
@@ -58,15 +51,9 @@ class WideMoments(layer.Moments):
         return super().centred().float()
 
 
-def wide_factor(hessian: Tensor, damping: gptq.Damping) -> Tensor:
-    """`gptq.inverse_factor` in float64."""
-    diagonal = hessian.diagonal()
-    dead = diagonal <= 0
-    diagonal += damping.own * diagonal + damping.mean * diagonal[~dead].mean()
-    diagonal[dead] = 1.0
-    lower = torch.linalg.cholesky(hessian.double().flip(0, 1))
-    identity = torch.eye(len(hessian), device=hessian.device, dtype=torch.float64)
-    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).float()
+def wide_factor(hessian: Tensor, damping: Damping) -> Tensor:
+    """`inverse_factor` in float64."""
+    return inverse_factor(hessian.double(), damping).float()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         corpora[name] = hold_out(documents, tokenizer, WINDOW, 10_000, seed=1 if name == "val_docs" else 0)
     batches = {name: list(eval_batches(corpus, 2048, device)) for name, corpus in corpora.items()}
     dense = {name: [log_probabilities(model, batch) for batch in several] for name, several in batches.items()}
-    plain = layer.Moments, gptq.inverse_factor
+    plain = layer.Moments, inverse_factor
     kept = commit()
 
     def run(tokens: int, seed: int, wide: bool = False, **settings: Any) -> None:

@@ -11,6 +11,7 @@ INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 
     "66b": {"dense": 9.6, "heads 100 %": 4.8, "heads 85 %": 4.45, "heads 50 %": 3.5},
     "175b": {"dense": 25, "heads 100 %": 11.5, "heads 85 %": 10.4, "heads 50 %": 8.2},
 }
+LABELS = {"ahead": "heads look ahead too", "screen, ahead": "screen, heads look ahead too"}  # of kinds of steps
 SELECTED = {"heads 100 %": "head_density=1.0", "heads 85 %": "head_density=0.85", "heads 50 %": ""}  # a word of options
 
 
@@ -136,8 +137,7 @@ def int4_table(root: Path) -> str:
     headings += ["LM head in 4 bits as well (sparse: look-ahead), ms", "fp16, same selection, ms"]
     made: dict[tuple[str, str], list[str]] = {}
     for (model, what, kind), row in steps.items():
-        label = kind.replace("ahead", "heads look ahead too") if "look" not in kind else kind
-        name = "fp16" if kind == "fp16" else f"{model.upper()} {what} {label}"
+        name = "fp16" if kind == "fp16" else f"{model.upper()} {what} {LABELS.get(kind, kind)}"
         made.setdefault((row["date"], row["commit"]), []).append(name)
     most = max(made, key=lambda key: len(set(made[key])))
     said = [

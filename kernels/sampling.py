@@ -205,7 +205,6 @@ def _advance_kernel(
     n_row,
     n_vocab,
     V_TILE: tl.constexpr,
-    CHOSEN: tl.constexpr,
     N_STOPS: tl.constexpr,
     MODE: tl.constexpr,
     SCORE: tl.constexpr,
@@ -229,7 +228,7 @@ def _advance_kernel(
         ids = tl.arange(0, V_TILE)
         inside = ids < n_row
         row = tl.load(logits + b.to(tl.int64) * n_row + ids, mask=inside, other=float("-inf"))
-        if CHOSEN:
+        if chosen is not None:
             ids = tl.load(chosen + ids, mask=inside, other=n_vocab)
         best = tl.reduce(row, 0, _larger)
         bad = (best != best) & (at > 0)
@@ -329,12 +328,11 @@ def advance(
         state.top_k,
         state.seed,
         state.fault,
-        logits if chosen is None else chosen.ids,
+        None if chosen is None else chosen.ids,
         state.tokens.shape[1],
         n_row,
         n_vocab,
         V_TILE=tile,
-        CHOSEN=chosen is not None,
         N_STOPS=state.stops.shape[0],
         MODE=modes[mode],
         SCORE=score,

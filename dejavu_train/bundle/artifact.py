@@ -25,7 +25,7 @@ from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.opt import weight_hash
-from dejavu_train.models.shape import TARGETS, OPTShape, read_shape, read_values, refuse_foreign
+from dejavu_train.models.shape import TARGETS, OPTShape, read_values, refuse_foreign
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor
@@ -170,7 +170,8 @@ class Bundle:
         if re.fullmatch(r"(full:)?[0-9a-f]{64}", model):
             found = model
         else:
-            shape = read_shape(model, revision)
+            values = read_values(model, revision)
+            shape = OPTShape.from_values(values, model)
             if shape != self.shape:
                 ours, theirs = dataclasses.asdict(self.shape), dataclasses.asdict(shape)
                 name = next(name for name in ours if ours[name] != theirs[name])
@@ -178,7 +179,7 @@ class Bundle:
                     f"the bundle belongs to another model: it was made for {self.model} with {name} {ours[name]},"
                     f" {model} has {theirs[name]}; give the bundle of this model"
                 )
-            refuse_foreign(read_values(model, revision), model)
+            refuse_foreign(values, model)
             found = weight_hash(model, self.weight_hash.startswith("full:"), revision)
         if found != self.weight_hash:
             raise UserError(

@@ -194,9 +194,9 @@ class DecodeEngine:
     def _screens(self, asked: bool | None, coming: Mapping[str, int], head: Matrix, ops: str) -> bool:
         """Whether greedy steps go through a screen of the LM head, for which there must be room beside `coming`, and
         SPARE beyond that: what nobody needs must not take the room of weights that are still to be arranged."""
-        if self.batch > 1 or isinstance(head, Int4Rows) or head.shape[1] % SCREENED_WIDTHS or asked is False:
+        if asked is False or self.batch > 1 or isinstance(head, Int4Rows):
             return False
-        if head.dtype not in FLOAT_TYPES:
+        if head.shape[1] % SCREENED_WIDTHS or head.dtype not in FLOAT_TYPES:
             return False
         if asked is None:
             room = [*coming.values(), screen_bytes(*head.shape), SPARE]

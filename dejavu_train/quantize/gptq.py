@@ -141,5 +141,5 @@ def inverse_factor(hessian: Tensor, damping: Damping) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if int(failed):
         raise UserError("the second moments of the calibration text cannot be factorised; raise --damp_mean")
-    identity = torch.eye(len(hessian), device=hessian.device)
+    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)

@@ -180,7 +180,7 @@ class LayerQuantizer:
 
 
 class Moments:
-    """Sums over inputs (tokens, m) in fp32: of themselves, (m,), and of their products with one another, (m, m).
+    """Sums over inputs (tokens, m), in their dtype: of themselves, (m,), and of their products with each other, (m, m).
 
     Both are of the inputs less the mean of the first ones: of inputs as they are, whose means are far larger than their
     deviations, a difference of large sums would be left, and of many tokens more rounding than what lies between.
@@ -193,8 +193,8 @@ class Moments:
         """inputs (B, T, m), of which those at ``real`` (B, T) positions count."""
         rows = inputs[real]
         if not self.tokens:
-            self.origin, self.sums = rows.mean(0), torch.zeros(rows.shape[1], device=rows.device)
-            self.products_from_origin = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+            self.origin, self.sums = rows.mean(0), rows.new_zeros(rows.shape[1])
+            self.products_from_origin = rows.new_zeros(rows.shape[1], rows.shape[1])
         rows = rows - self.origin
         self.products_from_origin.addmm_(rows.T, rows)
         self.sums += rows.sum(0)

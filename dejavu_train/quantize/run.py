@@ -24,7 +24,7 @@ from dejavu_train.machine import check_device_name
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes, row_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_shape, read_values
+from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values
 from dejavu_train.models.stored import check_folder
 from dejavu_train.parser import parse, take_check
 from dejavu_train.progress import Progress
@@ -69,10 +69,10 @@ def check(config: QuantizeConfig) -> OPTShape:
         OSError: the output cannot be written.
     """
     check_device_name(config.device, "device")
-    shape = read_shape(config.model, config.revision)
+    values = read_values(config.model, config.revision)
+    shape = OPTShape.from_values(values, config.model)
     config.check(shape)
     row_sizes(shape, config.model)
-    values = read_values(config.model, config.revision)
     check_readable(values, config.model)
     method = quant_method(values)
     if method is None:

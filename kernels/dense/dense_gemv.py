@@ -88,7 +88,10 @@ def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> Non
 
 @triton.jit
 def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read."""
+    """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read.
+
+    weight: of D columns, numbers or words of an integer type.
+    """
     tiles = ()
     for r in tl.static_range(ROWS):
         width = tl.where(line + r < n_rows, D, 0)

@@ -249,19 +249,6 @@ def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.
     return high, low, t, tl.sqrt(tl.sum(length, 0)), lost
 
 
-@triton.jit
-def _word_pieces(words, line, n_rows, c, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows line .. line + ROWS - 1 of words as pieces (BLOCK,), row by row; rows from n_rows on are not read."""
-    pieces = ()
-    for r in tl.static_range(ROWS):
-        width = tl.where(line + r < n_rows, W, 0)
-        at = words + (line + r).to(tl.int64) * W
-        for j in tl.static_range((W + BLOCK - 1) // BLOCK):
-            column = j * BLOCK + c
-            pieces = pieces + (tl.load(at + column, mask=column < width, other=0, eviction_policy="evict_first"),)
-    return pieces
-
-
 @triton.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
@@ -300,14 +287,14 @@ def _screen_kernel(
     c = tl.arange(0, BLOCK)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    w = _word_pieces(words, first, n_rows, c, W, BLOCK, ROWS)
+    w = row_pieces(words, first, n_rows, c, W, BLOCK, ROWS)
     wait_for_predecessor(PDL)
     high, low, t, length, rest = _levels_of(x, gain, shift, c, D, BLOCK, EPS)
     most = (length + steps * (rest + tiny)) * 1.0001  # tiny: n rounded among fp16's smallest numbers
     lines = tl.arange(0, ROWS)
     surest = tl.full((ROWS,), float("-inf"), tl.float32)
     for begin in range(first, n_rows, step):
-        coming = _word_pieces(words, begin + step, n_rows, c, W, BLOCK, ROWS)
+        coming = row_pieces(words, begin + step, n_rows, c, W, BLOCK, ROWS)
         own = begin + lines
         inside = own < n_rows
         both = tl.load(scales + 2 * own[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
