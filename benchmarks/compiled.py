@@ -32,7 +32,7 @@ from kernels.common import checks, launch
 from kernels.common.int4 import Int4Rows
 from kernels.common.late_norm import LateNorm
 from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense import dense_gemv, qkv_dense, screened_head
+from kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
@@ -350,6 +350,22 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 several, w, halves(d), eight[0], eight[1], partials, True
             ),
         )
+        if tokens > 1:
+            given = halves(tokens, d)
+            yield (
+                f"4 bits: int4_linear {d} {tokens}",
+                lambda given=given: int4_batch.int4_linear(given, w, bias, "relu", True),
+            )
+            yield (
+                f"4 bits: int4_listed {d} {tokens}",
+                lambda given=given: int4_batch.int4_listed(given, w, bias, listed, bits.row_bits, True),
+            )
+            yield (
+                f"4 bits: int4_by_head {d} {tokens}",
+                lambda given=given, eight=eight: int4_batch.int4_by_head(
+                    given, by_head, halves(d), eight[0], eight[1], True
+                ),
+            )
 
 
 def cases(widths: Sequence[int] = WIDTHS) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dejavu_train.engine.predictors import TargetPredictor
 from kernels.common import launch
+from kernels.mlp.int4_fc2 import MOST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,16 @@ def choose_execution(
 ) -> dict[tuple[int, str], ExecutionMode]:
     """How every (layer, target) with a predictor runs.
 
-    measured: False = sparse wherever there is one. packed: 4-bit weights, whose MLP has no sparse kernel of several
-    rows: it is computed whole and masked.
+    measured: False = sparse wherever there is one. packed: 4-bit weights, whose MLP has a sparse kernel of up to eight
+    rows, which reads no more than all neurons; that of more rows is computed whole and masked.
     """
     modes = {}
     for (layer, target), predictor in predictors.items():
         union = expected_union(predictor.density, batch, predictor.frequency)
         pays = launch.sparse_pays(d_model, union, batch) if target == "mlp" else heads_pay(batch, kv_policy)
-        sparse = not (packed and target == "mlp" and batch > 1) and (not measured or pays)
+        sparse = not measured or pays
+        if packed and target == "mlp":
+            sparse = batch <= MOST_TOKENS
         modes[layer, target] = ExecutionMode(layer, target, predictor.density, union, sparse)
     return modes
 

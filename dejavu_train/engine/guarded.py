@@ -13,6 +13,7 @@ from dejavu_train.engine.attention import FusedAttention, MaskedAttention, Spars
 from dejavu_train.engine.mlp import (
     BatchMlp,
     CascadeMlp,
+    ListedMlp,
     MaskedMlp,
     SparseMlp,
     dense_fc2,
@@ -49,7 +50,7 @@ class GuardedAttention:
 class GuardedMlp:
     """All neurons of every row."""
 
-    def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | MaskedMlp, guard: GuardState) -> None:
+    def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | ListedMlp | MaskedMlp, guard: GuardState) -> None:
         self.body, self.guard, self.own = body, guard, reads_own_site(body.mlp)
         self.norms = torch.linalg.vector_norm(
             written_out(body.weights.fc2, torch.float32).float(), dim=1

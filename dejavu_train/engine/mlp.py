@@ -139,6 +139,22 @@ class BatchMlp:
         work.ops.fc2_batch(work.activations, weights.fc2, weights.fc2_bias, x, out, pdl=work.pdl)
 
 
+class ListedMlp:
+    """The neurons that up to eight rows select together, each row masked by its own selection; 4-bit weights."""
+
+    def __init__(self, weights: LayerWeights, work: Workspace, mlp: TargetSelection) -> None:
+        self.weights, self.work, self.mlp, self.own = weights, work, mlp, reads_own_site(mlp)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        weights, work, selection = self.weights, self.work, self.mlp.selection
+        select_of_several_rows(weights, work, self.mlp, self.own, x)
+        work.ops.pack(selection, work.packed, pdl=work.pdl)
+        hidden = work.ops.int4_listed(
+            work.normalised, weights.fc1, weights.fc1_bias, work.packed, selection.row_bits, pdl=work.pdl
+        )
+        dense_fc2(weights, work, hidden, x, out)
+
+
 class MaskedMlp:
     """All neurons of several rows, then each row masked by its own selection: for unions that leave little out."""
 
@@ -154,4 +170,4 @@ class MaskedMlp:
         dense_fc2(weights, work, hidden, x, out)
 
 
-Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | MaskedMlp
+Mlp = DenseMlp | SparseMlp | CascadeMlp | BatchMlp | ListedMlp | MaskedMlp

@@ -6,7 +6,7 @@ from dejavu_train.engine import reference as decode_reference
 from kernels import sampling
 from kernels.attention import flash_decode, head_select, out_projection, qkv
 from kernels.common import layer_norm
-from kernels.dense import dense_batch, dense_gemv, dense_wide, qkv_dense, screened_head
+from kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import (
     cascade,
@@ -47,6 +47,7 @@ def operations(kind: str) -> SimpleNamespace:
             dense_rows=dense_gemv.dense_rows,
             dense_wide=dense_wide.dense_wide,
             int4_fc2=int4_fc2.int4_fc2,
+            int4_listed=int4_batch.int4_listed,
             dense_hidden=dense_batch.dense_hidden,
             dense_add=dense_batch.dense_add,
             screened_head=screened_head.screened_head,
@@ -76,6 +77,7 @@ def operations(kind: str) -> SimpleNamespace:
         dense_rows=dense_gemv.dense_rows_reference,
         dense_wide=dense_wide.dense_wide_reference,
         int4_fc2=sparse_fc2.sparse_fc2_reference,
+        int4_listed=decode_reference.int4_listed,
         dense_hidden=decode_reference.dense_hidden,
         dense_add=decode_reference.dense_add,
         screened_head=screened_head.screened_head_reference,

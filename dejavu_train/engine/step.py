@@ -24,7 +24,7 @@ from dejavu_train.engine.attention import (
 )
 from dejavu_train.engine.dispatch import ExecutionMode
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
-from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, MaskedMlp, Mlp, SparseMlp
+from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, ListedMlp, MaskedMlp, Mlp, SparseMlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
@@ -197,8 +197,10 @@ class DecodeStep:
         weights = self.weights.layers[layer]
         if mlp is None:
             return DenseMlp(weights, self.work)
+        if self.batch > 1 and masked:
+            return MaskedMlp(weights, self.work, mlp)
         if self.batch > 1:
-            return (MaskedMlp if masked else BatchMlp)(weights, self.work, mlp)
+            return (ListedMlp if self.weights.packed else BatchMlp)(weights, self.work, mlp)
         if weights.cascade is not None:
             return CascadeMlp(weights, self.work, mlp, fused)
         return SparseMlp(weights, self.work, mlp, fused, ahead)

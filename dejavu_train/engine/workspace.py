@@ -23,9 +23,9 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), hidden (B, d_ffn) fp32; heads_out (B, d) fp32, before a 4-bit projection fp16; normalised (B, d)
-    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. For one row: packed, the
-    list of its neurons, every_neuron, that of all; for several: activations and levels. ahead: the stream of look-ahead
-    predictors, or None.
+    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. For one row, and
+    up to eight with 4-bit weights: packed, the list of neurons. For one row: every_neuron, the list of all; for several:
+    activations and levels. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: SimpleNamespace
@@ -62,6 +62,7 @@ class Workspace:
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
         mixed = torch.float16 if packed and dtype == torch.float16 else torch.float32
         one, several = (shape.d_ffn, 0) if batch == 1 else (0, shape.d_ffn)
+        listed = shape.d_ffn if packed and batch <= MOST_TOKENS else one
         return cls(
             ops=ops,
             pdl=pdl,
@@ -74,7 +75,7 @@ class Workspace:
             attention=AttentionScratch.empty(batch, h, hd, context, device),
             normalised=torch.zeros(batch, d, dtype=dtype, device=device),
             hidden=torch.zeros(batch, shape.d_ffn, device=device),
-            packed=PackedSelection.empty(one, device),
+            packed=PackedSelection.empty(listed, device),
             every_neuron=_list_of_all(one, device),
             partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),

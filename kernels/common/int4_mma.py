@@ -172,7 +172,7 @@ def scaled(acc, part, first, second):
 
 
 @triton.jit
-def _tile_sums(acc, L: tl.constexpr, INPUTS: tl.constexpr):
+def tile_sums(acc, L: tl.constexpr, INPUTS: tl.constexpr):
     """Rows (16) by inputs (2, 4 or 8) of a program's tile: the sums of its warps, and of units side by side."""
     lanes = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))  # (L, row half, input parity)
     total = tl.sum(tl.reshape(lanes, (L // 32, 32, 2, 2)), 0)
@@ -347,7 +347,7 @@ def int4_tile(
         if TURNS > 1:
             turn = (turn + 1) % TURNS
     drain(lane)  # a program's next tile begins with the same slots
-    return _tile_sums(acc, L, INPUTS)
+    return tile_sums(acc, L, INPUTS)
 
 
 @triton.jit

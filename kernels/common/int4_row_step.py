@@ -21,6 +21,7 @@ from kernels.common.lane_queue import (
     fetch_ahead,
     lane_queue,
     line_slot_bytes,
+    listed_row,
     take_unit,
 )
 
@@ -58,7 +59,7 @@ def unit_of(step, warp, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _two_rows(rows, lane, LISTED: tl.constexpr):
+def two_rows(rows, lane, LISTED: tl.constexpr):
     """(a lane's rows g and g + 8 of the sixteen, whether they are there); of those beyond the last one, the last."""
     if LISTED:
         row = rows[4].to(tl.int64)
@@ -75,7 +76,7 @@ def _two_rows(rows, lane, LISTED: tl.constexpr):
 
 
 @triton.jit
-def _ask_rows(
+def ask_rows(
     queue, words, rows, pair, lane, W: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr
 ):
     """The queue with the words of sixteen rows for the warp's pair number `pair` on their way, in its first slot.
@@ -106,7 +107,7 @@ def _row_scales(scales, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, LISTED
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     G: tl.constexpr = groups_of(W, GROUP)
-    row, other_row, there, other_there = _two_rows(rows, lane, LISTED)
+    row, other_row, there, other_there = two_rows(rows, lane, LISTED)
     found = ()
     for octet in tl.static_range((pairs_of_a_warp(W, V, WARPS) + 3) // 4):
         for odd in tl.static_range(2):
@@ -121,12 +122,25 @@ def _row_scales(scales, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, LISTED
 
 
 @triton.jit
-def _either(first, one, two, N: tl.constexpr):
+def either(first, one, two, N: tl.constexpr):
     """N numbers of the tuple `one` where `first`, else of `two`."""
     chosen = ()
     for k in tl.static_range(N):
         chosen = chosen + (tl.where(first, one[k], two[k]),)
     return chosen
+
+
+@triton.jit
+def rows_of_list(ids, first, end, last, lane):
+    """A lane's six rows of the sixteen entries of a list from `first` on, and whether they lie before `end`."""
+    numbers = ()
+    there = ()
+    for k in tl.static_range(6):
+        entry = first + listed_row(lane, k)
+        # Ids may be read beyond the count: those are old ones, in range.
+        numbers = numbers + (tl.load(ids + tl.minimum(entry, last), cache_modifier=".cg"),)
+        there = there + (entry < end,)
+    return numbers + there
 
 
 @triton.jit
@@ -145,7 +159,7 @@ def first_rows(
     queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, AHEAD)))
     for k in tl.static_range(AHEAD):
         own = at_slot(queue, k, line_slot_bytes(L, V))
-        queue = after_slot(queue, _ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
+        queue = after_slot(queue, ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
     BEGIN: tl.constexpr = 8 * V * AHEAD * (L // 32)
     if FETCHED > 0 and BEGIN < W:
         row = rows[0] + lane
@@ -172,9 +186,9 @@ def _pair_step(
         first = tl.where(mine, first + part[odd] * s[odd * 2].to(tl.float32), first)
         second = tl.where(mine, second + part[2 + odd] * s[odd * 2 + 1].to(tl.float32), second)
     more = pair + AHEAD < PAIRS
-    asked = _either(more, rows, next_rows, 12 if LISTED else 2)
+    asked = either(more, rows, next_rows, 12 if LISTED else 2)
     next_pair = tl.where(more, pair + AHEAD, pair + AHEAD - PAIRS)
-    own = _ask_rows(own, words, asked, next_pair, lane, W, GROUP, WHOLE, LISTED)
+    own = ask_rows(own, words, asked, next_pair, lane, W, GROUP, WHOLE, LISTED)
     return after_slot(queue, own), tl.where(slot + 1 < AHEAD, slot + 1, 0), (first, second)
 
 

@@ -240,6 +240,39 @@ def ask_lines(
     return queue
 
 
+@triton.jit
+def ask_units(
+    queue, lane, at, first, second, rows, left_first, left_second, V: tl.constexpr, W: tl.constexpr,
+    ASM: tl.constexpr = ASSEMBLY,
+):  # fmt: skip
+    """`ask_lines` into the first slot of lines whose two units, 4 V words each, lie anywhere: `first` and `second`
+    words (L,) behind `at`, the same for a warp, in the first of `rows` rows; of these `left_..` words are read."""
+    L: tl.constexpr = lane.shape[0]
+    if ASM:
+        row = lane % 32 // 8
+        chunk = lane % 8
+        of_first = chunk < 4
+        left = tl.where(of_first, left_first, left_second)
+        place = tl.where(of_first, first, second) + (row * W + chunk % 4 * V)
+        operands = (_line_place(queue, lane, row, chunk, V), at + place)
+        for four in tl.static_range(4):
+            there = (4 * four + row < rows) & (chunk % 4 * V < left)
+            operands = operands + (tl.where(there, 4 * V, 0),)
+        tl.inline_asm_elementwise(
+            _ask_lines(L, 0, V, W, 0, True), "=r,r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        for unit in tl.static_range(2):
+            place = second if unit else first
+            left = left_second if unit else left_first
+            for half in tl.static_range(2):
+                row = lane % 32 // 4 + 8 * half
+                for v in tl.static_range(V):
+                    there = (row < rows) & (lane % 4 * V < left)
+                    queue = queue + (tl.load(at + place + row * W + lane % 4 * V + v, mask=there, other=0),)
+    return queue
+
+
 @triton.constexpr_function
 def _ask_listed(vector):
     """PTX: when all lanes of the warp are here, copies from $2..$5, of $6..$9 bytes, into the first slot of $1."""

@@ -123,19 +123,11 @@ def dense_add(
     transposed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d), whose codes are
-    written out as numbers: for fc2 see `int4_fc2`."""
-    if not transposed and takes(weight, len(y)):
-        product = int4_linear(y.half(), weight, pdl=pdl)
-    else:
-        weight = numbers_of(weight, pdl)
-        y = y.to(weight.dtype)
-        product = y @ weight if transposed else F.linear(y, weight)
-    add_product(product, bias, residual, out, pdl)
-
-
-def add_product(product: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
-    """out (B, d) fp32 = residual + bias + product (B, d)."""
+    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d). Codes are written
+    out as numbers: for fc2 see `int4_fc2`, for heads `int4_by_head`."""
+    weight = numbers_of(weight, pdl)
+    y = y.to(weight.dtype)
+    product = y @ weight if transposed else F.linear(y, weight)
     batch, d = out.shape
     pdl = use_pdl(pdl, out.device)
     _add_kernel[(batch, triton.cdiv(d, BLOCK))](

@@ -1,16 +1,18 @@
 # mypy: disable-error-code="assignment"
-"""Two to eight inputs times 4-bit rows, which are read once and as codes.
+"""Two to eight tokens times 4-bit rows, which are read once and as codes.
 
-    y[b, i] = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])           `int4_linear`, weight (n, d)
-    y[b, i] = sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]             `int4_by_head`, (h, d, head_dim)
+    y[b, i]   = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])            `int4_linear`, weight (n, d)
+    y[b, i]   = relu(the same) where bit b of row_bits[i] is set, else 0                `int4_listed`
+    out[b, i] = residual[b, i] + bias[i] + sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]
+                                                                                        `int4_by_head`, (h, d, head_dim)
 
-x (B, .) fp16; sums in fp32. The first is a program for 16 rows, `int4_mma.int4_tile` with an input in each column of B:
-products are exact. The second turns codes into fp16 numbers, rounded, tile by tile in front of a `tl.dot` that the
-compiler's pipeline feeds; programs share out the heads, and their sums in fp32 are added up in a fixed order. fc2,
-whose rows are neurons, has a kernel of its own (`int4_fc2`). More inputs than eight are worth writing the matrix
-out once (`int4_numbers`).
+x (B, .) fp16; products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
+their registers (`int4_token_step`). `int4_listed` reads the rows that a list names, those that one of the tokens has
+selected, and stores zeros for all others. fc2, whose rows are neurons, has a kernel of its own (`int4_fc2`). More
+tokens than eight are worth writing the matrix out once (`int4_numbers`).
 """
 
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -18,16 +20,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape
+from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import int4_tile, tile_bytes
-from kernels.common.lane_queue import lane_queue
-from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.common.int4_mma import unit_vector
+from kernels.common.int4_row_step import rows_of_list
+from kernels.common.int4_token_step import (
+    first_token_rows,
+    int4_tokens_step,
+    token_pairs_of_a_warp,
+    token_planes,
+)
+from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
+from kernels.common.launch import fetches_rows, n_sms, next_power_of_two, use_pdl, wait_for_predecessor
+from kernels.mlp.sparse_fc2 import PackedSelection
 
-MOST = 8  # inputs
-COLUMNS = tl.constexpr(MOST)
-ROWS = 16  # of a program of `int4_linear`, and inputs of a dot, which takes no fewer
-SPLITS = 8  # of the heads of `int4_by_head`
+MOST = 8  # tokens
+ROWS = 16  # of a step
+HELD = 160  # registers of a thread that may hold tokens, where four warps are enough
+
+
+@dataclass(frozen=True)
+class TokenSettings:
+    """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most."""
+
+    programs: int
+    warps: int
+    ahead: int
+
+
+def token_settings(d: int, tokens: int) -> TokenSettings:
+    """Launch settings by columns and tokens, 2, 4 or 8: two programs of a multiprocessor, or one whose warps share out
+    what four could not hold. A thread of four holds tokens * d / 256 pairs."""
+    if INTERPRET:
+        return TokenSettings(1, 1, 2)
+    if tokens * d > 256 * HELD:
+        return TokenSettings(1, 8, 2)
+    return TokenSettings(3 if tokens * d <= 4096 * 2 else 2, 4, 5)
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
@@ -39,135 +67,214 @@ def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, acti
     return y.relu() if activation == "relu" else y
 
 
-def int4_by_head_reference(x: Tensor, weight: Int4Rows) -> Tensor:
+def int4_listed_reference(x: Tensor, weight: Int4Rows, bias: Tensor, row_bits: Tensor) -> Tensor:
+    """Plain torch, in fp64 where x is."""
+    y = int4_linear_reference(x, weight, bias, "relu")
+    return y.masked_fill((row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1 == 0, 0.0)
+
+
+def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor) -> Tensor:
     """Plain torch, in fp64 where x is."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     n_heads, _, head_dim = weight.shape
-    return torch.einsum("bhj,hij->bi", x.to(wide).view(-1, n_heads, head_dim), weight.dequantised(wide))
+    y = torch.einsum("bhj,hij->bi", x.to(wide).view(-1, n_heads, head_dim), weight.dequantised(wide))
+    return y + bias.to(wide) + residual.to(wide)
 
 
 def takes(weight: Tensor | Int4Rows, batch: int) -> TypeGuard[Int4Rows]:
-    """Whether these kernels multiply so many inputs with this matrix."""
-    return isinstance(weight, Int4Rows) and batch <= MOST and weight.words.shape[:-1].numel() >= ROWS
+    """Whether these kernels multiply so many tokens with this matrix."""
+    return isinstance(weight, Int4Rows) and 2 <= batch <= MOST
 
 
 @triton.jit
-def _linear_kernel(
-    x,
-    words,
-    scales,
-    bias,
-    y,
-    n_rows,
-    batch,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    L: tl.constexpr,
-    STEPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RELU: tl.constexpr,
+def _store_zeros(y, row_bits, n_rows, batch, T: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in y (B, n_rows) for the program's part of the rows, where no bit is set."""
+    each = (n_rows + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.program_id(0) * each
+    b = tl.arange(0, T)
+    for first in range(begin, tl.minimum(begin + each, n_rows), BLOCK):
+        own = first + tl.arange(0, BLOCK)
+        inside = own < tl.minimum(begin + each, n_rows)
+        idle = inside & (tl.load(row_bits + own, mask=inside, other=1) == 0)
+        at = y + b.to(tl.int64)[:, None] * n_rows + own[None, :]
+        tl.store(at, tl.zeros((T, BLOCK), y.dtype.element_ty), mask=(b < batch)[:, None] & idle[None, :])
+
+
+@triton.jit
+def _rows_kernel(
+    x, words, scales, bias, residual, y, ids, count, row_bits, n_rows, batch,
+    W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
+    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr, RELU: tl.constexpr,
     PDL: tl.constexpr,
-):
-    wait_for_predecessor(PDL)
-    line = tl.minimum(tl.program_id(0) * 16, n_rows - 16)  # the last program shares rows with the one before
-    its = tl.minimum(tl.arange(0, L) % 32 // 4, batch - 1)
-    queue = lane_queue(tl.arange(0, L), tile_bytes(D // 8, GROUP, L, STEPS, COLUMNS))
-    values = int4_tile(queue, words, scales, line, x + its.to(tl.int64) * (D // 2), D // 8, GROUP, L, STEPS, COLUMNS)
-    rows = line + tl.arange(0, 16)
-    if HAS_BIAS:
-        values += tl.load(bias + rows).to(tl.float32)[:, None]
-    if RELU:
-        values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
-    b = tl.arange(0, 8)
-    at = y + b.to(tl.int64)[None, :] * n_rows + rows[:, None]
-    tl.store(at, values.to(y.dtype.element_ty), mask=(b < batch)[None, :])
+):  # fmt: skip
+    lane = tl.arange(0, L)
+    step = tl.num_programs(0) * 16
+    begin = tl.program_id(0) * 16
+    end = n_rows
+    rows = (begin, n_rows)
+    if LISTED:  # a program's part of the list: neighbours, whose rows lie on few pages of memory
+        wait_for_predecessor(PDL)
+        number = tl.load(count, cache_modifier=".cg")
+        each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
+        begin = tl.program_id(0) * each
+        end = tl.minimum(number, begin + each)
+        step = 16
+        rows = rows_of_list(ids, begin, end, n_rows - 1, lane)
+    queue, s = first_token_rows(
+        words, scales, rows, lane, n_rows, W, GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED, ROOM
+    )  # fmt: skip
+    if not LISTED:
+        wait_for_predecessor(PDL)
+    its = token_planes(x, batch, lane, W, GROUP, SEGMENTS, T)
+    if LISTED:
+        _store_zeros(y, row_bits, n_rows, batch, T, 2 * L)
+    b = tl.arange(0, T)
+    slot = 0
+    for first in range(begin, end, step):
+        entries = first + tl.arange(0, 16)
+        there = entries < end
+        if LISTED:
+            own = tl.load(ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
+            bits = tl.load(row_bits + own)
+            next_rows = rows_of_list(ids, first + 16, end, n_rows - 1, lane)
+        else:
+            own = entries
+            next_rows = (first + step, n_rows)
+        at = b.to(tl.int64)[None, :] * n_rows + own[:, None]
+        stored = (b < batch)[None, :] & there[:, None]
+        if bias is not None:
+            offsets = tl.load(bias + own, mask=there, other=0.0).to(tl.float32)
+        if residual is not None:
+            before = tl.load(residual + at, mask=stored, other=0.0)
+        values, queue, slot, s = int4_tokens_step(
+            queue, slot, s, its, words, scales, rows, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T, AHEAD, WHOLE,
+            LISTED,
+        )  # fmt: skip
+        if bias is not None:
+            values += offsets[:, None]
+        if residual is not None:
+            values += before
+        if RELU:
+            values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
+        if LISTED:
+            values = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, values, 0.0)
+        tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
+        rows = next_rows
+
+
+def _launch(
+    x: Tensor,
+    weight: Int4Rows,
+    n: int,
+    segments: int,
+    bias: Tensor | None,
+    y: Tensor,
+    pdl: bool,
+    settings: TokenSettings | None,
+    relu: bool = False,
+    residual: Tensor | None = None,
+    rows: PackedSelection | None = None,
+    row_bits: Tensor | None = None,
+) -> None:
+    """One call of the kernel: n rows of each segment, y (B, n)."""
+    batch, d = x.shape
+    tokens = max(2, next_power_of_two(batch))
+    settings = settings or token_settings(d, tokens)
+    words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
+    slot = line_slot_bytes(lanes, unit_vector(words, group))
+    pairs = token_pairs_of_a_warp(words, group, segments, settings.warps)
+    ahead = min(settings.ahead, MOST_BYTES // slot, pairs)
+    programs = min(n_sms(x.device) * settings.programs, triton.cdiv(n, ROWS))
+    pdl = use_pdl(pdl, x.device)
+    even = settings.programs > 1 and fetches_rows(x.device)
+    _rows_kernel[(programs,)](
+        x.view(torch.int32),
+        weight.words,
+        weight.scales,
+        bias,
+        residual,
+        y,
+        None if rows is None else rows.ids,
+        None if rows is None else rows.count,
+        row_bits,
+        n,
+        batch,
+        W=words,
+        GROUP=group,
+        SEGMENTS=segments,
+        T=tokens,
+        L=lanes,
+        AHEAD=ahead,
+        WHOLE=int(n % ROWS == 0),
+        LISTED=rows is not None,
+        ROOM=even_room(settings.programs, d, even and pdl, ahead * slot),
+        RELU=relu,
+        PDL=pdl,
+        num_warps=settings.warps,
+        launch_pdl=pdl,
+    )
 
 
 def int4_linear(
-    x: Tensor, weight: Int4Rows, bias: Tensor | None = None, activation: str = "none", pdl: bool = False
+    x: Tensor,
+    weight: Int4Rows,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    pdl: bool = False,
+    settings: TokenSettings | None = None,
 ) -> Tensor:
-    """x (B, d) fp16, weight (..., d) of at least 16 rows -> (B, n) fp16. Errors: shapes, dtypes, a CPU tensor."""
+    """x (B, d) fp16, weight (..., d) -> (B, n) fp16. Errors: shapes, dtypes, a CPU tensor."""
     check_device("x", x)
     batch, d = x.shape
     n = weight.words.shape[:-1].numel()
     weight.check("weight", (*weight.shape[:-1], d), x)
-    _check_inputs(x, batch, d)
-    if n < ROWS:
-        raise ValueError(f"weight has {n} rows, expected at least {ROWS}")
+    _check_tokens(x, batch, d)
+    if bias is not None:
+        check_shape("bias", bias, n)
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    warps, steps = (1, 2) if INTERPRET else (4, 2)
-    pdl = use_pdl(pdl, x.device)
-    _linear_kernel[(triton.cdiv(n, ROWS),)](
-        x.view(torch.int32),
-        weight.words,
-        weight.scales,
-        x if bias is None else bias,
-        y,
-        n,
-        batch,
-        D=d,
-        GROUP=weight.group,
-        L=32 * warps,
-        STEPS=steps,
-        HAS_BIAS=bias is not None,
-        RELU=activation == "relu",
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+    _launch(x, weight, n, 1, bias, y, pdl, settings, activation == "relu")
     return y
 
 
-@triton.jit
-def _numbers(words, scale):
-    """fp16 numbers (R, 8 W) of words (R, W) whose scales (R, W) are fp16: code + 1024 lies in the bits as it is."""
-    column = tl.arange(0, 8)
-    shift = 4 * (column // 2) + 16 * (column % 2)
-    bits = ((words[:, :, None] >> shift[None, None, :]) & 15) | 0x6400
-    numbers = (bits.to(tl.int16).to(tl.float16, bitcast=True) - 1032.0) * scale[:, :, None]
-    return tl.reshape(numbers, (words.shape[0], 8 * words.shape[1]))
+def int4_listed(
+    x: Tensor,
+    weight: Int4Rows,
+    bias: Tensor,
+    rows: PackedSelection,
+    row_bits: Tensor,
+    pdl: bool = False,
+    settings: TokenSettings | None = None,
+) -> Tensor:
+    """x (B, d) fp16, weight (n, d), bias (n), row_bits (n) int32 -> (B, n) fp16; rows: those with a bit set.
+
+    Errors: shapes, dtypes, a CPU tensor.
+    """
+    check_device("x", x)
+    batch, d = x.shape
+    n = weight.shape[0]
+    weight.check("weight", (n, d), x)
+    _check_tokens(x, batch, d)
+    check_shape("bias", bias, n)
+    check_shape("rows.ids", rows.ids, n)
+    check_shape("row_bits", row_bits, n)
+    check_dtype("row_bits", row_bits, (torch.int32,))
+    y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
+    _launch(x, weight, n, 1, bias, y, pdl, settings, True, rows=rows, row_bits=row_bits)
+    return y
 
 
-@triton.jit
-def _by_head_kernel(
-    x,
-    words,
-    scales,
-    partials,
-    n_rows,
-    share,
-    batch,
-    H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_predecessor(PDL)
-    b = tl.arange(0, 16)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    word = tl.arange(0, W)
-    column = tl.arange(0, 8 * W)
-    mask = (row < n_rows)[:, None] & (word < HEAD_DIM // 8)[None, :]
-    first = tl.program_id(1) * share
-    sums = tl.zeros((16, ROWS), tl.float32)
-    for head in tl.range(first, tl.minimum(first + share, H), num_stages=STAGES):
-        line = (head * n_rows + row).to(tl.int64)
-        w = tl.load(words + line[:, None] * (HEAD_DIM // 8) + word[None, :], mask=mask, other=0)
-        s = tl.load(scales + line, mask=row < n_rows, other=0.0)
-        own = (b < batch)[:, None] & (column < HEAD_DIM)[None, :]
-        its = tl.load(x + b[:, None] * (H * HEAD_DIM) + head * HEAD_DIM + column[None, :], mask=own, other=0.0)
-        numbers = _numbers(w, tl.broadcast_to(s[:, None], (ROWS, W)))
-        sums = tl.dot(its, tl.trans(numbers), sums)
-    at = partials + (tl.program_id(1) * batch + b)[:, None] * n_rows + row[None, :]
-    tl.store(at, sums, mask=(b < batch)[:, None] & (row < n_rows)[None, :])
-
-
-def int4_by_head(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
-    """x (B, h * head_dim) fp16, weight (h, d, head_dim) with a scale a row -> (B, d) fp32.
+def int4_by_head(
+    x: Tensor,
+    weight: Int4Rows,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    pdl: bool = False,
+    settings: TokenSettings | None = None,
+) -> None:
+    """x (B, h * head_dim) fp16, weight (h, d, head_dim) with a scale a row, bias (d), residual and out (B, d) fp32.
 
     Errors: shapes, dtypes, a CPU tensor.
     """
@@ -176,33 +283,15 @@ def int4_by_head(x: Tensor, weight: Int4Rows, pdl: bool = False) -> Tensor:
     n_heads, d, head_dim = weight.shape
     weight.check("weight", (n_heads, d, head_dim), x)
     check_shape("weight.scales", weight.scales, n_heads, d, 1)
-    _check_inputs(x, batch, n_heads * head_dim)
-    share = triton.cdiv(n_heads, SPLITS)
-    partials = torch.empty(triton.cdiv(n_heads, share), batch, d, dtype=torch.float32, device=x.device)
-    rows = 16 if INTERPRET else 64
-    pdl = use_pdl(pdl, x.device)
-    _by_head_kernel[(triton.cdiv(d, rows), len(partials))](
-        x,
-        weight.words,
-        weight.scales,
-        partials,
-        d,
-        share,
-        batch,
-        H=n_heads,
-        HEAD_DIM=head_dim,
-        W=max(2, triton.next_power_of_2(head_dim // 8)),
-        ROWS=rows,
-        STAGES=4,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
-    return partials.sum(0)
+    _check_tokens(x, batch, n_heads * head_dim)
+    check_shape("bias", bias, d)
+    for name, tensor in (("residual", residual), ("out", out)):
+        check_shape(name, tensor, batch, d)
+        check_dtype(name, tensor, (torch.float32,))
+    _launch(x, weight, d, n_heads, bias, out, pdl, settings, residual=residual)
 
 
-def _check_inputs(x: Tensor, batch: int, n: int) -> None:
+def _check_tokens(x: Tensor, batch: int, n: int) -> None:
     check_dtype("x", x, (torch.float16,))
     check_shape("x", x, batch, n)
-    if batch > MOST:
-        raise ValueError(f"{batch} inputs, expected at most {MOST}")
+    require(2 <= batch <= MOST, f"{batch} tokens, expected 2 to {MOST}")

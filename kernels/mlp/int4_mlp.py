@@ -34,9 +34,9 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import fp16_pairs
 from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
 from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, unit_pairs
-from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead
+from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, rows_of_list
 from kernels.common.int4_tiles import FACTOR_UNIT
-from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, listed_row, take
+from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, take
 from kernels.common.late_norm import LateNorm
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -114,19 +114,6 @@ def passes_of(words, group, warps):
 def slots_of(words, group, warps):
     """Stripes of each warp in a pass."""
     return -(-stripes_of(words, warps) // passes_of(words, group, warps))
-
-
-@triton.jit
-def _listed(ids, first, end, last, lane):
-    """A lane's six rows of the sixteen entries from `first` on, and whether they lie before `end` (`int4_row_step`)."""
-    numbers = ()
-    there = ()
-    for k in tl.static_range(6):
-        entry = first + listed_row(lane, k)
-        # Ids may be read beyond the count: those are old ones, in range.
-        numbers = numbers + (tl.load(ids + tl.minimum(entry, last), cache_modifier=".cg"),)
-        there = there + (entry < end,)
-    return numbers + there
 
 
 @triton.jit
@@ -282,7 +269,7 @@ def _int4_mlp_kernel(
     each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = pid * each
     end = tl.minimum(number, begin + each)
-    rows = _listed(ids, begin, end, last, lane)
+    rows = rows_of_list(ids, begin, end, last, lane)
     queue, s = first_rows(
         w1, scales1, rows, lane, W, GROUP, AHEAD, False, 0, ROOM, LISTED=True
     )  # fmt: skip
@@ -306,7 +293,7 @@ def _int4_mlp_kernel(
         entries = first + tl.arange(0, ROWS)
         own = tl.load(ids + tl.minimum(entries, last), cache_modifier=".cg")
         offsets = tl.load(b1 + own).to(tl.float32)
-        next_rows = _listed(ids, first + 16, end, last, lane)
+        next_rows = rows_of_list(ids, first + 16, end, last, lane)
         values, queue, slot, s = int4_rows_step(
             queue, slot, s, n, w1, scales1, rows, next_rows, lane, W, GROUP, AHEAD, False, LISTED=True
         )

@@ -1,4 +1,4 @@
-"""Two to eight inputs with 4-bit rows; what lies beyond a matrix or a batch is poisoned by NaN."""
+"""Two to eight tokens with 4-bit rows; what lies beyond a matrix or a batch is poisoned by NaN."""
 
 import pytest
 import torch
@@ -6,11 +6,17 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from kernels.common.int4 import Int4Rows
 from kernels.dense.int4_batch import (
+    TokenSettings,
     int4_by_head,
     int4_by_head_reference,
     int4_linear,
     int4_linear_reference,
+    int4_listed,
+    int4_listed_reference,
+    token_settings,
 )
+from kernels.mlp.select import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, pack
 
 
 def inputs(device, batch, n):
@@ -24,7 +30,42 @@ def magnitudes(weight):
     return Int4Rows(weight.words, weight.scales).dequantised(torch.float64).abs()
 
 
-@pytest.mark.parametrize(("n", "d", "group", "batch"), [(40, 640, 128, 2), (16, 96, 32, 8), (37, 192, 64, 5)])
+def by_head_case(device, n_heads, d, head_dim, batch):
+    """(x, weight, bias, residual)"""
+    weight = random_rows(device, n_heads, d, head_dim, group=head_dim)
+    bias, residual = torch.randn(d, device=device).half(), torch.randn(batch, d, device=device)
+    return inputs(device, batch, n_heads * head_dim), weight, bias, residual
+
+
+def assert_by_head(x, weight, bias, residual, settings=None):
+    out = torch.full_like(residual, float("nan"))
+    int4_by_head(x, weight, bias, residual, out, settings=settings)
+    wide = x.double().view(len(x), weight.shape[0], -1).abs()
+    sums = torch.einsum("bhj,hij->bi", wide, magnitudes(weight))
+    assert_rounded_products(out, int4_by_head_reference(x.double(), weight, bias, residual), sums)
+
+
+def listed_case(device, n, d, group, batch, density):
+    """(x, weight, bias, list, row_bits)"""
+    x, weight = inputs(device, batch, d), random_rows(device, n, d, group=group)
+    selection = Selection.from_mask(torch.rand(batch, n, device=device) < density)
+    rows = PackedSelection.empty(n, device)
+    pack(selection, rows)
+    return x, weight, torch.randn(n, device=device).half(), rows, selection.row_bits
+
+
+def assert_listed(case, settings=None):
+    x, weight, bias, _, row_bits = case
+    got = int4_listed(*case, settings=settings)
+    want = int4_listed_reference(x.double(), weight, bias, row_bits)
+    assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
+    assert bool((got[want == 0] == 0).all())
+
+
+SHAPES = [(40, 640, 128, 2), (16, 96, 32, 8), (37, 192, 64, 5), (9, 1152, 128, 3), (100, 640, 128, 7)]
+
+
+@pytest.mark.parametrize(("n", "d", "group", "batch"), SHAPES)
 def test_int4_linear(device, n, d, group, batch):
     x, weight = inputs(device, batch, d), random_rows(device, n, d, group=group)
     bias, activation = (torch.randn(n, device=device).half(), "relu") if n % 2 else (None, "none")
@@ -33,31 +74,70 @@ def test_int4_linear(device, n, d, group, batch):
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
 
 
-@pytest.mark.parametrize(("n_heads", "d", "head_dim", "batch"), [(3, 40, 32, 2), (9, 17, 16, 8), (2, 24, 80, 3)])
+@pytest.mark.parametrize(
+    ("n_heads", "d", "head_dim", "batch"), [(3, 40, 32, 2), (9, 17, 16, 8), (2, 24, 80, 3), (5, 16, 128, 4), (3, 33, 64, 8)]
+)
 def test_int4_by_head(device, n_heads, d, head_dim, batch):
-    x = inputs(device, batch, n_heads * head_dim)
-    weight = random_rows(device, n_heads, d, head_dim, group=head_dim)
-    want = int4_by_head_reference(x.double(), weight)
-    sums = torch.einsum("bhj,hij->bi", x.double().abs().view(batch, n_heads, head_dim), magnitudes(weight))
-    assert_rounded_products(int4_by_head(x, weight), want, sums, 2**-10)
+    assert_by_head(*by_head_case(device, n_heads, d, head_dim, batch))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("n", "d", "group", "batch"), [(200, 256, 128, 2), (77, 160, 32, 3), (90, 640, 128, 8)])
+def test_int4_listed(device, n, d, group, batch, density):
+    assert_listed(listed_case(device, n, d, group, batch, density))
+
+
+def test_a_fault_stays_with_its_token(device):
+    """NaN is no zero where the row is selected, and no other token's."""
+    x, weight, bias, rows, row_bits = listed_case(device, 64, 128, 32, 3, 0.5)
+    clean = int4_listed(x, weight, bias, rows, row_bits)
+    x[1] = float("nan")
+    got = int4_listed(x, weight, bias, rows, row_bits)
+    assert bool((got[[0, 2]] == clean[[0, 2]]).all())
+    chosen = (row_bits >> 1) & 1 != 0
+    assert bool(got[1][chosen].isnan().all()) and bool((got[1][~chosen] == 0).all())
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+def test_programs_of_several_warps(device, warps):
+    """Units are shared out, some warps have fewer; the queue wraps around."""
+    settings = TokenSettings(1, warps, 3)
+    x, weight = inputs(device, 4, 1920), random_rows(device, 24, 1920)
+    got = int4_linear(x, weight, settings=settings)
+    want = int4_linear_reference(x.double(), weight, None, "none")
+    assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
+    assert_by_head(*by_head_case(device, 5, 20, 80, 2), settings)
+    assert_listed(listed_case(device, 40, 1920, 128, 8, 0.6), settings)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [4096, 7168, 9216])
-def test_at_true_shapes(device, d):
-    x, weight = inputs(device, 4, d), random_rows(device, d, d)
+@pytest.mark.parametrize("batch", [2, 3, 8])
+@pytest.mark.parametrize("d", [2560, 4096, 7168, 9216, 12288])
+def test_at_true_shapes(device, d, batch):
+    """True settings; twice the same bits."""
+    x, weight = inputs(device, batch, d), random_rows(device, d, d)
     want = int4_linear_reference(x.double(), weight, None, "none")
-    assert_rounded_products(int4_linear(x, weight), want, x.double().abs() @ magnitudes(weight).T + 1)
-    heads = random_rows(device, d // 128, d, 128, group=128)
-    sums = torch.einsum("bhj,hij->bi", x.double().abs().view(4, -1, 128), magnitudes(heads))
-    assert_rounded_products(int4_by_head(x, heads), int4_by_head_reference(x.double(), heads), sums, 2**-10)
+    got = int4_linear(x, weight)
+    assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
+    assert bool((got == int4_linear(x, weight)).all())
+    head_dim = 80 if d == 2560 else 128
+    assert_by_head(*by_head_case(device, d // head_dim, d, head_dim, batch))
+    assert_listed(listed_case(device, d, d, 128, batch, 0.1))
+
+
+def test_settings_leave_registers_for_what_a_thread_holds(device):
+    if device == "cuda":
+        for d in (768, 2048, 2560, 4096, 5120, 7168, 9216, 12288):
+            for tokens in (2, 4, 8):
+                assert tokens * d / (64 * token_settings(d, tokens).warps) <= 192
 
 
 def test_errors_name_what_does_not_fit(device):
     weight = random_rows(device, 32, 64, group=32)
-    with pytest.raises(ValueError, match="9 inputs, expected at most 8"):
+    with pytest.raises(ValueError, match="9 tokens, expected 2 to 8"):
         int4_linear(torch.zeros(9, 64, device=device).half(), weight)
-    with pytest.raises(ValueError, match="weight has 8 rows, expected at least 16"):
-        int4_linear(torch.zeros(2, 64, device=device).half(), random_rows(device, 8, 64, group=32))
     with pytest.raises((ValueError, TypeError), match="x"):
         int4_linear(torch.zeros(2, 64, device=device), weight)
+    bits = torch.zeros(32, device=device)
+    with pytest.raises((ValueError, TypeError), match="row_bits"):
+        int4_listed(torch.zeros(2, 64, device=device).half(), weight, bits, PackedSelection.empty(32, device), bits)
