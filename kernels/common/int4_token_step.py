@@ -16,7 +16,7 @@ import triton.language as tl
 from kernels.common.int4_mma import groups_of, int4_mma, scaled, tile_sums, unit_vector, units_a_group
 from kernels.common.int4_row_step import ask_rows, either, two_rows, unit_of
 from kernels.common.int4_tiles import split_words
-from kernels.common.lane_queue import after_slot, as_it_comes, ask_units, at_slot, lane_queue, line_slot_bytes, take_unit
+from kernels.common.lane_queue import after_slot, as_it_comes, ask_units, at_slot, fetch_ahead, lane_queue, line_slot_bytes, take_unit
 
 
 @triton.constexpr_function
@@ -124,6 +124,25 @@ def token_planes(
             at = (row + 4 * (word + v))[:, None] + tl.arange(0, 4)[None, :]
             planes = planes + split_words(tl.load(at, mask=there[:, None], other=0), 4)
     return planes
+
+
+@triton.jit
+def fetch_rows(words, rows, lane, n_rows, W: tl.constexpr, SEGMENTS: tl.constexpr, LISTED: tl.constexpr):
+    """Asks the L2 for sixteen rows; of several segments for no tile beyond the end, of a list for rows that are read.
+
+    A queue of 32 KB a multiprocessor covers the way from the L2, not that from the memory.
+    """
+    if W % 4 == 0:
+        if LISTED:
+            own = (lane < 32) & (lane % 4 == 0)
+            fetch_ahead(words + rows[4].to(tl.int64) * W, own & rows[10], 4 * W)
+            fetch_ahead(words + rows[5].to(tl.int64) * W, own & rows[11], 4 * W)
+        elif SEGMENTS == 1:
+            row = rows[0] + lane
+            fetch_ahead(words + row.to(tl.int64) * W, (lane < 16) & (row < rows[1]), 4 * W)
+        else:
+            at = words + (lane.to(tl.int64) * n_rows + rows[0]) * W
+            fetch_ahead(at, (lane < SEGMENTS) & (rows[0] + 16 <= rows[1]), 64 * W)
 
 
 @triton.jit

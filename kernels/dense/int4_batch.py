@@ -25,6 +25,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import unit_vector
 from kernels.common.int4_row_step import rows_of_list
 from kernels.common.int4_token_step import (
+    fetch_rows,
     first_token_rows,
     int4_tokens_step,
     token_pairs_of_a_warp,
@@ -41,21 +42,23 @@ HELD = 160  # registers of a thread that may hold tokens, where four warps are e
 
 @dataclass(frozen=True)
 class TokenSettings:
-    """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most."""
+    """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most;
+    fetched: whether the L2 is asked for the sixteen rows that come next."""
 
     programs: int
     warps: int
     ahead: int
+    fetched: bool
 
 
 def token_settings(d: int, tokens: int) -> TokenSettings:
     """Launch settings by columns and tokens, 2, 4 or 8: two programs of a multiprocessor, or one whose warps share out
     what four could not hold. A thread of four holds tokens * d / 256 pairs."""
     if INTERPRET:
-        return TokenSettings(1, 1, 2)
+        return TokenSettings(1, 1, 2, False)
     if tokens * d > 256 * HELD:
-        return TokenSettings(1, 8, 2)
-    return TokenSettings(3 if tokens * d <= 4096 * 2 else 2, 4, 5)
+        return TokenSettings(1, 8, 2, True)
+    return TokenSettings(3 if tokens * d <= 4096 * 2 else 2, 4, 5, False)
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
@@ -104,8 +107,8 @@ def _store_zeros(y, row_bits, n_rows, batch, T: tl.constexpr, BLOCK: tl.constexp
 def _rows_kernel(
     x, words, scales, bias, residual, y, ids, count, row_bits, n_rows, batch,
     W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
-    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr, RELU: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, FETCHED: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr,
+    RELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, L)
     step = tl.num_programs(0) * 16
@@ -123,6 +126,8 @@ def _rows_kernel(
     queue, s = first_token_rows(
         words, scales, rows, lane, n_rows, W, GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED, ROOM
     )  # fmt: skip
+    if FETCHED:
+        fetch_rows(words, rows, lane, n_rows, W, SEGMENTS, LISTED)
     if not LISTED:
         wait_for_predecessor(PDL)
     its = token_planes(x, batch, lane, W, GROUP, SEGMENTS, T)
@@ -140,6 +145,8 @@ def _rows_kernel(
         else:
             own = entries
             next_rows = (first + step, n_rows)
+        if FETCHED:
+            fetch_rows(words, next_rows, lane, n_rows, W, SEGMENTS, LISTED)
         at = b.to(tl.int64)[None, :] * n_rows + own[:, None]
         stored = (b < batch)[None, :] & there[:, None]
         if bias is not None:
@@ -205,6 +212,7 @@ def _launch(
         T=tokens,
         L=lanes,
         AHEAD=ahead,
+        FETCHED=settings.fetched and fetches_rows(x.device),
         WHOLE=int(n % ROWS == 0),
         LISTED=rows is not None,
         ROOM=even_room(settings.programs, d, even and pdl, ahead * slot),
