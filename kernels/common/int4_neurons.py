@@ -34,6 +34,34 @@ def _products_asm() -> str:
     return text + "}"
 
 
+def _operands_asm() -> str:
+    """PTX: $0..$15 = the operands of A that `_products_asm` makes of a word each of four neurons, $16..$19."""
+    text = "{ .reg .b32 x, y;"
+    for half, selector in enumerate(("0x5410", "0x7632")):
+        text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
+        for high in (0, 1):
+            if high:
+                text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
+            first = 4 * (2 * half + high)
+            text += f"and.b32 ${first}, x, 0x000F000F; and.b32 ${first + 1}, x, 0x00F000F0;"
+            text += f"and.b32 ${first + 2}, y, 0x000F000F; and.b32 ${first + 3}, y, 0x00F000F0;"
+    return text + "}"
+
+
+def _multiply_asm() -> str:
+    """PTX: $0..$15 = $34..$49 plus the operands of A $16..$31 times the factors $32 and $33."""
+    text = ""
+    for first in range(0, 16, 4):
+        to, a, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 16, 34))
+        text += f"{MMA} {{{to}}}, {{{a}}}, {{$32, $33}}, {{{of}}};"
+    return text
+
+
+OPERANDS = tl.constexpr(_operands_asm())
+OPERANDS_OPERANDS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 4))
+MULTIPLY = tl.constexpr(_multiply_asm())
+MULTIPLY_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 18 + ["f"] * 16))
+SIXTEEN_INTS = tl.constexpr((tl.int32,) * 16)
 PRODUCTS = tl.constexpr(_products_asm())
 # Outputs are written before the last input is read: "&".
 PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
@@ -104,6 +132,24 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
             for i in tl.static_range(4):
                 more = more + (acc[8 * s + 2 * i] + even[i] * nibble_unit(i),)
                 more = more + (acc[8 * s + 2 * i + 1] + odd[i] * nibble_unit(i),)
+    return more
+
+
+@triton.jit
+def fc2_products_of_sets(acc, words, factors, SETS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """`fc2_products` with SETS columns of factors each, b0 and b1 in turn in `factors`, whose operands of A are made
+    once; of `acc` 16 tiles a set."""
+    more = ()
+    if ASM:
+        a = tl.inline_asm_elementwise(OPERANDS, OPERANDS_OPERANDS, words, dtype=SIXTEEN_INTS, is_pure=True, pack=1)
+        for s in tl.static_range(SETS):
+            more = more + tl.inline_asm_elementwise(
+                MULTIPLY, MULTIPLY_OPERANDS, a + factors[2 * s : 2 * s + 2] + acc[16 * s : 16 * s + 16],
+                dtype=SIXTEEN_FLOATS, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        for s in tl.static_range(SETS):
+            more = more + fc2_products(acc[16 * s : 16 * s + 16], words, factors[2 * s], factors[2 * s + 1], ASM)
     return more
 
 

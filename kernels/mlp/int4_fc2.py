@@ -15,8 +15,8 @@ and all its warps walk over the list together, a unit of sixteen rows at a time,
 several lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the
 eight lanes of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, for T = 1, 2
 or 4 tokens at once: column n of B has the factors of token n % T with the scale of lane groups n // T * T to
-n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two programs. Words
-and scales of the next units are on their way in a queue of each lane (`lane_queue`). Programs that share columns add up
+n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two sets of columns of
+B and of sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue of each lane (`lane_queue`). Programs that share columns add up
 in `add_partials`; everything has a fixed order. In plain torch: `int4_fc2_reference`.
 
 What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
+from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, fc2_products_of_sets, lane_places, nibble_unit, store_four
 from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
@@ -58,10 +58,12 @@ class Int4Fc2Settings:
     fetched: int
 
 
-def int4_fc2_settings() -> Int4Fc2Settings:
+def int4_fc2_settings(tokens: int = 1) -> Int4Fc2Settings:
     """Launch settings, from whole dense steps of four widths: three programs of four warps on each of 132
-    multiprocessors."""
-    return Int4Fc2Settings(1, 2, 4, 128, 0) if INTERPRET else Int4Fc2Settings(4, 2, 396, 128, 32)
+    multiprocessors, of more than four tokens two."""
+    if INTERPRET:
+        return Int4Fc2Settings(1, 2, 4, 128, 0)
+    return Int4Fc2Settings(4, 2, 396, 128, 32) if tokens <= 4 else Int4Fc2Settings(4, 2, 264, 248, 32)
 
 
 def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
@@ -71,13 +73,13 @@ def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False)
 
 
 def tokens_at_once(batch: int) -> int:
-    """1, 2 or 4: tokens of a program."""
+    """1, 2 or 4: tokens of a set of columns."""
     return min(4, triton.next_power_of_2(batch))
 
 
 def takes(weight: Int4Rows, batch: int) -> bool:
-    """Whether the kernel multiplies such rows: lane groups of as many tokens as a program has share a scale, and scales
-    lie in pairs."""
+    """Whether the kernel multiplies such rows: lane groups of as many tokens as a set has share a scale, and scales lie
+    in pairs."""
     d, group = weight.shape[-1], weight.group
     return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
 
@@ -153,12 +155,13 @@ def _ask_unit(
 
 
 @triton.jit
-def _load_four(h, rows, live):
-    """h of four rows, zero where these are not."""
-    at = _four_rows(h, rows, 1)
+def _load_four(h, rows, live, SETS: tl.constexpr):
+    """h of four rows for a lane's token of each set, whose rows `h` points to; zero where the rows are not."""
     found = ()
-    for j in tl.static_range(4):
-        found = found + (tl.load(at[j], mask=live[j], other=0.0),)
+    for s in tl.static_range(SETS):
+        at = _four_rows(h[s], rows, 1)
+        for j in tl.static_range(4):
+            found = found + (tl.load(at[j], mask=live[j], other=0.0),)
     return found
 
 
@@ -176,7 +179,7 @@ def _int4_fc2_kernel(
     L: tl.constexpr,
     AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SETS: tl.constexpr,
     ROUNDS: tl.constexpr,
     FETCHED: tl.constexpr,
     ROOM: tl.constexpr,
@@ -193,19 +196,17 @@ def _int4_fc2_kernel(
     place = lane_places(lane)
     begin = tl.program_id(1) * n_own
     end = tl.minimum(begin + n_own, n)
-    stripe = tl.program_id(0) // BLOCKS
+    stripe = tl.program_id(0)
     if FETCHED > 0:
         # A row for each lane, all warps with some. Of a row's last stripe, which may be shorter, as many words as of
         # others. Scales of all stripes are few, and lie side by side: one program asks for them, up to 15 bytes early.
         number = lane % 32 * (L // 32) + lane // 32
-        first_block = tl.program_id(0) % BLOCKS == 0
         own_words = weight + (begin + number).to(tl.int64) * W + tl.minimum(stripe * L, W - min(L, W))
-        fetch_ahead(own_words, (number < FETCHED) & (begin + number < end) & first_block, 4 * min(L, W))
+        fetch_ahead(own_words, (number < FETCHED) & (begin + number < end), 4 * min(L, W))
         own_scales = (scales + begin.to(tl.int64) * G + lane).to(tl.int64) & -16  # lane 0's
         asks = (lane < 1) & (tl.program_id(0) == 0) & (begin + FETCHED <= n)
         fetch_ahead(own_scales, asks, 2 * G * FETCHED)
     column = stripe * (L // 32 * COLUMNS) + lane // 32 * COLUMNS + 32 * g
-    token = tl.program_id(0) % BLOCKS * TOKENS
     group = (column - g % TOKENS * 32) // GROUP
     odd = group % 2
     inside = column < D
@@ -217,14 +218,16 @@ def _int4_fc2_kernel(
     wanted = ()
     for r in tl.static_range(ROUNDS):
         own = begin + (lane // 32 * ROUNDS + r) * 32 + lane % 32
-        for k in tl.static_range(TOKENS):
-            from_token = h + tl.minimum(token + k, batch - 1).to(tl.int64) * n
+        for k in tl.static_range(TOKENS * SETS):
+            from_token = h + tl.minimum(batch - 1, k).to(tl.int64) * n
             live = tl.load(from_token + own, mask=own < end, other=0.0) != 0
             if k > 0:
                 live = live | wanted[r]
             wanted = wanted[:r] + (live,)
     items, count = write_list(at, wanted, lane, ROUNDS)
-    h += tl.minimum(token + g % TOKENS, batch - 1).to(tl.int64) * n + begin
+    of_tokens = ()
+    for s in tl.static_range(SETS):
+        of_tokens = of_tokens + (h + (tl.minimum(s * TOKENS + g % TOKENS, batch - 1).to(tl.int64) * n + begin),)
     weight += begin.to(tl.int64) * W + column // 8
     scales += begin.to(tl.int64) * G + group // 2 * 2
     four = t
@@ -234,14 +237,16 @@ def _int4_fc2_kernel(
         queue, rows, live = _ask_unit(
             queue, weight, scales, items, four, left, place, inside, k, W, G, AHEAD, ROUNDS, WHOLE
         )
-        coming = coming + _load_four(h, rows, live)
+        coming = coming + _load_four(of_tokens, rows, live, SETS)
         four += 4
         left -= 16
     zero = tl.zeros((L,), tl.float32)
     acc = ()
-    for _ in tl.static_range(64):
+    ones = ()
+    for _ in tl.static_range(64 * SETS):  # sixteen of each set for each word of a lane
         acc = acc + (zero,)
-    ones = (zero, zero, zero, zero)
+    for _ in tl.static_range(4 * SETS):
+        ones = ones + (zero,)
     for _ in range(0, tl.max(count, 0), 16 * AHEAD):
         for k in tl.static_range(AHEAD):
             w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 1)
@@ -249,28 +254,34 @@ def _int4_fc2_kernel(
             s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
             s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
             four_scales = (half_of(s01[0], odd), half_of(s01[1], odd), half_of(s23[0], odd), half_of(s23[1], odd))
-            b0, b1 = factor_pairs(four_scales, coming[:4])
-            ones = factor_sums(ones, b0, b1)
+            factors = ()
+            for s in tl.static_range(SETS):
+                factors = factors + factor_pairs(four_scales, coming[4 * s : 4 * s + 4])
+                ones = ones[4:] + factor_sums(ones[:4], factors[2 * s], factors[2 * s + 1])
             for v in tl.static_range(4):
                 words = (w01[v], w01[4 + v], w23[v], w23[4 + v])
-                acc = acc[16:] + fc2_products(acc[:16], words, b0, b1)
+                if SETS == 1:
+                    acc = acc[16:] + fc2_products(acc[:16], words, factors[0], factors[1])
+                else:
+                    acc = acc[16 * SETS :] + fc2_products_of_sets(acc[: 16 * SETS], words, factors, SETS)
             queue, rows, live = _ask_unit(
                 queue, weight, scales, items, four, left, place, inside, k, W, G, AHEAD, ROUNDS, WHOLE
             )
-            coming = coming[4:] + _load_four(h, rows, live)
+            coming = coming[4 * SETS :] + _load_four(of_tokens, rows, live, SETS)
             four += 4
             left -= 16
-    for p in tl.static_range(2):  # of C[g, 2 t + p] a lane group's own columns of B
-        n_column = 2 * t + p
-        own_token = token + n_column % TOKENS
-        meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
-        numbers = ()
-        for k in tl.static_range(32):  # columns of a lane group
-            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / nibble_unit(k % 8 // 2))
-            numbers = numbers + ((tile - ones[p] * 8.0) * (1 / FACTOR_UNIT),)
-        to = partials + (tl.program_id(1) * batch + own_token) * D + column
-        for k in tl.static_range(8):
-            store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
+    for s in tl.static_range(SETS):
+        for p in tl.static_range(2):  # of C[g, 2 t + p] a lane group's own columns of B
+            n_column = 2 * t + p
+            own_token = s * TOKENS + n_column % TOKENS
+            meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
+            numbers = ()
+            for k in tl.static_range(32):  # columns of a lane group
+                tile = acc[16 * (SETS * (k // 8) + s) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / nibble_unit(k % 8 // 2))
+                numbers = numbers + ((tile - ones[4 * s + p] * 8.0) * (1 / FACTOR_UNIT),)
+            to = partials + (tl.program_id(1) * batch + own_token) * D + column
+            for k in tl.static_range(8):
+                store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
 
 
 def int4_fc2(
@@ -302,14 +313,14 @@ def int4_fc2(
         raise ValueError(
             f"groups of {weight.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
         )
-    settings = settings or int4_fc2_settings()
+    settings = settings or int4_fc2_settings(batch)
     lanes = 32 * settings.warps
     fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
     require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")
-    blocks = triton.cdiv(batch, tokens)
+    sets = triton.cdiv(batch, tokens)
     stripes = triton.cdiv(d, COLUMNS.value * settings.warps)
     # No program without rows to read ahead, none with more than its list should hold where partial sums have room.
-    splits = min(settings.programs // (stripes * blocks), triton.cdiv(n, 16 * settings.ahead))
+    splits = min(settings.programs // stripes, triton.cdiv(n, 16 * settings.ahead))
     splits = min(MAX_SPLITS // batch, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
     n_own = triton.cdiv(n, splits)
     splits = triton.cdiv(n, n_own)
@@ -319,7 +330,7 @@ def int4_fc2(
     pdl = use_pdl(pdl, out.device)
     list_rounds = triton.cdiv(n_own, lanes)
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
-    _int4_fc2_kernel[(stripes * blocks, splits)](
+    _int4_fc2_kernel[(stripes, splits)](
         h,
         weight.words,
         weight.scales,
@@ -332,7 +343,7 @@ def int4_fc2(
         L=lanes,
         AHEAD=settings.ahead,
         TOKENS=tokens,
-        BLOCKS=blocks,
+        SETS=sets,
         ROUNDS=list_rounds,
         FETCHED=settings.fetched if fetches_rows(out.device) else 0,
         ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl, needed),
