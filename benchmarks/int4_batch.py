@@ -25,10 +25,10 @@ from kernels.mlp.sparse_fc2 import PackedSelection, pack
 HEAD_DIM = 128
 UNION = {2: 0.08, 4: 0.116, 8: 0.175}  # of the neurons, as in decode.csv
 SWEEP = {
-    2: ("2/4/5/0", "2/4/5/1", "3/4/3/0", "3/4/3/1"),
-    4: ("2/4/5/0", "2/4/5/1", "2/4/3/1", "1/8/2/1"),
-    8: ("1/8/2/0", "1/8/2/1", "1/8/1/1"),
-}  # programs, warps, ahead, fetched
+    2: ("2/4/16/5", "3/4/16/3", "4/4/4/2", "3/4/4/3"),
+    4: ("2/4/9/5", "3/4/5/3", "3/4/3/3", "4/4/3/2"),
+    8: ("2/4/5/5", "2/4/3/3", "3/4/3/3", "2/4/4/4"),
+}  # programs, warps, pairs, ahead
 
 
 def random_rows(*shape: int) -> Int4Rows:
@@ -85,7 +85,7 @@ def measure_op(op: str, d: int, tokens: int, provider: str, rows: Rows, settings
     n, share, size, make = steps(op, d, tokens, provider)
     sets = sets_for(size, int(n * d * (2 if provider == "fp16" else 0.55)), 8 * 2**30)
     chosen = settings or token_settings(d, tokens)
-    conditions = "/".join(str(int(each)) for each in vars(chosen).values()) if provider == "int4" else ""
+    conditions = "/".join(map(str, vars(chosen).values())) if provider == "int4" else ""
     try:
         times = measure(make(sets, settings), sets, rounds=-(-24 // sets))
     except Exception as error:  # settings that do not fit, a rival that refuses
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[2, 4, 8], choices=list(UNION))
     parser.add_argument("--ops", nargs="+", default=["qkv", "fc1", "out", "listed"])
     parser.add_argument("--providers", nargs="+", default=["int4", "torch int4", "fp16"])
-    parser.add_argument("--sweep", nargs="*", metavar="SETTINGS", help="programs/warps/ahead/fetched, of ours")
+    parser.add_argument("--sweep", nargs="*", metavar="SETTINGS", help="programs/warps/pairs/ahead, of ours")
     parser.add_argument("--csv", default="benchmarks/results/int4_batch.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -112,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for op in options.ops:
                 if options.sweep is not None:
                     for name in options.sweep or SWEEP[tokens]:
-                        programs, warps, ahead, fetched = map(int, name.split("/"))
-                        settings = TokenSettings(programs, warps, ahead, bool(fetched))
-                        measure_op(op, d, tokens, "int4", rows, settings)
+                        measure_op(op, d, tokens, "int4", rows, TokenSettings(*map(int, name.split("/"))))
                     continue
                 for provider in options.providers:
                     if op != "listed" or provider == "int4":

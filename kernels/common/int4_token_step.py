@@ -7,16 +7,28 @@ Segments h of W words a row each: a matrix has one, the out-projection's head-ma
 those of `int4_row_step`; T tokens lie in the columns of B as 8 / T units side by side, so that a lane holds T times as
 much of x as of one token, in registers: column n has token n % T of unit n // T. A program's warps share out the units,
 in pairs: two of a row, or of two segments. Of C lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 for columns 2 t
-and 2 t + 1, which are two tokens of one unit. In plain torch: `kernels.dense.int4_batch.int4_by_head_reference`.
+and 2 t + 1, which are two tokens of one unit.
+
+What a thread cannot hold of x at once it takes in passes over the rows: pairs FIRST .. FIRST + PAIRS - 1 of each warp,
+which all functions here name. In plain torch: `kernels.dense.int4_batch.int4_by_head_reference`.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import groups_of, int4_mma, scaled, tile_sums, unit_vector, units_a_group
-from kernels.common.int4_row_step import ask_rows, either, two_rows, unit_of
+from kernels.common.int4_mma import groups_of, int4_mma, scaled, unit_vector, units_a_group
+from kernels.common.int4_row_step import either, two_rows, unit_of
 from kernels.common.int4_tiles import split_words
-from kernels.common.lane_queue import after_slot, as_it_comes, ask_units, at_slot, fetch_ahead, lane_queue, line_slot_bytes, take_unit
+from kernels.common.lane_queue import (
+    after_slot,
+    as_it_comes,
+    ask_lines,
+    ask_listed_lines,
+    ask_units,
+    at_slot,
+    line_slot_bytes,
+    take_unit,
+)
 
 
 @triton.constexpr_function
@@ -33,24 +45,19 @@ def token_pairs_of_a_warp(words, group, segments, warps):
 
 
 @triton.constexpr_function
-def bodies(words, group, segments, warps, tokens):
-    """How many groups of 8 / T units, whose parts of x share registers, a warp has."""
-    return -(-2 * token_pairs_of_a_warp(words, group, segments, warps) * tokens // 8)
+def bodies(pairs, tokens):
+    """How many groups of 8 / T units, whose parts of x share registers, a warp has of so many pairs."""
+    return -(-2 * pairs * tokens // 8)
 
 
 @triton.jit
 def _unit_place(unit, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
     """(words from a row of the first segment to that row's unit, how many words the unit has)."""
     V: tl.constexpr = unit_vector(W, GROUP)
-    if SEGMENTS == 1:
-        place = unit * (4 * V)
-        left = W - place
-    else:
-        UNITS: tl.constexpr = segment_units(W, GROUP)
-        word = unit % UNITS * (4 * V)
-        place = unit // UNITS * (n_rows * W) + word
-        left = tl.where(unit < SEGMENTS * UNITS, W - word, 0)
-    return place, left
+    UNITS: tl.constexpr = segment_units(W, GROUP)
+    word = unit % UNITS * (4 * V)
+    left = tl.where(unit < SEGMENTS * UNITS, W - word, 0)
+    return unit // UNITS * (n_rows * W) + word, left
 
 
 @triton.jit
@@ -59,31 +66,37 @@ def _ask(
     WHOLE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The queue with the words of sixteen rows for the warp's pair number `pair` on their way, in its first slot."""
-    if SEGMENTS == 1:
-        queue = ask_rows(queue, words, rows, pair, lane, W, GROUP, WHOLE, LISTED)
-    else:
-        V: tl.constexpr = unit_vector(W, GROUP)
-        unit = (pair * (lane.shape[0] // 32) + lane // 32) * 2
+    V: tl.constexpr = unit_vector(W, GROUP)
+    unit = (pair * (lane.shape[0] // 32) + lane // 32) * 2
+    if SEGMENTS > 1:
         first, left_first = _unit_place(unit, n_rows, W, GROUP, SEGMENTS)
         second, left_second = _unit_place(unit + 1, n_rows, W, GROUP, SEGMENTS)
         at = words + tl.cast(rows[0], tl.int64) * W
         queue = ask_units(queue, lane, at, first, second, rows[1] - rows[0], left_first, left_second, V, W)
+    elif LISTED:
+        left = W - unit * (4 * V)
+        queue = ask_listed_lines(queue, lane, words + unit * (4 * V), rows[:6], rows[6:], left, V, W, False)
+    else:
+        at = words + tl.cast(rows[0], tl.int64) * W + unit * (4 * V)
+        number = rows[1] - rows[0]
+        if WHOLE:
+            number = tl.where(rows[0] < rows[1], 16, 0)  # one comparison for all rows
+        queue = ask_lines(queue, lane, at, number, W - unit * (4 * V), 0, V, W, 0, True)
     return queue
 
 
 @triton.jit
-def _scales(
+def token_scales(
     scales, rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr,
-    LISTED: tl.constexpr,
+    LISTED: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A lane's scales of rows g and g + 8 for the units whose products it has, two for each of `bodies`."""
     V: tl.constexpr = unit_vector(W, GROUP)
-    WARPS: tl.constexpr = lane.shape[0] // 32
     UNITS: tl.constexpr = segment_units(W, GROUP)
     row, other_row, there, other_there = two_rows(rows, lane, LISTED)
     found = ()
-    for k in tl.static_range(bodies(W, GROUP, SEGMENTS, WARPS, T)):
-        unit = unit_of(8 // T * k + lane % 4 * 2 // T, lane // 32, WARPS)
+    for k in tl.static_range(bodies(PAIRS, T)):
+        unit = unit_of(2 * FIRST + 8 // T * k + lane % 4 * 2 // T, lane // 32, lane.shape[0] // 32)
         if SEGMENTS == 1:
             place = unit // units_a_group(GROUP, V)
             at = row * groups_of(W, GROUP) + place
@@ -101,25 +114,21 @@ def _scales(
 
 @triton.jit
 def token_planes(
-    x, batch, lane, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr
+    x, batch, lane, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """4 V planes of fp16 pairs for each of `bodies`: a lane's part of x (B, SEGMENTS 8 W), here its int32 pairs; tokens
     from `batch` on are the last one again."""
     V: tl.constexpr = unit_vector(W, GROUP)
-    WARPS: tl.constexpr = lane.shape[0] // 32
     UNITS: tl.constexpr = segment_units(W, GROUP)
     column = lane % 32 // 4
     row = x + tl.minimum(column % T, batch - 1).to(tl.int64) * (4 * SEGMENTS * W)
     planes = ()
-    for k in tl.static_range(bodies(W, GROUP, SEGMENTS, WARPS, T)):
-        unit = unit_of(8 // T * k + column // T, lane // 32, WARPS)
+    for k in tl.static_range(bodies(PAIRS, T)):
+        unit = unit_of(2 * FIRST + 8 // T * k + column // T, lane // 32, lane.shape[0] // 32)
         word = unit % UNITS * (4 * V) + lane % 4 * V
-        if SEGMENTS == 1:
-            word = unit * (4 * V) + lane % 4 * V
-        there = word < W
-        if SEGMENTS > 1:
-            there = there & (unit < SEGMENTS * UNITS)
-            word += unit // UNITS * W
+        there = (word < W) & (unit < SEGMENTS * UNITS)
+        word += unit // UNITS * W
         for v in tl.static_range(V):
             at = (row + 4 * (word + v))[:, None] + tl.arange(0, 4)[None, :]
             planes = planes + split_words(tl.load(at, mask=there[:, None], other=0), 4)
@@ -127,54 +136,32 @@ def token_planes(
 
 
 @triton.jit
-def fetch_rows(words, rows, lane, n_rows, W: tl.constexpr, SEGMENTS: tl.constexpr, LISTED: tl.constexpr):
-    """Asks the L2 for sixteen rows; of several segments for no tile beyond the end, of a list for rows that are read.
-
-    A queue of 32 KB a multiprocessor covers the way from the L2, not that from the memory.
-    """
-    if W % 4 == 0:
-        if LISTED:
-            own = (lane < 32) & (lane % 4 == 0)
-            fetch_ahead(words + rows[4].to(tl.int64) * W, own & rows[10], 4 * W)
-            fetch_ahead(words + rows[5].to(tl.int64) * W, own & rows[11], 4 * W)
-        elif SEGMENTS == 1:
-            row = rows[0] + lane
-            fetch_ahead(words + row.to(tl.int64) * W, (lane < 16) & (row < rows[1]), 4 * W)
-        else:
-            at = words + (lane.to(tl.int64) * n_rows + rows[0]) * W
-            fetch_ahead(at, (lane < SEGMENTS) & (rows[0] + 16 <= rows[1]), 64 * W)
-
-
-@triton.jit
-def first_token_rows(
-    words, scales, rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr,
-    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr,
+def ask_first_rows(
+    queue, words, rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
+    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(a queue of at least ROOM bytes with the first AHEAD pairs of `rows`, and all their scales).
+    """The empty queue with the first AHEAD pairs of `rows` on their way.
 
     rows: as in `int4_row_step`; n_rows: of a segment. WHOLE: that is a multiple of 16.
     """
-    SLOT: tl.constexpr = line_slot_bytes(lane.shape[0], unit_vector(W, GROUP))
-    queue = lane_queue(lane, max(ROOM, AHEAD * SLOT))
     for k in tl.static_range(AHEAD):
-        own = at_slot(queue, k, SLOT)
-        queue = after_slot(queue, _ask(own, words, rows, k, lane, n_rows, W, GROUP, SEGMENTS, WHOLE, LISTED))
-    return queue, _scales(scales, rows, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED)
+        own = at_slot(queue, k, line_slot_bytes(lane.shape[0], unit_vector(W, GROUP)))
+        queue = after_slot(queue, _ask(own, words, rows, FIRST + k, lane, n_rows, W, GROUP, SEGMENTS, WHOLE, LISTED))
+    return queue
 
 
 @triton.jit
 def _pair_step(
     queue, slot, sums, s, x, words, rows, next_rows, number, pair, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    FIRST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """(queue, slot, sums) after pair `pair`, the `number`th of those that share x and s, where these are of more."""
+    """(queue, slot, sums) after pair `pair` of the pass, the `number`th of those that share x and s."""
     V: tl.constexpr = unit_vector(W, GROUP)
-    SIDE: tl.constexpr = 8 // T
-    PAIRS: tl.constexpr = token_pairs_of_a_warp(W, GROUP, SEGMENTS, lane.shape[0] // 32)
     own = at_slot(queue, slot, line_slot_bytes(lane.shape[0], V))
     for odd in tl.static_range(2):
         w, own = take_unit(own, lane, 0, odd, V, AHEAD - 1)
-        if SIDE == 1:
+        if T == 8:
             part = int4_mma(w, x[4 * V * odd : 4 * V * odd + 4 * V], V)
             more = scaled(sums, part, s[2 * odd], s[2 * odd + 1])
         else:
@@ -190,31 +177,30 @@ def _pair_step(
         sums = more
     again = pair + AHEAD < PAIRS
     asked = either(again, rows, next_rows, 12 if LISTED else 2)
-    next_pair = tl.where(again, pair + AHEAD, pair + AHEAD - PAIRS)
+    next_pair = FIRST + tl.where(again, pair + AHEAD, pair + AHEAD - PAIRS)
     own = _ask(own, words, asked, next_pair, lane, n_rows, W, GROUP, SEGMENTS, WHOLE, LISTED)
     return after_slot(queue, own), tl.where(slot + 1 < AHEAD, slot + 1, 0), sums
 
 
 @triton.jit
 def int4_tokens_step(
-    queue, slot, s, x, words, scales, rows, next_rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr,
+    queue, slot, sums, s, x, words, scales, rows, next_rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    FIRST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Products (16, T) of `rows` with T tokens, and queue, first slot and scales of `next_rows`.
+    """(sums with the pass's products of `rows` and T tokens, queue, first slot, scales of `next_rows`).
 
-    queue, s: `first_token_rows` of `rows`, with the same constants, whose first slot is 0; x: `token_planes`. As soon as
-    a pair is taken, the one that comes AHEAD pairs later is asked for. Of two tokens two pairs share registers of x, and
-    are a loop that stays one (`int4_row_step` says why).
+    sums: four tiles (L,), see `int4_mma.tile_sums`. queue: `ask_first_rows` of `rows`, with the same constants, whose
+    first slot is 0; s: `token_scales`; x: `token_planes`. As soon as a pair is taken, the one that comes AHEAD pairs
+    later is asked for. Of two tokens two pairs share registers of x, and are a loop that stays one (`int4_row_step`
+    says why).
     """
     V: tl.constexpr = unit_vector(W, GROUP)
-    PAIRS: tl.constexpr = token_pairs_of_a_warp(W, GROUP, SEGMENTS, lane.shape[0] // 32)
     SHARE: tl.constexpr = max(1, 4 // T)  # pairs that share registers of x
     EACH: tl.constexpr = max(1, T // 4)  # bodies of a pair, or of those
     if PAIRS % AHEAD == 0:
         slot = 0
-    zero = tl.zeros(lane.shape, tl.float32)
-    sums = (zero, zero, zero, zero)
-    coming = _scales(scales, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED)
+    coming = token_scales(scales, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, FIRST, PAIRS)
     for first in tl.static_range(0, PAIRS, SHARE):
         own_x = x[4 * V * EACH * (first // SHARE) : 4 * V * EACH * (first // SHARE + 1)]
         own_s = s[2 * EACH * (first // SHARE) : 2 * EACH * (first // SHARE + 1)]
@@ -222,11 +208,11 @@ def int4_tokens_step(
             for number in range(0, as_it_comes(min(SHARE, PAIRS - first))):
                 queue, slot, sums = _pair_step(
                     queue, slot, sums, own_s, own_x, words, rows, next_rows, number, first + number, lane, n_rows, W,
-                    GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED,
+                    GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED, FIRST, PAIRS,
                 )  # fmt: skip
         else:
             queue, slot, sums = _pair_step(
                 queue, slot, sums, own_s, own_x, words, rows, next_rows, 0, first, lane, n_rows, W, GROUP, SEGMENTS,
-                T, AHEAD, WHOLE, LISTED,
+                T, AHEAD, WHOLE, LISTED, FIRST, PAIRS,
             )  # fmt: skip
-    return tile_sums(sums, lane.shape[0], T), queue, slot, coming
+    return sums, queue, slot, coming

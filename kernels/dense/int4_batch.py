@@ -22,43 +22,49 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_mma import unit_vector
+from kernels.common.int4_mma import tile_sums, unit_vector
+from kernels.common.int4_neurons import store_four
 from kernels.common.int4_row_step import rows_of_list
+from kernels.common.int4_tiles import split_words
 from kernels.common.int4_token_step import (
-    fetch_rows,
-    first_token_rows,
+    ask_first_rows,
     int4_tokens_step,
     token_pairs_of_a_warp,
     token_planes,
+    token_scales,
 )
-from kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
+from kernels.common.lane_queue import MOST_BYTES, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import fetches_rows, n_sms, next_power_of_two, use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import PackedSelection
 
 MOST = 8  # tokens
 ROWS = 16  # of a step
-HELD = 160  # registers of a thread that may hold tokens, where four warps are enough
+REGISTERS = 65536  # of a multiprocessor
 
 
 @dataclass(frozen=True)
 class TokenSettings:
-    """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most;
-    fetched: whether the L2 is asked for the sixteen rows that come next."""
+    """programs: per multiprocessor; warps: of one; pairs: of units that a warp takes in one pass over the rows, and
+    ahead: that its queue has room for, both at most."""
 
     programs: int
     warps: int
+    pairs: int
     ahead: int
-    fetched: bool
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most, so that all programs have room."""
+        return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
 
 
 def token_settings(d: int, tokens: int) -> TokenSettings:
-    """Launch settings by columns and tokens, 2, 4 or 8: two programs of a multiprocessor, or one whose warps share out
-    what four could not hold. A thread of four holds tokens * d / 256 pairs."""
+    """Launch settings by columns and tokens, 2, 4 or 8."""
     if INTERPRET:
-        return TokenSettings(1, 1, 2, False)
-    if tokens * d > 256 * HELD:
-        return TokenSettings(1, 8, 2, True)
-    return TokenSettings(3 if tokens * d <= 4096 * 2 else 2, 4, 5, False)
+        return TokenSettings(1, 1, 3, 2)
+    if tokens == 2:
+        return TokenSettings(3, 4, 16, 3)
+    return TokenSettings(2, 4, 9, 5) if tokens == 4 else TokenSettings(3, 4, 3, 3)
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
@@ -104,17 +110,26 @@ def _store_zeros(y, row_bits, n_rows, batch, T: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _kept_at(scratch, number, lane):
+    """Where a lane keeps its four sums of its program's sixteen rows number `number` between passes."""
+    tile = number * tl.num_programs(0) + tl.program_id(0)
+    return scratch + (tile * lane.shape[0] + lane).to(tl.int64) * 4
+
+
+@triton.jit
 def _rows_kernel(
-    x, words, scales, bias, residual, y, ids, count, row_bits, n_rows, batch,
+    x, words, scales, bias, residual, y, scratch, ids, count, row_bits, n_rows, batch,
     W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
-    AHEAD: tl.constexpr, FETCHED: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr,
+    PAIRS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr,
     RELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    ALL: tl.constexpr = token_pairs_of_a_warp(W, GROUP, SEGMENTS, L // 32)
+    PASSES: tl.constexpr = (ALL + PAIRS - 1) // PAIRS
     lane = tl.arange(0, L)
     step = tl.num_programs(0) * 16
     begin = tl.program_id(0) * 16
     end = n_rows
-    rows = (begin, n_rows)
+    all_rows = (begin, n_rows)
     if LISTED:  # a program's part of the list: neighbours, whose rows lie on few pages of memory
         wait_for_predecessor(PDL)
         number = tl.load(count, cache_modifier=".cg")
@@ -122,51 +137,70 @@ def _rows_kernel(
         begin = tl.program_id(0) * each
         end = tl.minimum(number, begin + each)
         step = 16
-        rows = rows_of_list(ids, begin, end, n_rows - 1, lane)
-    queue, s = first_token_rows(
-        words, scales, rows, lane, n_rows, W, GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED, ROOM
-    )  # fmt: skip
-    if FETCHED:
-        fetch_rows(words, rows, lane, n_rows, W, SEGMENTS, LISTED)
-    if not LISTED:
-        wait_for_predecessor(PDL)
-    its = token_planes(x, batch, lane, W, GROUP, SEGMENTS, T)
-    if LISTED:
-        _store_zeros(y, row_bits, n_rows, batch, T, 2 * L)
+        all_rows = rows_of_list(ids, begin, end, n_rows - 1, lane)
+    queue = lane_queue(lane, ROOM)
     b = tl.arange(0, T)
-    slot = 0
-    for first in range(begin, end, step):
-        entries = first + tl.arange(0, 16)
-        there = entries < end
-        if LISTED:
-            own = tl.load(ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
-            bits = tl.load(row_bits + own)
-            next_rows = rows_of_list(ids, first + 16, end, n_rows - 1, lane)
-        else:
-            own = entries
-            next_rows = (first + step, n_rows)
-        if FETCHED:
-            fetch_rows(words, next_rows, lane, n_rows, W, SEGMENTS, LISTED)
-        at = b.to(tl.int64)[None, :] * n_rows + own[:, None]
-        stored = (b < batch)[None, :] & there[:, None]
-        if bias is not None:
-            offsets = tl.load(bias + own, mask=there, other=0.0).to(tl.float32)
-        if residual is not None:
-            before = tl.load(residual + at, mask=stored, other=0.0)
-        values, queue, slot, s = int4_tokens_step(
-            queue, slot, s, its, words, scales, rows, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T, AHEAD, WHOLE,
-            LISTED,
+    for turn in tl.static_range(PASSES):
+        queue = ask_first_rows(
+            queue, words, all_rows, lane, n_rows, W, GROUP, SEGMENTS, min(AHEAD, ALL - turn * PAIRS), WHOLE,
+            LISTED, turn * PAIRS,
         )  # fmt: skip
-        if bias is not None:
-            values += offsets[:, None]
-        if residual is not None:
-            values += before
-        if RELU:
-            values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
-        if LISTED:
-            values = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, values, 0.0)
-        tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
-        rows = next_rows
+        s = token_scales(
+            scales, all_rows, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, turn * PAIRS,
+            min(PAIRS, ALL - turn * PAIRS),
+        )  # fmt: skip
+        if turn == 0 and not LISTED:
+            wait_for_predecessor(PDL)
+        its = token_planes(
+            x, batch, lane, W, GROUP, SEGMENTS, T, turn * PAIRS, min(PAIRS, ALL - turn * PAIRS)
+        )  # fmt: skip
+        if turn == 0 and LISTED:
+            _store_zeros(y, row_bits, n_rows, batch, T, 2 * L)
+        rows = all_rows
+        slot = 0
+        for first in range(begin, end, step):
+            entries = first + tl.arange(0, 16)
+            there = entries < end
+            if LISTED:
+                own = tl.load(ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
+                next_rows = rows_of_list(ids, first + 16, end, n_rows - 1, lane)
+            else:
+                own = entries
+                next_rows = (first + step, n_rows)
+            at = b.to(tl.int64)[None, :] * n_rows + own[:, None]
+            stored = (b < batch)[None, :] & there[:, None]
+            zero = tl.zeros((L,), tl.float32)
+            sums = (zero, zero, zero, zero)
+            if turn > 0:
+                sums = split_words(tl.load(_kept_at(scratch, (first - begin) // step, lane)[:, None] + tl.arange(0, 4)), 4)
+            if turn == PASSES - 1:  # loaded before the products, which take their time
+                if LISTED:
+                    bits = tl.load(row_bits + own)
+                if bias is not None:
+                    offsets = tl.load(bias + own, mask=there, other=0.0).to(tl.float32)
+                if residual is not None:
+                    before = tl.load(residual + at, mask=stored, other=0.0)
+            sums, queue, slot, s = int4_tokens_step(
+                queue, slot, sums, s, its, words, scales, rows, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T,
+                min(AHEAD, ALL - turn * PAIRS), WHOLE, LISTED, turn * PAIRS,
+                min(PAIRS, ALL - turn * PAIRS),
+            )  # fmt: skip
+            if turn < PASSES - 1:
+                store_four(_kept_at(scratch, (first - begin) // step, lane), sums, lane >= 0)
+            else:
+                values = tile_sums(sums, L, T)
+                if bias is not None:
+                    values += offsets[:, None]
+                if residual is not None:
+                    values += before
+                if RELU:
+                    values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
+                if LISTED:
+                    values = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, values, 0.0)
+                tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
+            rows = next_rows
+        if turn < PASSES - 1:
+            queue = emptied(queue, lane)
 
 
 def _launch(
@@ -189,9 +223,14 @@ def _launch(
     settings = settings or token_settings(d, tokens)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
     slot = line_slot_bytes(lanes, unit_vector(words, group))
-    pairs = token_pairs_of_a_warp(words, group, segments, settings.warps)
+    whole = token_pairs_of_a_warp(words, group, segments, settings.warps)
+    pairs = min(settings.pairs, whole)
     ahead = min(settings.ahead, MOST_BYTES // slot, pairs)
     programs = min(n_sms(x.device) * settings.programs, triton.cdiv(n, ROWS))
+    scratch = None
+    if pairs < whole:
+        tiles = programs * triton.cdiv(triton.cdiv(n, programs), ROWS)
+        scratch = torch.empty(tiles, lanes, 4, dtype=torch.float32, device=x.device)
     pdl = use_pdl(pdl, x.device)
     even = settings.programs > 1 and fetches_rows(x.device)
     _rows_kernel[(programs,)](
@@ -201,6 +240,7 @@ def _launch(
         bias,
         residual,
         y,
+        scratch,
         None if rows is None else rows.ids,
         None if rows is None else rows.count,
         row_bits,
@@ -211,14 +251,15 @@ def _launch(
         SEGMENTS=segments,
         T=tokens,
         L=lanes,
+        PAIRS=pairs,
         AHEAD=ahead,
-        FETCHED=settings.fetched and fetches_rows(x.device),
         WHOLE=int(n % ROWS == 0),
         LISTED=rows is not None,
-        ROOM=even_room(settings.programs, d, even and pdl, ahead * slot),
+        ROOM=max(ahead * slot, even_room(settings.programs, d, even and pdl, ahead * slot)),
         RELU=relu,
         PDL=pdl,
         num_warps=settings.warps,
+        maxnreg=settings.registers,
         launch_pdl=pdl,
     )
 
