@@ -84,7 +84,7 @@ def discard(_: Tensor) -> None:
 def measure_op(op: str, d: int, tokens: int, provider: str, rows: Rows, settings: TokenSettings | None) -> None:
     n, share, size, make = steps(op, d, tokens, provider)
     sets = sets_for(size, int(n * d * (2 if provider == "fp16" else 0.55)), 8 * 2**30)
-    chosen = settings or token_settings(d, tokens)
+    chosen = settings or token_settings(d, tokens, {"out": "heads", "listed": "list"}.get(op, "rows"))
     conditions = "/".join(map(str, vars(chosen).values())) if provider == "int4" else ""
     try:
         times = measure(make(sets, settings), sets, rounds=-(-24 // sets))

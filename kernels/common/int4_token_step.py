@@ -9,8 +9,8 @@ much of x as of one token, in registers: column n has token n % T of unit n // T
 in pairs: two of a row, or of two segments. Of C lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 for columns 2 t
 and 2 t + 1, which are two tokens of one unit.
 
-What a thread cannot hold of x at once it takes in passes over the rows: pairs FIRST .. FIRST + PAIRS - 1 of each warp,
-which all functions here name. In plain torch: `kernels.dense.int4_batch.int4_by_head_reference`.
+What a thread cannot hold of x at once it takes in passes over the rows: pairs `begin` .. `begin` + PAIRS - 1 of each
+warp, which all functions here name; pairs beyond a warp's last one are not read. In plain torch: `kernels.dense.int4_batch.int4_by_head_reference`.
 """
 
 import triton
@@ -87,8 +87,8 @@ def _ask(
 
 @triton.jit
 def token_scales(
-    scales, rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr,
-    LISTED: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr,
+    scales, rows, begin, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr,
+    LISTED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A lane's scales of rows g and g + 8 for the units whose products it has, two for each of `bodies`."""
     V: tl.constexpr = unit_vector(W, GROUP)
@@ -96,7 +96,7 @@ def token_scales(
     row, other_row, there, other_there = two_rows(rows, lane, LISTED)
     found = ()
     for k in tl.static_range(bodies(PAIRS, T)):
-        unit = unit_of(2 * FIRST + 8 // T * k + lane % 4 * 2 // T, lane // 32, lane.shape[0] // 32)
+        unit = unit_of(2 * begin + 8 // T * k + lane % 4 * 2 // T, lane // 32, lane.shape[0] // 32)
         if SEGMENTS == 1:
             place = unit // units_a_group(GROUP, V)
             at = row * groups_of(W, GROUP) + place
@@ -114,7 +114,7 @@ def token_scales(
 
 @triton.jit
 def token_planes(
-    x, batch, lane, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr,
+    x, batch, begin, lane, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """4 V planes of fp16 pairs for each of `bodies`: a lane's part of x (B, SEGMENTS 8 W), here its int32 pairs; tokens
@@ -125,7 +125,7 @@ def token_planes(
     row = x + tl.minimum(column % T, batch - 1).to(tl.int64) * (4 * SEGMENTS * W)
     planes = ()
     for k in tl.static_range(bodies(PAIRS, T)):
-        unit = unit_of(2 * FIRST + 8 // T * k + column // T, lane // 32, lane.shape[0] // 32)
+        unit = unit_of(2 * begin + 8 // T * k + column // T, lane // 32, lane.shape[0] // 32)
         word = unit % UNITS * (4 * V) + lane % 4 * V
         there = (word < W) & (unit < SEGMENTS * UNITS)
         word += unit // UNITS * W
@@ -137,8 +137,8 @@ def token_planes(
 
 @triton.jit
 def ask_first_rows(
-    queue, words, rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
-    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr,
+    queue, words, rows, begin, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
+    AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The empty queue with the first AHEAD pairs of `rows` on their way.
 
@@ -146,15 +146,15 @@ def ask_first_rows(
     """
     for k in tl.static_range(AHEAD):
         own = at_slot(queue, k, line_slot_bytes(lane.shape[0], unit_vector(W, GROUP)))
-        queue = after_slot(queue, _ask(own, words, rows, FIRST + k, lane, n_rows, W, GROUP, SEGMENTS, WHOLE, LISTED))
+        queue = after_slot(queue, _ask(own, words, rows, begin + k, lane, n_rows, W, GROUP, SEGMENTS, WHOLE, LISTED))
     return queue
 
 
 @triton.jit
 def _pair_step(
-    queue, slot, sums, s, x, words, rows, next_rows, number, pair, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr,
-    SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
-    FIRST: tl.constexpr, PAIRS: tl.constexpr,
+    queue, slot, sums, s, x, words, rows, next_rows, begin, number, pair, lane, n_rows, W: tl.constexpr,
+    GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """(queue, slot, sums) after pair `pair` of the pass, the `number`th of those that share x and s."""
     V: tl.constexpr = unit_vector(W, GROUP)
@@ -177,16 +177,16 @@ def _pair_step(
         sums = more
     again = pair + AHEAD < PAIRS
     asked = either(again, rows, next_rows, 12 if LISTED else 2)
-    next_pair = FIRST + tl.where(again, pair + AHEAD, pair + AHEAD - PAIRS)
+    next_pair = begin + tl.where(again, pair + AHEAD, pair + AHEAD - PAIRS)
     own = _ask(own, words, asked, next_pair, lane, n_rows, W, GROUP, SEGMENTS, WHOLE, LISTED)
     return after_slot(queue, own), tl.where(slot + 1 < AHEAD, slot + 1, 0), sums
 
 
 @triton.jit
 def int4_tokens_step(
-    queue, slot, sums, s, x, words, scales, rows, next_rows, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr,
+    queue, slot, sums, s, x, words, scales, rows, next_rows, begin, lane, n_rows, W: tl.constexpr, GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
-    FIRST: tl.constexpr, PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """(sums with the pass's products of `rows` and T tokens, queue, first slot, scales of `next_rows`).
 
@@ -200,19 +200,19 @@ def int4_tokens_step(
     EACH: tl.constexpr = max(1, T // 4)  # bodies of a pair, or of those
     if PAIRS % AHEAD == 0:
         slot = 0
-    coming = token_scales(scales, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, FIRST, PAIRS)
+    coming = token_scales(scales, next_rows, begin, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, PAIRS)
     for first in tl.static_range(0, PAIRS, SHARE):
         own_x = x[4 * V * EACH * (first // SHARE) : 4 * V * EACH * (first // SHARE + 1)]
         own_s = s[2 * EACH * (first // SHARE) : 2 * EACH * (first // SHARE + 1)]
         if SHARE > 1:
             for number in range(0, as_it_comes(min(SHARE, PAIRS - first))):
                 queue, slot, sums = _pair_step(
-                    queue, slot, sums, own_s, own_x, words, rows, next_rows, number, first + number, lane, n_rows, W,
-                    GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED, FIRST, PAIRS,
+                    queue, slot, sums, own_s, own_x, words, rows, next_rows, begin, number, first + number, lane,
+                    n_rows, W, GROUP, SEGMENTS, T, AHEAD, WHOLE, LISTED, PAIRS,
                 )  # fmt: skip
         else:
             queue, slot, sums = _pair_step(
-                queue, slot, sums, own_s, own_x, words, rows, next_rows, 0, first, lane, n_rows, W, GROUP, SEGMENTS,
-                T, AHEAD, WHOLE, LISTED, FIRST, PAIRS,
+                queue, slot, sums, own_s, own_x, words, rows, next_rows, begin, 0, first, lane, n_rows, W, GROUP,
+                SEGMENTS, T, AHEAD, WHOLE, LISTED, PAIRS,
             )  # fmt: skip
     return sums, queue, slot, coming

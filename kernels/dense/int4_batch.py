@@ -33,7 +33,7 @@ from kernels.common.int4_token_step import (
     token_planes,
     token_scales,
 )
-from kernels.common.lane_queue import MOST_BYTES, emptied, even_room, lane_queue, line_slot_bytes
+from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import fetches_rows, n_sms, next_power_of_two, use_pdl, wait_for_predecessor
 from kernels.mlp.sparse_fc2 import PackedSelection
 
@@ -58,13 +58,18 @@ class TokenSettings:
         return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
 
 
-def token_settings(d: int, tokens: int) -> TokenSettings:
-    """Launch settings by columns and tokens, 2, 4 or 8."""
+def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
+    """Launch settings by columns and tokens, 2, 4 or 8, of a matrix, of "heads" or of a "list", from
+    `benchmarks/int4_batch.py --sweep`. A thread of four warps holds tokens / 2 * 8 pairs of x for a pair of units."""
     if INTERPRET:
         return TokenSettings(1, 1, 3, 2)
-    if tokens == 2:
-        return TokenSettings(3, 4, 16, 3)
-    return TokenSettings(2, 4, 9, 5) if tokens == 4 else TokenSettings(3, 4, 3, 3)
+    if tokens == 8:
+        return TokenSettings(2, 4, 3, 3)
+    if form == "heads" and tokens == 4:
+        return TokenSettings(3, 4, 5, 3)
+    if form != "rows" or d <= 5120:
+        return TokenSettings(2, 4, 36 // tokens, 5)
+    return TokenSettings(3, 4, 16, 3) if tokens == 2 else TokenSettings(3, 4, 3, 3)
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
@@ -117,19 +122,70 @@ def _kept_at(scratch, number, lane):
 
 
 @triton.jit
+def _pass(
+    queue, s, x, words, scales, bias, residual, y, scratch, ids, row_bits, all_rows, first_row, end, step, turn, lane,
+    n_rows, batch, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr,
+    PASSES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """Pass `turn` over a program's rows, of which the last one stores y; the queue when it is over."""
+    b = tl.arange(0, T)
+    its = token_planes(x, batch, turn * PAIRS, lane, W, GROUP, SEGMENTS, T, PAIRS)
+    rows = all_rows
+    slot = 0
+    for first in range(first_row, end, step):
+        entries = first + tl.arange(0, 16)
+        there = entries < end
+        if LISTED:
+            own = tl.load(ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
+            next_rows = rows_of_list(ids, first + 16, end, n_rows - 1, lane)
+            bits = tl.load(row_bits + own)  # what is needed after the products is loaded before them
+        else:
+            own = entries
+            next_rows = (first + step, n_rows)
+        at = b.to(tl.int64)[None, :] * n_rows + own[:, None]
+        stored = (b < batch)[None, :] & there[:, None]
+        if bias is not None:
+            offsets = tl.load(bias + own, mask=there, other=0.0).to(tl.float32)
+        if residual is not None:
+            before = tl.load(residual + at, mask=stored, other=0.0)
+        zero = tl.zeros(lane.shape, tl.float32)
+        sums = (zero, zero, zero, zero)
+        if PASSES > 1:
+            kept = _kept_at(scratch, (first - first_row) // step, lane)
+            sums = split_words(tl.load(kept[:, None] + tl.arange(0, 4)[None, :], mask=turn > 0, other=0.0), 4)
+        sums, queue, slot, s = int4_tokens_step(
+            queue, slot, sums, s, its, words, scales, rows, next_rows, turn * PAIRS, lane, n_rows, W, GROUP, SEGMENTS,
+            T, AHEAD, WHOLE, LISTED, PAIRS,
+        )  # fmt: skip
+        if PASSES > 1:
+            store_four(kept, sums, lane >= tl.where(turn < PASSES - 1, 0, lane.shape[0]))
+        if turn == PASSES - 1:
+            values = tile_sums(sums, lane.shape[0], T)
+            if bias is not None:
+                values += offsets[:, None]
+            if residual is not None:
+                values += before
+            if RELU:
+                values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
+            if LISTED:
+                values = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, values, 0.0)
+            tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
+        rows = next_rows
+    return queue
+
+
+@triton.jit
 def _rows_kernel(
     x, words, scales, bias, residual, y, scratch, ids, count, row_bits, n_rows, batch,
     W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
-    PAIRS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, ROOM: tl.constexpr,
-    RELU: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, PASSES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    ROOM: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    ALL: tl.constexpr = token_pairs_of_a_warp(W, GROUP, SEGMENTS, L // 32)
-    PASSES: tl.constexpr = (ALL + PAIRS - 1) // PAIRS
     lane = tl.arange(0, L)
     step = tl.num_programs(0) * 16
     begin = tl.program_id(0) * 16
     end = n_rows
-    all_rows = (begin, n_rows)
+    rows = (begin, n_rows)
     if LISTED:  # a program's part of the list: neighbours, whose rows lie on few pages of memory
         wait_for_predecessor(PDL)
         number = tl.load(count, cache_modifier=".cg")
@@ -137,70 +193,32 @@ def _rows_kernel(
         begin = tl.program_id(0) * each
         end = tl.minimum(number, begin + each)
         step = 16
-        all_rows = rows_of_list(ids, begin, end, n_rows - 1, lane)
-    queue = lane_queue(lane, ROOM)
-    b = tl.arange(0, T)
-    for turn in tl.static_range(PASSES):
-        queue = ask_first_rows(
-            queue, words, all_rows, lane, n_rows, W, GROUP, SEGMENTS, min(AHEAD, ALL - turn * PAIRS), WHOLE,
-            LISTED, turn * PAIRS,
+        rows = rows_of_list(ids, begin, end, n_rows - 1, lane)
+    queue = ask_first_rows(
+        lane_queue(lane, ROOM), words, rows, 0, lane, n_rows, W, GROUP, SEGMENTS, AHEAD, WHOLE, LISTED
+    )  # fmt: skip
+    s = token_scales(scales, rows, 0, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, PAIRS)
+    if LISTED:
+        _store_zeros(y, row_bits, n_rows, batch, T, 2 * L)
+    else:
+        wait_for_predecessor(PDL)
+    if PASSES == 1:
+        _pass(
+            queue, s, x, words, scales, bias, residual, y, scratch, ids, row_bits, rows, begin, end, step, 0, lane,
+            n_rows, batch, W, GROUP, SEGMENTS, T, PAIRS, 1, AHEAD, WHOLE, LISTED, RELU,
         )  # fmt: skip
-        s = token_scales(
-            scales, all_rows, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, turn * PAIRS,
-            min(PAIRS, ALL - turn * PAIRS),
-        )  # fmt: skip
-        if turn == 0 and not LISTED:
-            wait_for_predecessor(PDL)
-        its = token_planes(
-            x, batch, lane, W, GROUP, SEGMENTS, T, turn * PAIRS, min(PAIRS, ALL - turn * PAIRS)
-        )  # fmt: skip
-        if turn == 0 and LISTED:
-            _store_zeros(y, row_bits, n_rows, batch, T, 2 * L)
-        rows = all_rows
-        slot = 0
-        for first in range(begin, end, step):
-            entries = first + tl.arange(0, 16)
-            there = entries < end
-            if LISTED:
-                own = tl.load(ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
-                next_rows = rows_of_list(ids, first + 16, end, n_rows - 1, lane)
-            else:
-                own = entries
-                next_rows = (first + step, n_rows)
-            at = b.to(tl.int64)[None, :] * n_rows + own[:, None]
-            stored = (b < batch)[None, :] & there[:, None]
-            zero = tl.zeros((L,), tl.float32)
-            sums = (zero, zero, zero, zero)
-            if turn > 0:
-                sums = split_words(tl.load(_kept_at(scratch, (first - begin) // step, lane)[:, None] + tl.arange(0, 4)), 4)
-            if turn == PASSES - 1:  # loaded before the products, which take their time
-                if LISTED:
-                    bits = tl.load(row_bits + own)
-                if bias is not None:
-                    offsets = tl.load(bias + own, mask=there, other=0.0).to(tl.float32)
-                if residual is not None:
-                    before = tl.load(residual + at, mask=stored, other=0.0)
-            sums, queue, slot, s = int4_tokens_step(
-                queue, slot, sums, s, its, words, scales, rows, next_rows, lane, n_rows, W, GROUP, SEGMENTS, T,
-                min(AHEAD, ALL - turn * PAIRS), WHOLE, LISTED, turn * PAIRS,
-                min(PAIRS, ALL - turn * PAIRS),
+    else:
+        for turn in range(0, as_it_comes(PASSES)):
+            queue = _pass(
+                queue, s, x, words, scales, bias, residual, y, scratch, ids, row_bits, rows, begin, end, step, turn,
+                lane, n_rows, batch, W, GROUP, SEGMENTS, T, PAIRS, PASSES, AHEAD, WHOLE, LISTED, RELU,
             )  # fmt: skip
-            if turn < PASSES - 1:
-                store_four(_kept_at(scratch, (first - begin) // step, lane), sums, lane >= 0)
-            else:
-                values = tile_sums(sums, L, T)
-                if bias is not None:
-                    values += offsets[:, None]
-                if residual is not None:
-                    values += before
-                if RELU:
-                    values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
-                if LISTED:
-                    values = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, values, 0.0)
-                tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
-            rows = next_rows
-        if turn < PASSES - 1:
-            queue = emptied(queue, lane)
+            # Behind the last pass there is nothing to be read.
+            queue = ask_first_rows(
+                emptied(queue, lane), words, rows, (turn + 1) * PAIRS, lane, n_rows, W, GROUP, SEGMENTS, AHEAD, WHOLE,
+                LISTED,
+            )  # fmt: skip
+            s = token_scales(scales, rows, (turn + 1) * PAIRS, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, PAIRS)
 
 
 def _launch(
@@ -220,15 +238,17 @@ def _launch(
     """One call of the kernel: n rows of each segment, y (B, n)."""
     batch, d = x.shape
     tokens = max(2, next_power_of_two(batch))
-    settings = settings or token_settings(d, tokens)
+    form = "list" if rows is not None else "heads" if segments > 1 else "rows"
+    settings = settings or token_settings(d, tokens, form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
     slot = line_slot_bytes(lanes, unit_vector(words, group))
     whole = token_pairs_of_a_warp(words, group, segments, settings.warps)
-    pairs = min(settings.pairs, whole)
+    passes = triton.cdiv(whole, settings.pairs)
+    pairs = triton.cdiv(whole, passes)
     ahead = min(settings.ahead, MOST_BYTES // slot, pairs)
     programs = min(n_sms(x.device) * settings.programs, triton.cdiv(n, ROWS))
     scratch = None
-    if pairs < whole:
+    if passes > 1:
         tiles = programs * triton.cdiv(triton.cdiv(n, programs), ROWS)
         scratch = torch.empty(tiles, lanes, 4, dtype=torch.float32, device=x.device)
     pdl = use_pdl(pdl, x.device)
@@ -252,6 +272,7 @@ def _launch(
         T=tokens,
         L=lanes,
         PAIRS=pairs,
+        PASSES=passes,
         AHEAD=ahead,
         WHOLE=int(n % ROWS == 0),
         LISTED=rows is not None,
