@@ -358,7 +358,9 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             )
             yield (
                 f"4 bits: int4_listed {d} {tokens}",
-                lambda given=given: int4_batch.int4_listed(given, w, bias, listed, bits.row_bits, True),
+                lambda given=given: int4_batch.int4_listed(
+                    given, w, bias, listed.ids, listed.count, bits.row_bits, True
+                ),
             )
             yield (
                 f"4 bits: int4_by_head {d} {tokens}",

@@ -61,7 +61,7 @@ def steps(op: str, d: int, tokens: int, provider: str) -> tuple[int, float, int,
             mask = torch.rand(tokens, n, device="cuda") < 1 - (1 - share) ** (1 / tokens)
             selection, rows = Selection.from_mask(mask), PackedSelection.empty(n, "cuda")
             pack(selection, rows)
-            lists.append((rows, selection.row_bits))
+            lists.append((rows.ids, rows.count, selection.row_bits))
         return lambda i: discard(int4_listed(x, weights[i], bias, *lists[i], True, settings))
 
     def cublas(sets: int, settings: TokenSettings | None) -> Callable[[int], None]:

@@ -72,7 +72,8 @@ class DecodeEngine:
         look_ahead: where predictors of earlier sites run: "fused" = in the grids of q/k/v and attention (one batch row,
             MLP predictors that read attn_in of their layer; where all heads are kept, 4-bit weights only) and, with
             4-bit weights and int4 predictors, of the MLP before (heads that read its input), the others as with
-            "stream" = on a second stream inside the graph; "inline" = as kernels between the others.
+            "stream" = on a second stream inside the graph, or, several rows with 4-bit weights, as with "inline" = as
+            kernels between the others.
         crossover: compute a layer whole and mask it where, at this width and batch, that was measured to be faster; see
             `describe`. What is selected stays the same. Only on a GPU, where it was measured. False = read the selected
             units only, everywhere.

@@ -148,9 +148,10 @@ class ListedMlp:
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work, selection = self.weights, self.work, self.mlp.selection
         select_of_several_rows(weights, work, self.mlp, self.own, x)
+        ids, count = work.packed.ids, work.packed.count
         work.ops.pack(selection, work.packed, pdl=work.pdl)
         hidden = work.ops.int4_listed(
-            work.normalised, weights.fc1, weights.fc1_bias, work.packed, selection.row_bits, pdl=work.pdl
+            work.normalised, weights.fc1, weights.fc1_bias, ids, count, selection.row_bits, pdl=work.pdl
         )
         dense_fc2(weights, work, hidden, x, out)
 

@@ -159,7 +159,7 @@ def fc2_batch(
 
 
 def int4_listed(
-    x: Tensor, weight: Tensor, bias: Tensor, rows: PackedSelection, row_bits: Tensor, pdl: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor, count: Tensor, row_bits: Tensor, pdl: bool = False
 ) -> Tensor:
     """See `kernels.dense.int4_batch.int4_listed`."""
     mask = (row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1 != 0

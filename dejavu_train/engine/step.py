@@ -90,7 +90,9 @@ class DecodeStep:
         self._graphed = graph and ops == "triton" and device.type == "cuda"
         self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
-        ahead = torch.cuda.Stream(device) if look_ahead != "inline" and device.type == "cuda" else None
+        # Several rows with 4-bit weights fill every multiprocessor: a predictor beside them waits, and they for it.
+        beside = look_ahead == "stream" or (look_ahead == "fused" and not (weights.packed and batch > 1))
+        ahead = torch.cuda.Stream(device) if beside and device.type == "cuda" else None
         self.work = Workspace.empty(
             shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead, weights.packed
         )  # fmt: skip

@@ -23,9 +23,9 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), hidden (B, d_ffn) fp32; heads_out (B, d) fp32, before a 4-bit projection fp16; normalised (B, d)
-    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. For one row, and
-    up to eight with 4-bit weights: packed, the list of neurons. For one row: every_neuron, the list of all; for several:
-    activations and levels. ahead: the stream of look-ahead predictors, or None.
+    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. packed: the list of
+    neurons, for one row, and up to eight with 4-bit weights; every_neuron: that of all, for one row; activations and
+    levels: for several. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: SimpleNamespace

@@ -10,7 +10,8 @@ in pairs: two of a row, or of two segments. Of C lane (g, t) = (lane / 4, lane %
 and 2 t + 1, which are two tokens of one unit.
 
 What a thread cannot hold of x at once it takes in passes over the rows: pairs `begin` .. `begin` + PAIRS - 1 of each
-warp, which all functions here name; pairs beyond a warp's last one are not read. In plain torch: `kernels.dense.int4_batch.int4_by_head_reference`.
+warp, which all functions here name; pairs beyond a warp's last one are not read. In plain torch:
+`kernels.dense.int4_batch.int4_by_head_reference`.
 """
 
 import triton
@@ -153,7 +154,8 @@ def ask_first_rows(
 @triton.jit
 def _pair_step(
     queue, slot, sums, s, x, words, rows, next_rows, begin, number, pair, lane, n_rows, W: tl.constexpr,
-    GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+    LISTED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """(queue, slot, sums) after pair `pair` of the pass, the `number`th of those that share x and s."""

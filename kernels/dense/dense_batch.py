@@ -123,8 +123,10 @@ def dense_add(
     transposed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d). Codes are written
-    out as numbers: for fc2 see `int4_fc2`, for heads `int4_by_head`."""
+    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d).
+
+    Codes are written out as numbers: for fc2 of few rows see `int4_fc2`, for heads `int4_by_head`.
+    """
     weight = numbers_of(weight, pdl)
     y = y.to(weight.dtype)
     product = y @ weight if transposed else F.linear(y, weight)

@@ -35,7 +35,6 @@ from kernels.common.int4_token_step import (
 )
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import fetches_rows, n_sms, next_power_of_two, use_pdl, wait_for_predecessor
-from kernels.mlp.sparse_fc2 import PackedSelection
 
 MOST = 8  # tokens
 ROWS = 16  # of a step
@@ -232,13 +231,14 @@ def _launch(
     settings: TokenSettings | None,
     relu: bool = False,
     residual: Tensor | None = None,
-    rows: PackedSelection | None = None,
+    ids: Tensor | None = None,
+    count: Tensor | None = None,
     row_bits: Tensor | None = None,
 ) -> None:
     """One call of the kernel: n rows of each segment, y (B, n)."""
     batch, d = x.shape
     tokens = max(2, next_power_of_two(batch))
-    form = "list" if rows is not None else "heads" if segments > 1 else "rows"
+    form = "list" if ids is not None else "heads" if segments > 1 else "rows"
     settings = settings or token_settings(d, tokens, form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
     slot = line_slot_bytes(lanes, unit_vector(words, group))
@@ -261,8 +261,8 @@ def _launch(
         residual,
         y,
         scratch,
-        None if rows is None else rows.ids,
-        None if rows is None else rows.count,
+        ids,
+        count,
         row_bits,
         n,
         batch,
@@ -275,7 +275,7 @@ def _launch(
         PASSES=passes,
         AHEAD=ahead,
         WHOLE=int(n % ROWS == 0),
-        LISTED=rows is not None,
+        LISTED=ids is not None,
         ROOM=max(ahead * slot, even_room(settings.programs, d, even and pdl, ahead * slot)),
         RELU=relu,
         PDL=pdl,
@@ -312,12 +312,15 @@ def int4_listed(
     x: Tensor,
     weight: Int4Rows,
     bias: Tensor,
-    rows: PackedSelection,
+    ids: Tensor,
+    count: Tensor,
     row_bits: Tensor,
     pdl: bool = False,
     settings: TokenSettings | None = None,
 ) -> Tensor:
-    """x (B, d) fp16, weight (n, d), bias (n), row_bits (n) int32 -> (B, n) fp16; rows: those with a bit set.
+    """x (B, d) fp16, weight (n, d), bias (n), row_bits (n) int32 -> (B, n) fp16.
+
+    ids (n) int32: the rows with a bit set, in any order, below count (1) int32, rows of the matrix beyond it as well.
 
     Errors: shapes, dtypes, a CPU tensor.
     """
@@ -327,11 +330,11 @@ def int4_listed(
     weight.check("weight", (n, d), x)
     _check_tokens(x, batch, d)
     check_shape("bias", bias, n)
-    check_shape("rows.ids", rows.ids, n)
-    check_shape("row_bits", row_bits, n)
-    check_dtype("row_bits", row_bits, (torch.int32,))
+    for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
+        check_shape(name, tensor, size)
+        check_dtype(name, tensor, (torch.int32,))
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    _launch(x, weight, n, 1, bias, y, pdl, settings, True, rows=rows, row_bits=row_bits)
+    _launch(x, weight, n, 1, bias, y, pdl, settings, True, ids=ids, count=count, row_bits=row_bits)
     return y
 
 

@@ -14,10 +14,11 @@ A program owns a stripe of columns, 256 for each warp, and a range of rows. It l
 and all its warps walk over the list together, a unit of sixteen rows at a time, so that a row is read in pieces of
 several lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the
 eight lanes of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, for T = 1, 2
-or 4 tokens at once: column n of B has the factors of token n % T with the scale of lane groups n // T * T to
-n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two sets of columns of
-B and of sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue of each lane (`lane_queue`). Programs that share columns add up
-in `add_partials`; everything has a fixed order. In plain torch: `int4_fc2_reference`.
+or 4 tokens: column n of B has the factors of token n % T with the scale of lane groups n // T * T to
+n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two sets of columns
+of B and of sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue
+of each lane (`lane_queue`). Programs that share columns add up in `add_partials`; everything has a fixed order. In
+plain torch: `int4_fc2_reference`.
 
 What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
 first rows, and for their scales: those that turn out to be read are then near.
@@ -32,7 +33,15 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
 from kernels.common.int4 import Int4Rows
-from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, fc2_products_of_sets, lane_places, nibble_unit, store_four
+from kernels.common.int4_neurons import (
+    factor_pairs,
+    factor_sums,
+    fc2_products,
+    fc2_products_of_sets,
+    lane_places,
+    nibble_unit,
+    store_four,
+)
 from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
@@ -277,8 +286,9 @@ def _int4_fc2_kernel(
             meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
             numbers = ()
             for k in tl.static_range(32):  # columns of a lane group
-                tile = acc[16 * (SETS * (k // 8) + s) + 8 * (k % 2) + k % 8 // 2 * 2 + p] * (1 / nibble_unit(k % 8 // 2))
-                numbers = numbers + ((tile - ones[4 * s + p] * 8.0) * (1 / FACTOR_UNIT),)
+                tile = acc[16 * (SETS * (k // 8) + s) + 8 * (k % 2) + k % 8 // 2 * 2 + p]
+                lowered = tile * (1 / nibble_unit(k % 8 // 2)) - ones[4 * s + p] * 8.0
+                numbers = numbers + (lowered * (1 / FACTOR_UNIT),)
             to = partials + (tl.program_id(1) * batch + own_token) * D + column
             for k in tl.static_range(8):
                 store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)

@@ -339,6 +339,9 @@ def test_the_form_of_a_layer_follows_the_table(model, monkeypatch):
     assert set(asked) == {(64, 2)}
     assert modes[0, "mlp"].sparse and not modes[1, "mlp"].sparse
     assert all(mode.sparse for mode in choose_execution(predictors, 64, 2, measured=False).values())
+    for batch, reads_a_list in ((2, True), (8, True), (9, False)):  # with 4-bit weights
+        packed = choose_execution(predictors, 64, batch, packed=True)
+        assert {mode.sparse for mode in packed.values() if mode.target == "mlp"} == {reads_a_list}
     text = describe_execution(modes, 2)
     assert "mlp: 2 of 2 layers sparse, density 0.725 a row" in text
     assert "computed whole and masked: layers 1 (0.9" in text

@@ -6,10 +6,12 @@ import dataclasses
 import pytest
 import torch
 from decode_helpers import masked_nll, random_bundle, random_opt
+from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.dispatch import choose_execution
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.mlp import ListedMlp
 from dejavu_train.evaluation.timing import time_engine
 
 
@@ -54,6 +56,21 @@ def test_scores_equal_the_masked_forward_pass(model, device, options, engine_opt
     rows = rows_of(4 if engine.batch > 1 else tokens, 3)[: engine.batch]
     for row, nll in zip(rows, engine.score(rows, 1), strict=True):
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, 1), atol=1e-3, rtol=1e-3)
+
+
+def test_several_rows_with_4_bit_weights(device):
+    """fc1 reads what the rows selected together, tokens that are computed densely (of the prompt) select everything."""
+    model = four_bits(random_opt(d_model=64, n_heads=2, d_ffn=72, positions=32))
+    bundle, rows = random_bundle(model, rank=5), rows_of(4, 3)
+    found = {}
+    for ops in ("triton", "reference"):
+        engine = DecodeEngine(
+            model, bundle, device=device, context=16, batch=2, ops=ops, graph=False, dtype=torch.float16
+        )  # fmt: skip
+        found[ops] = engine.score(rows, 1)
+    assert any(isinstance(half.body, ListedMlp) for half in engine.core.halves)
+    for one, other in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.01)
 
 
 @pytest.mark.parametrize("options", [{"means": True}, {"cascade": True, "relu": True}], ids=str)

@@ -45,16 +45,16 @@ def assert_by_head(x, weight, bias, residual, settings=None):
 
 
 def listed_case(device, n, d, group, batch, density):
-    """(x, weight, bias, list, row_bits)"""
+    """The arguments of `int4_listed`."""
     x, weight = inputs(device, batch, d), random_rows(device, n, d, group=group)
     selection = Selection.from_mask(torch.rand(batch, n, device=device) < density)
     rows = PackedSelection.empty(n, device)
     pack(selection, rows)
-    return x, weight, torch.randn(n, device=device).half(), rows, selection.row_bits
+    return x, weight, torch.randn(n, device=device).half(), rows.ids, rows.count, selection.row_bits
 
 
 def assert_listed(case, settings=None):
-    x, weight, bias, _, row_bits = case
+    x, weight, bias, *_, row_bits = case
     got = int4_listed(*case, settings=settings)
     want = int4_listed_reference(x.double(), weight, bias, row_bits)
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
@@ -74,7 +74,8 @@ def test_int4_linear(device, n, d, group, batch):
 
 
 @pytest.mark.parametrize(
-    ("n_heads", "d", "head_dim", "batch"), [(3, 40, 32, 2), (9, 17, 16, 8), (2, 24, 80, 3), (5, 16, 128, 4), (3, 33, 64, 8)]
+    ("n_heads", "d", "head_dim", "batch"),
+    [(3, 40, 32, 2), (9, 17, 16, 8), (2, 24, 80, 3), (5, 16, 128, 4), (3, 33, 64, 8)],
 )
 def test_int4_by_head(device, n_heads, d, head_dim, batch):
     assert_by_head(*by_head_case(device, n_heads, d, head_dim, batch))
@@ -88,10 +89,11 @@ def test_int4_listed(device, n, d, group, batch, density):
 
 def test_a_fault_stays_with_its_token(device):
     """NaN is no zero where the row is selected, and no other token's."""
-    x, weight, bias, rows, row_bits = listed_case(device, 64, 128, 32, 3, 0.5)
-    clean = int4_listed(x, weight, bias, rows, row_bits)
+    case = listed_case(device, 64, 128, 32, 3, 0.5)
+    x, row_bits = case[0], case[-1]
+    clean = int4_listed(*case)
     x[1] = float("nan")
-    got = int4_listed(x, weight, bias, rows, row_bits)
+    got = int4_listed(*case)
     assert bool((got[[0, 2]] == clean[[0, 2]]).all())
     chosen = (row_bits >> 1) & 1 != 0
     assert bool(got[1][chosen].isnan().all()) and bool((got[1][~chosen] == 0).all())
@@ -130,6 +132,6 @@ def test_errors_name_what_does_not_fit(device):
         int4_linear(torch.zeros(9, 64, device=device).half(), weight)
     with pytest.raises((ValueError, TypeError), match="x"):
         int4_linear(torch.zeros(2, 64, device=device), weight)
-    bits = torch.zeros(32, device=device)
+    bias, rows = torch.zeros(32, device=device), PackedSelection.empty(32, device)
     with pytest.raises((ValueError, TypeError), match="row_bits"):
-        int4_listed(torch.zeros(2, 64, device=device).half(), weight, bits, PackedSelection.empty(32, device), bits)
+        int4_listed(torch.zeros(2, 64, device=device).half(), weight, bias, rows.ids, rows.count, bias)
