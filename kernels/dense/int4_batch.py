@@ -64,11 +64,9 @@ def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
         return TokenSettings(1, 1, 3, 2)
     if tokens == 8:
         return TokenSettings(2, 4, 3, 3)
-    if form == "heads" and tokens == 4:
-        return TokenSettings(3, 4, 5, 3)
-    if form != "rows" or d <= 5120:
-        return TokenSettings(2, 4, 36 // tokens, 5)
-    return TokenSettings(3, 4, 16, 3) if tokens == 2 else TokenSettings(3, 4, 3, 3)
+    if form == "rows" and tokens == 2 and d > 5120:
+        return TokenSettings(3, 4, 16, 3)
+    return TokenSettings(2, 4, 36 // tokens, 5)
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
