@@ -11,7 +11,7 @@ if __name__ == "__main__":
     from dejavu_train.errors import NOTHING_KEPT, exit_on_user_error
 
     def main(argv: Sequence[str] | None) -> None:
-        from dejavu_train.quantize.run import main  # takes seconds, in which a signal is heard already
+        from dejavu_train.quantize.command import main
 
         main(argv)
 

@@ -30,7 +30,8 @@ from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values, refuse_unread
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
-from dejavu_train.quantize.folder import check_output, folder_aside
+from dejavu_train.quantize.check import check_output
+from dejavu_train.quantize.folder import folder_aside
 from dejavu_train.quantize.head import EMBEDDING, HEAD
 from dejavu_train.quantize.rounding import round_nearest
 from dejavu_train.quantize.source import StoredTensors

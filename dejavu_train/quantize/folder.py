@@ -11,22 +11,13 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dejavu_train.errors import UserError
-from dejavu_train.files import probe_folder, share, write_json
+from dejavu_train.files import share, write_json
 from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.models.shape import OPT
 from dejavu_train.models.stored import INDEX
 
 # Of a model's folder: what belongs to its weights or was written by them, and is not taken along.
 LEFT = ("config.json", INDEX, "README.md", "samples.json", "samples.xz", "pretraining.json")
-
-
-def check_output(output: str) -> None:
-    """Raise :class:`UserError` where the output exists, :class:`OSError` where nothing can be written there."""
-    folder = Path(output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"the output {output} exists; choose another folder, or delete it")
-    probe_folder(folder.absolute().parent)
 
 
 @contextlib.contextmanager

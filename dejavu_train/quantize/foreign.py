@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.shape import INT4, quant_method, refuse_unread
+from dejavu_train.models.shape import quant_method
+from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -37,13 +38,6 @@ class Decoded:
     weight: Tensor
     codes: Tensor | None = None
     scales: Tensor | None = None
-
-
-def check_readable(values: Mapping[str, Any], model: str) -> None:
-    """Raise :class:`UserError` for a config.json whose matrices are not read here."""
-    refuse_unread(values, model)
-    if quant_method(values) == INT4:
-        raise UserError(f"{model} is in 4 bits already; give the model that it was made from")
 
 
 class MatrixReader:

@@ -1,10 +1,8 @@
-"""The command: from a model, and text that calibrates it, to a folder with its matrices in 4 bits."""
+"""From a model, and text that calibrates it, to a folder with its matrices in 4 bits."""
 
 import dataclasses
 import datetime
-import logging
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,97 +14,21 @@ from transformers import OPTConfig
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.samples import Write, load_samples, transformers_writer
 from dejavu_train.data.text import SELF, load_sets
-from dejavu_train.data.text_check import check_source
 from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
-from dejavu_train.files import require_disk
-from dejavu_train.machine import check_device_name
 from dejavu_train.models.int4 import row_layouts
-from dejavu_train.models.int4_sizes import head_sizes, row_sizes
+from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values
-from dejavu_train.models.stored import check_folder
-from dejavu_train.parser import parse, take_check
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
-from dejavu_train.quantize.folder import check_output, folder_aside
-from dejavu_train.quantize.foreign import MatrixReader, check_readable
+from dejavu_train.quantize.folder import folder_aside
+from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.head import HEAD, quantised_head
 from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import LayerMask, embed, quantised_layers
 from dejavu_train.version import package_version
-
-logger = logging.getLogger(__name__)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Everything the command does. Raises :class:`UserError` for what the user can mend."""
-    only_check, arguments = take_check(sys.argv[1:] if argv is None else argv)
-    config = parse(
-        QuantizeConfig,
-        arguments,
-        "python -m dejavu_train.quantize",
-        "Write a model's matrices in 4 bits, as a model folder that every command takes as --model. --check only looks"
-        " for mistakes and prints what would be done.",
-    )
-    shape = check(config)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("dejavu_train").setLevel(logging.INFO)
-    print(plan(config, shape))
-    if not only_check:
-        quantise(config)
-
-
-def check(config: QuantizeConfig) -> OPTShape:
-    """Compare the configuration with the model, the text and the output.
-
-    Returns:
-        The sizes of the model.
-
-    Raises:
-        UserError: the first mistake, by name.
-        OSError: the output cannot be written.
-    """
-    check_device_name(config.device, "device")
-    values = read_values(config.model, config.revision)
-    shape = OPTShape.from_values(values, config.model)
-    config.check(shape)
-    row_sizes(shape, config.model)
-    check_readable(values, config.model)
-    method = quant_method(values)
-    if method is None:
-        check_folder(config.model, shape)
-    elif config.quantizer == "gptq" and config.text.source == SELF:
-        raise UserError(
-            f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
-            " --quantizer rtn"
-        )
-    check_source(config.text)
-    check_output(config.output)
-    resolve_device(config.device)
-    return shape
-
-
-def plan(config: QuantizeConfig, shape: OPTShape) -> str:
-    """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
-    matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
-    weights = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
-    rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
-    head = head_sizes(shape, config.lm_head)
-    disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)
-    require_disk(config.output, disk, f"the quantised {config.model}")
-    lines = [
-        f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
-        f" ({8 * matrices / weights:.2f} bits a weight)"
-    ]
-    if config.quantizer == "gptq":
-        tokens = config.calibration_tokens(shape)
-        held = 4 * (2 * tokens * shape.d_model + 6 * shape.d_ffn**2 + 2 * weights)
-        lines.append(
-            f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch"
-        )
-    return "\n".join(lines)
 
 
 def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict[str, MatrixErrors]]:

@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
-from kernels.common.int4 import Int4Rows
-from kernels.common.int4_numbers import numbers_of
 from kernels.common.launch import list_slots_wide, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.mlp.select import Selection
 
@@ -189,17 +187,13 @@ def fc1_batch_settings(d: int) -> BatchSettings:
 
 def fc1_batch(
     x: Tensor,
-    weight: Tensor | Int4Rows,
+    weight: Tensor,
     bias: Tensor,
     selection: Selection,
     out: BatchActivations,
     pdl: bool = False,
 ) -> None:
-    """x (B, d), B > 1, weight (n, d) and bias (n); x and weight of one dtype. Errors: shapes, dtypes.
-
-    4-bit rows are all written out in fp16 first (`int4_numbers`), also those that are not selected.
-    """
-    weight = numbers_of(weight, pdl)
+    """x (B, d), B > 1, weight (n, d) and bias (n); x and weight of one dtype. Errors: shapes, dtypes."""
     batch, d = check_input("x", x)
     n = weight.shape[0]
     require(batch > 1, "one batch row has a kernel of its own: sparse_mlp")
@@ -238,17 +232,13 @@ def fc1_batch(
 
 def fc2_batch(
     rows: BatchActivations,
-    weight_t: Tensor | Int4Rows,
+    weight_t: Tensor,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
     pdl: bool = False,
 ) -> None:
-    """weight_t (n, d), bias (d), residual and out (B, d) fp32; bitwise deterministic. Errors: shapes, dtypes.
-
-    4-bit rows as in :func:`fc1_batch`.
-    """
-    weight_t = numbers_of(weight_t, pdl)
+    """weight_t (n, d), bias (d), residual and out (B, d) fp32; bitwise deterministic. Errors: shapes, dtypes."""
     batch, d = check_input("residual", residual)
     n = weight_t.shape[0]
     check_tensor("weight_t", weight_t, (n, d), FLOAT_TYPES, residual)

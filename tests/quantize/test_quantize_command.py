@@ -26,7 +26,7 @@ from dejavu_train.models.opt import load_opt, read_shape, weight_hash
 from dejavu_train.models.shape import INT4
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
-from dejavu_train.quantize import run, stream
+from dejavu_train.quantize import command, run, stream
 from dejavu_train.quantize.config import QuantizeConfig, Solver
 from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.run import calibration_windows, quantise
@@ -188,7 +188,7 @@ def test_one_layer_is_read_at_a_time(settings, tmp_path, monkeypatch):
 
 
 def error_of(arguments, capsys):
-    assert exit_on_user_error(run.main, arguments) == 2
+    assert exit_on_user_error(command.main, arguments) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "Traceback" not in message
     return message
@@ -216,8 +216,20 @@ def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, 
     assert not output.exists() and not list(tmp_path.glob(".tmp-*"))
 
 
+def test_mistakes_are_told_before_torch_is_loaded(wide_opt, tmp_path):
+    """Its import takes seconds."""
+    code = (
+        "import sys\nfrom dejavu_train.errors import UserError\nfrom dejavu_train.quantize.command import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept UserError as error:\n    print(error)\nprint('torch' in sys.modules)"
+    )
+    for model, said in ((tmp_path / "no", "no model folder"), (wide_opt, "exists")):
+        command = [sys.executable, "-c", code, f"--model={model}", f"--output={wide_opt}", "--quantizer=rtn"]
+        told, loaded = subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()
+        assert said in told and loaded == "False"
+
+
 def test_check_does_nothing(settings, tmp_path, capsys):
-    run.main([f"--model={settings.model}", f"--output={tmp_path / 'out'}", "--device=cpu", "--check"])
+    command.main([f"--model={settings.model}", f"--output={tmp_path / 'out'}", "--device=cpu", "--check"])
     assert "bits a weight" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 

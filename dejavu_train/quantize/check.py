@@ -1,0 +1,88 @@
+"""Mistakes of a configuration that can be told without torch, and what would be made."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.data.text import SELF
+from dejavu_train.data.text_check import check_source
+from dejavu_train.errors import UserError
+from dejavu_train.files import probe_folder, require_disk
+from dejavu_train.machine import check_device_name
+from dejavu_train.models.int4_sizes import head_sizes, row_sizes
+from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values, refuse_unread
+from dejavu_train.models.stored import check_folder
+from dejavu_train.quantize.config import QuantizeConfig
+
+
+def check_readable(values: Mapping[str, Any], model: str) -> None:
+    """Raise :class:`UserError` for a config.json whose matrices are not read here."""
+    refuse_unread(values, model)
+    if quant_method(values) == INT4:
+        raise UserError(f"{model} is in 4 bits already; give the model that it was made from")
+
+
+def check_output(output: str) -> None:
+    """Raise :class:`UserError` where the output exists, :class:`OSError` where nothing can be written there."""
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"the output {output} exists; choose another folder, or delete it")
+    probe_folder(folder.absolute().parent)
+
+
+def check(config: QuantizeConfig) -> OPTShape:
+    """Compare the configuration with the model, the text and the output.
+
+    Returns:
+        The sizes of the model.
+
+    Raises:
+        UserError: the first mistake, by name.
+        OSError: the output cannot be written.
+    """
+    check_device_name(config.device, "device")
+    values = read_values(config.model, config.revision)
+    shape = OPTShape.from_values(values, config.model)
+    config.check(shape)
+    row_sizes(shape, config.model)
+    check_readable(values, config.model)
+    method = quant_method(values)
+    if method is None:
+        check_folder(config.model, shape)
+    elif config.quantizer == "gptq" and config.text.source == SELF:
+        raise UserError(
+            f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
+            " --quantizer rtn"
+        )
+    check_source(config.text)
+    check_output(config.output)
+    return shape
+
+
+def plan(config: QuantizeConfig, shape: OPTShape) -> str:
+    """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
+    matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
+    weights = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
+    rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
+    head = head_sizes(shape, config.lm_head)
+    disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)
+    require_disk(config.output, disk, f"the quantised {config.model}")
+    lines = [
+        f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
+        f" ({8 * matrices / weights:.2f} bits a weight)"
+    ]
+    if config.quantizer == "gptq":
+        tokens = config.calibration_tokens(shape)
+        held = 4 * (2 * tokens * shape.d_model + 6 * shape.d_ffn**2 + 2 * weights)
+        lines.append(
+            f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch"
+        )
+    return "\n".join(lines)
+
+
+def check_device(config: QuantizeConfig) -> None:
+    """Raise :class:`UserError` for a GPU that is not there, for which torch is asked."""
+    if config.device.startswith("cuda"):
+        from dejavu_train.models.opt import resolve_device
+
+        resolve_device(config.device)
