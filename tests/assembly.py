@@ -47,6 +47,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
 
     import kernels.attention.qkv
     import kernels.dense.dense_gemv
+    import kernels.dense.int4_batch
     import kernels.mlp.int4_mlp  # noqa: F401
     from kernels.common import int4_mma, int4_norm, lane_queue, shared_rows
 
@@ -64,6 +65,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
                 "take",
                 "ask_lines",
                 "ask_listed_lines",
+                "ask_units",
                 "take_unit",
                 "drain",
                 "emptied",

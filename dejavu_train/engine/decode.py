@@ -76,7 +76,7 @@ class DecodeEngine:
             kernels between the others.
         crossover: compute a layer whole and mask it where, at this width and batch, that was measured to be faster; see
             `describe`. What is selected stays the same. Only on a GPU, where it was measured. False = read the selected
-            units only, everywhere.
+            units only, everywhere; with 4-bit weights the MLPs of up to eight rows always do, those of more never.
         release: take the layers out of the given `DecodeWeights`, which is left without; see `DecodeWeights.arranged`.
         guard: every N-th step is dense and moves thresholds; settings, or the state that several engines share.
         screen: find the greedy token of one row through an int8 screen of the LM head, which is the token that all

@@ -202,7 +202,7 @@ class DecodeStep:
         if self.batch > 1 and masked:
             return MaskedMlp(weights, self.work, mlp)
         if self.batch > 1:
-            return (ListedMlp if self.weights.packed else BatchMlp)(weights, self.work, mlp)
+            return (ListedMlp if weights.packed else BatchMlp)(weights, self.work, mlp)
         if weights.cascade is not None:
             return CascadeMlp(weights, self.work, mlp, fused)
         return SparseMlp(weights, self.work, mlp, fused, ahead)

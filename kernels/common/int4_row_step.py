@@ -76,7 +76,7 @@ def two_rows(rows, lane, LISTED: tl.constexpr):
 
 
 @triton.jit
-def ask_rows(
+def _ask_rows(
     queue, words, rows, pair, lane, W: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr
 ):
     """The queue with the words of sixteen rows for the warp's pair number `pair` on their way, in its first slot.
@@ -159,7 +159,7 @@ def first_rows(
     queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, AHEAD)))
     for k in tl.static_range(AHEAD):
         own = at_slot(queue, k, line_slot_bytes(L, V))
-        queue = after_slot(queue, ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
+        queue = after_slot(queue, _ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
     BEGIN: tl.constexpr = 8 * V * AHEAD * (L // 32)
     if FETCHED > 0 and BEGIN < W:
         row = rows[0] + lane
@@ -188,7 +188,7 @@ def _pair_step(
     more = pair + AHEAD < PAIRS
     asked = either(more, rows, next_rows, 12 if LISTED else 2)
     next_pair = tl.where(more, pair + AHEAD, pair + AHEAD - PAIRS)
-    own = ask_rows(own, words, asked, next_pair, lane, W, GROUP, WHOLE, LISTED)
+    own = _ask_rows(own, words, asked, next_pair, lane, W, GROUP, WHOLE, LISTED)
     return after_slot(queue, own), tl.where(slot + 1 < AHEAD, slot + 1, 0), (first, second)
 
 

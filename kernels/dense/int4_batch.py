@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""Two to eight tokens times 4-bit rows, which are read once and as codes.
+"""Up to eight tokens times 4-bit rows, which are read once and as codes.
 
     y[b, i]   = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])            `int4_linear`, weight (n, d)
     y[b, i]   = relu(the same) where bit b of row_bits[i] is set, else 0                `int4_listed`
@@ -7,9 +7,9 @@
                                                                                         `int4_by_head`, (h, d, head_dim)
 
 x (B, .) fp16; products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
-their registers (`int4_token_step`). `int4_listed` reads the rows that a list names, those that one of the tokens has
-selected, and stores zeros for all others. fc2, whose rows are neurons, has a kernel of its own (`int4_fc2`). More
-tokens than eight are worth writing the matrix out once (`int4_numbers`).
+their registers (`int4_token_step`), where one token takes the place of two. `int4_listed` reads the rows that a list
+names, those that one of the tokens has selected, and stores zeros for all others. fc2, whose rows are neurons, has a
+kernel of its own (`int4_fc2`). More tokens than eight are worth writing the matrix out once (`int4_numbers`).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
+from kernels.common.checks import (
+    FLOAT_TYPES,
+    INTERPRET,
+    check_device,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    require,
+)
 from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import tile_sums, unit_vector
 from kernels.common.int4_neurons import store_four
@@ -34,7 +42,7 @@ from kernels.common.int4_token_step import (
     token_scales,
 )
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
-from kernels.common.launch import fetches_rows, n_sms, next_power_of_two, use_pdl, wait_for_predecessor
+from kernels.common.launch import n_sms, next_power_of_two, use_pdl, wait_for_predecessor
 
 MOST = 8  # tokens
 ROWS = 16  # of a step
@@ -94,7 +102,7 @@ def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: 
 
 def takes(weight: Tensor | Int4Rows, batch: int) -> TypeGuard[Int4Rows]:
     """Whether these kernels multiply so many tokens with this matrix."""
-    return isinstance(weight, Int4Rows) and 2 <= batch <= MOST
+    return isinstance(weight, Int4Rows) and batch <= MOST
 
 
 @triton.jit
@@ -249,8 +257,8 @@ def _launch(
     if passes > 1:
         tiles = programs * triton.cdiv(triton.cdiv(n, programs), ROWS)
         scratch = torch.empty(tiles, lanes, 4, dtype=torch.float32, device=x.device)
+    require(ahead > 0, f"{settings}: no pair of units, or one of {slot} bytes, where a queue has {MOST_BYTES}")
     pdl = use_pdl(pdl, x.device)
-    even = settings.programs > 1 and fetches_rows(x.device)
     _rows_kernel[(programs,)](
         x.view(torch.int32),
         weight.words,
@@ -274,7 +282,7 @@ def _launch(
         AHEAD=ahead,
         WHOLE=int(n % ROWS == 0),
         LISTED=ids is not None,
-        ROOM=max(ahead * slot, even_room(settings.programs, d, even and pdl, ahead * slot)),
+        ROOM=max(ahead * slot, even_room(settings.programs, d, settings.programs > 1 and pdl, ahead * slot)),
         RELU=relu,
         PDL=pdl,
         num_warps=settings.warps,
@@ -298,7 +306,7 @@ def int4_linear(
     weight.check("weight", (*weight.shape[:-1], d), x)
     _check_tokens(x, batch, d)
     if bias is not None:
-        check_shape("bias", bias, n)
+        check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
@@ -327,10 +335,9 @@ def int4_listed(
     n = weight.shape[0]
     weight.check("weight", (n, d), x)
     _check_tokens(x, batch, d)
-    check_shape("bias", bias, n)
+    check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
-        check_shape(name, tensor, size)
-        check_dtype(name, tensor, (torch.int32,))
+        check_tensor(name, tensor, (size,), (torch.int32,), x)
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
     _launch(x, weight, n, 1, bias, y, pdl, settings, True, ids=ids, count=count, row_bits=row_bits)
     return y
@@ -355,14 +362,13 @@ def int4_by_head(
     weight.check("weight", (n_heads, d, head_dim), x)
     check_shape("weight.scales", weight.scales, n_heads, d, 1)
     _check_tokens(x, batch, n_heads * head_dim)
-    check_shape("bias", bias, d)
+    check_tensor("bias", bias, (d,), FLOAT_TYPES, x)
     for name, tensor in (("residual", residual), ("out", out)):
-        check_shape(name, tensor, batch, d)
-        check_dtype(name, tensor, (torch.float32,))
+        check_tensor(name, tensor, (batch, d), (torch.float32,), x)
     _launch(x, weight, d, n_heads, bias, out, pdl, settings, residual=residual)
 
 
 def _check_tokens(x: Tensor, batch: int, n: int) -> None:
     check_dtype("x", x, (torch.float16,))
     check_shape("x", x, batch, n)
-    require(2 <= batch <= MOST, f"{batch} tokens, expected 2 to {MOST}")
+    require(1 <= batch <= MOST, f"{batch} tokens, expected 1 to {MOST}")

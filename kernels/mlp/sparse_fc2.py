@@ -110,7 +110,7 @@ def _pack_kernel(
 
 
 def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
-    """Close the gaps of a selection of one batch row: ids and count. Values come from the kernel that makes them."""
+    """Close the gaps of a selection, of one row or of several: ids and count. Values come from what makes them."""
     pdl = use_pdl(pdl, rows.ids.device)
     programs, arguments, constants = pack_launch(rows, out)
     _pack_kernel[(programs,)](*arguments, **constants, PDL=pdl, num_warps=4, launch_pdl=pdl)

@@ -1,10 +1,12 @@
-"""Two to eight tokens with 4-bit rows; what lies beyond a matrix or a batch is poisoned by NaN."""
+"""Up to eight tokens with 4-bit rows; what lies beyond a matrix or a batch is poisoned by NaN."""
 
 import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from kernels.common.int4 import Int4Rows
+from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense import dense_batch
 from kernels.dense.int4_batch import (
     TokenSettings,
     int4_by_head,
@@ -61,7 +63,14 @@ def assert_listed(case, settings=None):
     assert bool((got[want == 0] == 0).all())
 
 
-SHAPES = [(40, 640, 128, 2), (16, 96, 32, 8), (37, 192, 64, 5), (9, 1152, 128, 3), (100, 640, 128, 7)]
+SHAPES = [
+    (40, 640, 128, 2),
+    (24, 256, 128, 1),
+    (16, 96, 32, 8),
+    (37, 192, 64, 5),
+    (9, 1152, 128, 3),
+    (100, 640, 128, 7),
+]
 
 
 @pytest.mark.parametrize(("n", "d", "group", "batch"), SHAPES)
@@ -111,6 +120,29 @@ def test_programs_of_several_warps_and_passes(device, warps, pairs):
     assert_listed(listed_case(device, 40, 1920, 128, 8, 0.6), settings)
 
 
+@pytest.mark.parametrize(("tokens", "pairs"), [(2, 4), (4, 2), (8, 2)])
+def test_queues_in_assembly(device, queues_in_assembly, tokens, pairs):
+    """Slots that are asked for anew, in one pass and from one to the next, lines of two rows and of two heads."""
+    settings = TokenSettings(1, 2, pairs, 2)
+    x, weight = inputs(device, tokens, 1280), random_rows(device, 50, 1280)
+    got = int4_linear(x, weight, settings=settings)
+    want = int4_linear_reference(x.double(), weight, None, "none")
+    assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
+    assert_by_head(*by_head_case(device, 7, 40, 80, tokens), settings)
+    assert_listed(listed_case(device, 60, 640, 128, tokens, 0.5), settings)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_codes_are_not_written_out_for_few_rows(device, batch, monkeypatch):
+    """One row comes here from a guard's measured steps."""
+    monkeypatch.setattr(dense_batch, "numbers_of", None)
+    x, weight = torch.randn(batch, 64, device=device), random_rows(device, 24, 64, group=32)
+    ln = LayerNormWeights(torch.ones(64, device=device), torch.zeros(64, device=device))
+    got = dense_batch.dense_hidden(x, ln, weight, None, "relu")
+    want = int4_linear_reference(layer_norm_reference(x, ln, torch.float16).double(), weight, None, "relu")
+    torch.testing.assert_close(got.double(), want, atol=0.01, rtol=0.01)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [2, 3, 8])
 @pytest.mark.parametrize("d", [2560, 4096, 7168, 9216, 12288])
@@ -128,7 +160,11 @@ def test_at_true_shapes(device, d, batch):
 
 def test_errors_name_what_does_not_fit(device):
     weight = random_rows(device, 32, 64, group=32)
-    with pytest.raises(ValueError, match="9 tokens, expected 2 to 8"):
+    with pytest.raises(ValueError, match="no pair of units"):
+        int4_linear(torch.zeros(2, 64, device=device).half(), weight, settings=TokenSettings(1, 1, 1, 0))
+    with pytest.raises((ValueError, TypeError), match="bias"):
+        int4_linear(torch.zeros(2, 64, device=device).half(), weight, torch.zeros(32, device=device).long())
+    with pytest.raises(ValueError, match="9 tokens, expected 1 to 8"):
         int4_linear(torch.zeros(9, 64, device=device).half(), weight)
     with pytest.raises((ValueError, TypeError), match="x"):
         int4_linear(torch.zeros(2, 64, device=device), weight)

@@ -44,7 +44,7 @@ def test_int4_fc2(device, n, d, group, batch, live, settings):
     check(device, n, d, group, batch, live, settings=settings)
 
 
-@pytest.mark.parametrize(("d", "group", "batch"), [(320, 32, 1), (640, 64, 2)])
+@pytest.mark.parametrize(("d", "group", "batch"), [(320, 32, 1), (640, 64, 2), (512, 128, 8)])
 def test_the_queue_in_assembly(device, queues_in_assembly, d, group, batch):
     check(device, 90, d, group, batch, settings=Int4Fc2Settings(2, 2, 2, 128, 0))
 
@@ -62,7 +62,7 @@ def test_rows_that_no_token_needs_are_not_read(device, batch):
         assert bool(out.isfinite().all()) == whole
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2, 6])
 def test_a_nan_stays_in_its_row(device, batch):
     weight = random_rows(device, 64, 256, group=128)
     h = torch.zeros(batch, 64, device=device).to(torch.float32 if batch == 1 else torch.float16)
