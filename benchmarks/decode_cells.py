@@ -74,7 +74,10 @@ def read_cells(text: str) -> list[Cell]:
     for engine in choices.get("engine", []):
         if engine not in ENGINES:
             raise SystemExit(f"error: engine must be one of {', '.join(ENGINES)}, got {engine}")
-    return [Cell(**dict(zip(choices, picked, strict=True))) for picked in itertools.product(*choices.values())]  # type: ignore[arg-type]
+    cells = [Cell(**dict(zip(choices, picked, strict=True))) for picked in itertools.product(*choices.values())]  # type: ignore[arg-type]
+    if any(cell.batch > 1 and cell.predictors == "int4" for cell in cells):
+        raise SystemExit("error: predictors=int4 are for batch=1; an engine of several rows has them as float16")
+    return cells
 
 
 def required_cells(model: str) -> list[Cell]:

@@ -7,7 +7,7 @@ export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1
 out=${1:-benchmarks/results}
 mkdir -p "$out"
 python3 -m pytest -q -m gpu -n 8 --timeout 200 tests/kernels/common/test_int4.py tests/kernels/common/test_int4_tiles.py tests/kernels/dense/test_int4_dense.py \
-  tests/kernels/mlp/test_int4_mlp.py tests/kernels/mlp/test_nibbles.py tests/kernels/attention/test_int4_projection.py tests/kernels/attention/test_int4_qkv.py \
+  tests/kernels/dense/test_int4_batch.py tests/kernels/mlp/test_int4_fc2.py tests/kernels/mlp/test_int4_mlp.py tests/kernels/mlp/test_nibbles.py tests/kernels/attention/test_int4_projection.py tests/kernels/attention/test_int4_qkv.py \
   > "$out/int4_tests.log" 2>&1
 failed=$?
 tail -n 15 "$out/int4_tests.log"

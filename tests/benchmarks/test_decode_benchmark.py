@@ -15,7 +15,12 @@ def test_cells_are_read_from_words():
     made = read_cells("engine=dense,sparse prompt=128,512 pdl=False")
     assert made[0] == Cell("dense", prompt=128, pdl=False) and len(made) == 4
     assert made[-1].options == "pdl=False" and Cell("dense", 8).options == ""
-    for text, part in (("colour=red", "no 'colour=red'"), ("batch", "key=value"), ("engine=other", "dense, sparse")):
+    for text, part in (
+        ("colour=red", "no 'colour=red'"),
+        ("batch", "key=value"),
+        ("engine=other", "dense, sparse"),
+        ("batch=2 predictors=int4", "for batch=1"),
+    ):
         with pytest.raises(SystemExit, match=part):
             read_cells(text)
 
