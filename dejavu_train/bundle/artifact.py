@@ -185,7 +185,7 @@ class Bundle:
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"
                 f" {model if found != model else 'this model'} has {found[:12]} (another model or revision);"
-                " train and calibrate predictors for these weights"
+                f" take the model {self.model}, or train and calibrate predictors for these weights"
             )
         if self.tokenizer_hash is None or found == model:
             return
