@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.decode_int4_rival import RivalRows
 from benchmarks.harness import BenchRow, Rows, measure, sets_for
-from kernels.common.int4 import Int4Rows
+from benchmarks.int4_rows import packed
 from kernels.dense.int4_batch import TokenSettings, int4_by_head, int4_linear, int4_listed, token_settings
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack
@@ -29,12 +29,6 @@ SWEEP = {
     4: ("2/4/9/5", "3/4/5/3", "3/4/3/3", "4/4/3/2"),
     8: ("2/4/5/5", "2/4/3/3", "3/4/3/3", "2/4/4/4"),
 }  # programs, warps, pairs, ahead
-
-
-def random_rows(*shape: int) -> Int4Rows:
-    *rows, d = shape
-    words = torch.randint(-(2**31), 2**31 - 1, (*rows, d // 8), dtype=torch.int32, device="cuda")
-    return Int4Rows(words, torch.full((*rows, d // 128), d**-0.5 / 5, dtype=torch.float16, device="cuda"))
 
 
 Make = Callable[[int, TokenSettings | None], Callable[[int], None]]
@@ -49,10 +43,11 @@ def steps(op: str, d: int, tokens: int, provider: str) -> tuple[int, float, int,
 
     def ours(sets: int, settings: TokenSettings | None) -> Callable[[int], None]:
         if op == "out":
-            heads = [random_rows(d // HEAD_DIM, d, HEAD_DIM) for _ in range(sets)]
+            h = d // HEAD_DIM
+            heads = [packed(h * d, HEAD_DIM, "cuda").view(h, d, HEAD_DIM) for _ in range(sets)]
             residual, out = torch.zeros(2, tokens, d, device="cuda")
             return lambda i: int4_by_head(x, heads[i], bias, residual, out, True, settings)
-        weights = [random_rows(n, d) for _ in range(sets)]
+        weights = [packed(n, d, "cuda") for _ in range(sets)]
         if op != "listed":
             activation = "relu" if op == "fc1" else "none"
             return lambda i: discard(int4_linear(x, weights[i], bias, activation, True, settings))

@@ -11,6 +11,8 @@ words: four prmt put the codes of two neurons side by side, four shifts and sixt
 instructions multiply: 7 a word. Without ASM twins in plain arithmetic.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -18,34 +20,31 @@ from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
 from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, MMA, codes_of, split_words
 
 
+def _unpacked(number: int, a: Sequence[str]) -> str:
+    """PTX: the four operands `a` of A of instruction `number` of a word each of four neurons, $16..$19, in x and y."""
+    if number % 2:
+        text = "shr.u32 x, x, 8; shr.u32 y, y, 8;"
+    else:
+        selector = ("0x5410", "0x7632")[number // 2]
+        text = f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
+    text += f"and.b32 {a[0]}, x, 0x000F000F; and.b32 {a[1]}, x, 0x00F000F0;"
+    return text + f"and.b32 {a[2]}, y, 0x000F000F; and.b32 {a[3]}, y, 0x00F000F0;"
+
+
 def _products_asm() -> str:
     """PTX: $0..$15 = $22..$37 plus a word each of four neurons, $16..$19, times the factors $20 and $21."""
     text = "{ .reg .b32 x, y, p<4>;"
-    for half, selector in enumerate(("0x5410", "0x7632")):
-        text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
-        for high in (0, 1):
-            if high:
-                text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
-            text += "and.b32 p0, x, 0x000F000F; and.b32 p1, x, 0x00F000F0;"
-            text += "and.b32 p2, y, 0x000F000F; and.b32 p3, y, 0x00F000F0;"
-            first = 4 * (2 * half + high)
-            to, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 22))
-            text += f"{MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
+    for number in range(4):
+        text += _unpacked(number, ("p0", "p1", "p2", "p3"))
+        to, of = (", ".join(f"${start + 4 * number + i}" for i in range(4)) for start in (0, 22))
+        text += f"{MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
     return text + "}"
 
 
 def _operands_asm() -> str:
-    """PTX: $0..$15 = the operands of A that `_products_asm` makes of a word each of four neurons, $16..$19."""
-    text = "{ .reg .b32 x, y;"
-    for half, selector in enumerate(("0x5410", "0x7632")):
-        text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
-        for high in (0, 1):
-            if high:
-                text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
-            first = 4 * (2 * half + high)
-            text += f"and.b32 ${first}, x, 0x000F000F; and.b32 ${first + 1}, x, 0x00F000F0;"
-            text += f"and.b32 ${first + 2}, y, 0x000F000F; and.b32 ${first + 3}, y, 0x00F000F0;"
-    return text + "}"
+    """PTX: $0..$15 = the operands of A of a word each of four neurons, $16..$19."""
+    operands = (_unpacked(number, [f"${4 * number + i}" for i in range(4)]) for number in range(4))
+    return "{ .reg .b32 x, y;" + "".join(operands) + "}"
 
 
 def _multiply_asm() -> str:

@@ -31,6 +31,7 @@ PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 SPARSE_CARVEOUT = 50  # percent, see share_carveout
 INT4_CARVEOUT = 75  # where heads are selected and rows have 4 bits, whose queues lie in shared memory
 DRIVERS_CARVEOUT = -1
+REGISTERS = 65536  # of a multiprocessor
 
 
 def next_power_of_two(value: int) -> int:
@@ -63,6 +64,15 @@ def n_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def registers_for(programs: int, warps: int) -> int:
+    """Registers of a thread, at most, so that so many programs of so many warps fit on a multiprocessor.
+
+    >>> registers_for(3, 4), registers_for(1, 4)
+    (168, 255)
+    """
+    return min(255, REGISTERS // (32 * warps * programs) // 8 * 8)
 
 
 @functools.cache

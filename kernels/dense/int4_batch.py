@@ -42,11 +42,10 @@ from kernels.common.int4_token_step import (
     token_scales,
 )
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
-from kernels.common.launch import n_sms, next_power_of_two, use_pdl, wait_for_predecessor
+from kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
 
 MOST = 8  # tokens
 ROWS = 16  # of a step
-REGISTERS = 65536  # of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class TokenSettings:
     @property
     def registers(self) -> int:
         """Of a thread, at most, so that all programs have room."""
-        return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
+        return registers_for(self.programs, self.warps)
 
 
 def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:

@@ -27,13 +27,12 @@ from torch import Tensor
 
 from kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
 from kernels.common.int4_tiles import ASSEMBLY
-from kernels.common.launch import load_vector, n_sms, use_pdl, wait_for_predecessor
+from kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
 
 CODES_PER_WORD = 4
 SCREENED_WIDTHS = 16  # these and their multiples: a thread reads sixteen codes at once
-REGISTERS = 65536  # of a multiprocessor
 LARGEST = 127  # of a code, and of a high level
 EPSILON = 2.0**-24  # what one fp32 rounding changes, as a share
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}  # of n, as a share
@@ -58,7 +57,7 @@ class ScreenSettings:
     @property
     def registers(self) -> int:
         """Of a thread, at most, so that all programs have room."""
-        return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
+        return registers_for(self.programs, self.warps)
 
     def warps_for(self, d: int) -> int:
         return max(1, min(self.warps, self.block(d) // 32))
