@@ -276,6 +276,14 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
         for name, kind, share in (("int8", torch.int8, 1), ("nibbles", torch.uint8, 2))
     }  # fmt: skip
+    for batch in (2, 8):
+        tokens, states, several = halves(batch, d), torch.ones(batch, dtype=torch.int32), Selection.empty(n, "cpu")
+        yield (
+            f"4 bits: predict_select {d} nibbles rows {batch}",
+            lambda tokens=tokens, states=states, several=several: select.predict_select(
+                tokens, predictors["nibbles"], limit, several, row_state=states, pdl=True, listed=(listed.ids, ones)
+            ),
+        )
     bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
     by_head = rows(h, d, hd)
     scratch = flash_decode.AttentionScratch.empty(1, h, hd, cache.shape[2], "cpu")

@@ -43,6 +43,9 @@ def breakdown(engine: DecodeEngine, n: int = 4) -> dict[str, float]:
     events = []
     for event in profiler.events() or []:
         name = event.name
-        if name.startswith("_") and name.endswith("_kernel"):  # ours, not copies
-            events.append((event.time_range.start, event.time_range.end, name[1:].removesuffix("_kernel")))
+        if name.startswith(("Memcpy", "Memset")):
+            continue
+        ours = name.endswith("_kernel") and name.isidentifier()
+        label = name.strip("_").removesuffix("_kernel") if ours else "library"
+        events.append((event.time_range.start, event.time_range.end, label))
     return stages(sorted(events), engine.shape.n_layers)

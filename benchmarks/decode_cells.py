@@ -5,6 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 from benchmarks.decode_problem import UNION
+from kernels.mlp.nibbles_batch import MOST
 
 ENGINES = ("dense", "sparse", "hf", "hf-compile")
 NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")
@@ -75,8 +76,8 @@ def read_cells(text: str) -> list[Cell]:
         if engine not in ENGINES:
             raise SystemExit(f"error: engine must be one of {', '.join(ENGINES)}, got {engine}")
     cells = [Cell(**dict(zip(choices, picked, strict=True))) for picked in itertools.product(*choices.values())]  # type: ignore[arg-type]
-    if any(cell.batch > 1 and cell.predictors == "int4" for cell in cells):
-        raise SystemExit("error: predictors=int4 are for batch=1; an engine of several rows has them as float16")
+    if any(cell.batch > MOST and cell.predictors == "int4" for cell in cells):
+        raise SystemExit(f"error: predictors=int4 are for up to {MOST} rows; an engine of more has them as float16")
     return cells
 
 

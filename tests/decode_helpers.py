@@ -97,6 +97,8 @@ def random_bundle(
             k = None if top_k is None else max(1, int(top_k * n_out))
             bundle.specs[layer, target] = SimpleNamespace(
                 kind="low_rank",
+                rank=rank,
+                d_in=shape.d_model,
                 threshold=None if dense or k else threshold,
                 top_k=None if dense else k,
                 keep_dense=dense,

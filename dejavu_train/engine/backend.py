@@ -18,7 +18,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.memory import DoesNotFit
-from dejavu_train.engine.predictors import TargetPredictor, check_calibrated, load_predictors
+from dejavu_train.engine.predictors import Key, TargetPredictor, check_calibrated, load_predictors, read_as_codes
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
 from dejavu_train.errors import Unsupported
@@ -68,7 +68,7 @@ class EngineBackend:
             check_four_bits(bool(bundle.cascades()), dtype, ops)
         check_head(model)
         self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
-        self._predictors: dict[bool, dict[tuple[int, str], TargetPredictor]] = {}
+        self._predictors: dict[frozenset[Key], dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
         self.weights = DecodeWeights.from_model(model, dtype, self.device, share=True, transposed=sparse)
         self.pool = EnginePool(shape.max_positions, self._build)
@@ -89,9 +89,9 @@ class EngineBackend:
         return engine
 
     def _make(self, batch: int, context: int) -> DecodeEngine:
-        codes = batch == 1
+        dtype = self.weights.embedding.dtype
+        codes = read_as_codes(self.bundle, dtype, batch)
         if codes not in self._predictors:
-            dtype = self.weights.embedding.dtype
             self._predictors[codes] = load_predictors(self.bundle, dtype, self.device, codes)
         return DecodeEngine(
             self.weights,

@@ -35,7 +35,7 @@ from dejavu_train.engine.memory import (
     scratch_bytes,
     weight_bytes,
 )
-from dejavu_train.engine.predictors import TargetPredictor, load_predictors
+from dejavu_train.engine.predictors import TargetPredictor, load_predictors, read_as_codes
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, engine_dtype
@@ -186,7 +186,7 @@ class DecodeEngine:
         else:
             if getattr(bundle, "shape", self.shape) != self.shape:
                 raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
-            loaded = load_predictors(bundle, dtype, self.device, codes=self.batch == 1)
+            loaded = load_predictors(bundle, dtype, self.device, read_as_codes(bundle, dtype, self.batch))
         guard = self.guard
         if guard is None:
             return loaded

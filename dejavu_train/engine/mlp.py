@@ -144,12 +144,14 @@ class ListedMlp:
 
     def __init__(self, weights: LayerWeights, work: Workspace, mlp: TargetSelection) -> None:
         self.weights, self.work, self.mlp, self.own = weights, work, mlp, reads_own_site(mlp)
+        self.listed = mlp.runner is not None and mlp.runner.listed is not None
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work, selection = self.weights, self.work, self.mlp.selection
         select_of_several_rows(weights, work, self.mlp, self.own, x)
         ids, count = work.packed.ids, work.packed.count
-        work.ops.pack(selection, work.packed, pdl=work.pdl)
+        if not self.listed:
+            work.ops.pack(selection, work.packed, pdl=work.pdl)
         hidden = work.ops.int4_listed(
             work.normalised, weights.fc1, weights.fc1_bias, ids, count, selection.row_bits, pdl=work.pdl
         )

@@ -1,5 +1,6 @@
 """Reads a bundle's predictors, writes them as the decode engine's kernels read them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
+from kernels.mlp import nibbles_batch
 from kernels.mlp.select import PredictorWeights
 
 Grid = tuple[Tensor, Tensor, Tensor]
+Key = tuple[int, str]  # layer and target
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,19 @@ def check_calibrated(bundle: Any) -> None:
             )
 
 
+def read_as_codes(bundle: Any, dtype: torch.dtype, rows: int) -> frozenset[Key]:
+    """The (layer, target) of which an engine of so many rows reads codes: one row those of int8 and int4, two to eight
+    in fp16 those of int4 whose widths their kernels take. All else is a product of numbers, which takes one dtype."""
+    found = set()
+    for key, spec in bundle.specs.items():
+        nibbles = spec.dtype == "int4" and dtype == torch.float16
+        if spec.dtype not in DTYPES and (rows == 1 or (nibbles and nibbles_batch.takes(rows, spec.rank, spec.d_in))):
+            found.add(key)
+    return frozenset(found)
+
+
 def load_predictors(
-    bundle: Any, dtype: torch.dtype, device: torch.device | str, codes: bool = False
+    bundle: Any, dtype: torch.dtype, device: torch.device | str, codes: Collection[Key] = ()
 ) -> dict[tuple[int, str], TargetPredictor]:
     """The predictors of a bundle by (layer, target); dense specs are left out.
 
@@ -67,8 +81,7 @@ def load_predictors(
 
     Args:
         dtype: of the model; predictors are kept in it.
-        codes: keep specs of int8 or int4 as codes with row scales: what one row at a time reads. Several rows are a
-            library's matrix product, which takes one dtype. int4 is two codes a byte.
+        codes: of those that stay codes with row scales, int4 two a byte, see :func:`read_as_codes`.
     Raises:
         UserError: thresholds that were never calibrated.
     """
@@ -87,7 +100,7 @@ def load_predictors(
         if target == "heads" and not relu and spec.top_k is None:
             if (spec.site, spec.site_layer) in (("attn_in", layer), ("mlp_in", layer - 1)):
                 folded = (up @ down).to(device=device, dtype=dtype)
-        if spec.dtype in DTYPES or not codes:
+        if spec.dtype in DTYPES or (layer, target) not in codes:
             weights = PredictorWeights(
                 down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype), bias.to(device), relu=relu
             )

@@ -46,6 +46,7 @@ def predict_select(
     hidden: Tensor | None = None,
     normalised_out: Tensor | None = None,
     pdl: bool = False,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """See `kernels.mlp.select.predict_select`."""
     if ln is not None:
@@ -53,6 +54,10 @@ def predict_select(
     if normalised_out is not None:
         normalised_out.copy_(x)
     out.set_mask(predict_select_reference(x, predictor, threshold, None, row_state, top_k))
+    if listed is not None:
+        ids = out.indices()
+        listed[0][: len(ids)] = ids.int()
+        listed[1].fill_(len(ids))
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:

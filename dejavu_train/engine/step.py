@@ -140,7 +140,12 @@ class DecodeStep:
         own = (predictor.site, predictor.site_layer) == ("mlp_in" if target == "mlp" else "attn_in", layer)
         normalised = self.work.normalised if own and target == "mlp" else None
         known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
-        return TargetSelection(predictor, selection, SitePredictor(known, selection, self.work, norm, own, normalised))
+        # Only between its own MLP and itself: every layer's list lies in the same place.
+        lists = normalised is not None and weights.packed and select.lists(known.weights, self.batch, known.top_k)
+        runner = SitePredictor(
+            known, selection, self.work, norm, own, normalised, self.work.packed if lists else None
+        )  # fmt: skip
+        return TargetSelection(predictor, selection, runner)
 
     def _cache(self, layer: int, sparse: bool) -> LayerCache:
         shape, batch, device = self.shape, self.batch, self.device

@@ -107,6 +107,7 @@ class SitePredictor:
         norm: the LayerNorm of the site.
         own: whether the site is that of the target itself; others run on the look-ahead stream, where there is one.
         normalised_out: (B, d), receives what the predictor read, where fc1 reads the same; or None.
+        listed: receives the list without gaps, where the kernels can leave it (`select.lists`); or None.
     """
 
     def __init__(
@@ -117,10 +118,11 @@ class SitePredictor:
         norm: LayerNormWeights,
         own: bool,
         normalised_out: Tensor | None,
+        listed: PackedSelection | None = None,
     ) -> None:
         self.predictor, self.selection, self.work, self.norm = predictor, selection, work, norm
         self.stream = None if own else work.ahead
-        self.normalised_out = normalised_out
+        self.normalised_out, self.listed = normalised_out, listed
         batch, rank = len(work.normalised), predictor.weights.down.shape[0]
         self.hidden = torch.zeros(batch, rank, device=work.normalised.device)
         self._ready: torch.cuda.Event | None = None
@@ -149,6 +151,7 @@ class SitePredictor:
             hidden=self.hidden,
             normalised_out=self.normalised_out,
             pdl=pdl,
+            listed=None if self.listed is None else (self.listed.ids, self.listed.count),
         )
 
     def join(self) -> None:

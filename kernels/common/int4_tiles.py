@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.checks import INTERPRET
+from kernels.common.launch import THROUGH_L1
 
 ASSEMBLY = tl.constexpr(not INTERPRET)
 # What factors of codes are multiplied with, so that small ones keep their digits in fp16 (normal from 6.1e-5 on).
@@ -69,4 +70,21 @@ def split_words(tile, VECTOR: tl.constexpr):
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         words = (first, second, third, fourth)
+    return words
+
+
+@triton.constexpr_function
+def word_vector(words):
+    """V: words of a row that a lane reads at once."""
+    return 4 if words % 16 == 0 else 2 if words % 2 == 0 else 1
+
+
+@triton.jit
+def neighbours(at, there, V: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
+    """V neighbouring words or numbers from `at` (L,) on, zero where not `there`."""
+    if V == 1:
+        words = (tl.load(at, mask=there, other=0, cache_modifier=CACHE),)
+    else:
+        places = at[:, None] + tl.arange(0, V)[None, :]
+        words = split_words(tl.load(places, mask=there[:, None], other=0, cache_modifier=CACHE), V)
     return words

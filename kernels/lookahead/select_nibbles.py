@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.int4_mma import fp16_pairs, int4_mma
-from kernels.common.int4_tiles import split_words
+from kernels.common.int4_tiles import neighbours, word_vector
 from kernels.common.launch import THROUGH_L1, wait_for_count, wait_for_predecessor
 from kernels.mlp.select_batch import saturated, store_chosen
 
@@ -28,23 +28,6 @@ def takes(rank: int, block: int, lanes: int) -> bool:
     rounds, vector = block // (lanes // 2), word_vector(rank // 8)
     words = 2 * rounds * vector * -(-rank // (32 * vector))
     return rank % 8 == 0 and block % (lanes // 2) == 0 and rounds in (1, 2, 4) and words <= MOST_WORDS
-
-
-@triton.constexpr_function
-def word_vector(words):
-    """V: words of a row that a lane reads at once."""
-    return 4 if words % 16 == 0 else 2 if words % 2 == 0 else 1
-
-
-@triton.jit
-def _neighbours(at, there, V: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
-    """V neighbouring words or numbers from `at` (L,) on, zero where not `there`."""
-    if V == 1:
-        words = (tl.load(at, mask=there, other=0, cache_modifier=CACHE),)
-    else:
-        places = at[:, None] + tl.arange(0, V)[None, :]
-        words = split_words(tl.load(places, mask=there[:, None], other=0, cache_modifier=CACHE), V)
-    return words
 
 
 @triton.jit
@@ -70,8 +53,8 @@ def hidden_planes(hidden, lane, W: tl.constexpr, CACHE: tl.constexpr = THROUGH_L
         word = (4 * four + lane % 32 // 8) * (4 * V) + lane % 4 * V
         for v in tl.static_range(V):
             there = word + v < W
-            low = _neighbours(hidden + 4 * (word + v), there, 4, CACHE)
-            high = _neighbours(hidden + 4 * W + 4 * (word + v), there, 4, CACHE)
+            low = neighbours(hidden + 4 * (word + v), there, 4, CACHE)
+            high = neighbours(hidden + 4 * W + 4 * (word + v), there, 4, CACHE)
             planes = planes + (
                 _halves(_part(low[0], part), _part(low[2], part)),
                 _halves(_part(high[0], part), _part(high[2], part)),
@@ -118,7 +101,7 @@ def select_nibbles(
             at = up.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * W
             for unit in tl.static_range(UNITS):
                 word = unit * (4 * V) + lane % 4 * V
-                words = words + _neighbours(at + word, (row < n) & (word < W), V)
+                words = words + neighbours(at + word, (row < n) & (word < W), V)
     rows = block_number * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
     scale = tl.load(up_scale + rows, mask=inside, other=0.0)

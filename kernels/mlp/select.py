@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
 from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+from kernels.mlp import nibbles_batch
 from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
 from kernels.mlp.predict import norm_sums, predict_down
 from kernels.mlp.predict_batch import predict_down_batch
@@ -88,7 +89,8 @@ class Selection:
 class PredictorWeights:
     """down (rank, d), up (n, rank), bias (n) or None; in fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
 
-    For one row at a time also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `codes`.
+    For up to eight rows also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `codes`; for several
+    rows of fp16 and of widths that `nibbles_batch.takes`.
 
     sums: of down with the LayerNorm in front of it, where that is known (`with_norm`): a shorter kernel for one row.
     """
@@ -256,13 +258,15 @@ def predict_select(
     normalised_out: Tensor | None = None,
     logits_out: Tensor | None = None,
     pdl: bool = False,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Run the predictor on x (B, d) and write the selected rows to `out`; two kernels.
 
     threshold: a number, or a (1,) fp32 tensor on the device. row_state: (B,) int32 on the device, 0 = the row selects
     nothing (finished), 1 = by its logits, 2 = everything (a dense position). hidden: (B, rank) fp32 scratch.
     normalised_out: (B, d), receives LN(x), so that fc1 need not normalise again. logits_out: (B, n) fp32.
-    top_k selects exactly that many per row (ties to the lower index) by a sort: exact, and slow.
+    top_k selects exactly that many per row (ties to the lower index) by a sort: exact, and slow. listed: ids (n) and
+    count (1) int32, receive the list without gaps as well, in no particular order (`lists`).
     pdl: launch as programmatic dependents of the kernels before; threshold and row_state must then be older than the
     launch before this call. Errors: shapes, dtypes, a CPU tensor.
     """
@@ -277,11 +281,67 @@ def predict_select(
     else:
         if ln is not None:
             if normalised_out is None:
-                normalised_out = torch.empty_like(x)
+                wanted = torch.float16 if predictor.down.dtype == torch.uint8 else x.dtype
+                normalised_out = torch.empty_like(x, dtype=wanted)
             layer_norm(x, ln, normalised_out, pdl)
             x = normalised_out
+        if predictor.down.dtype == torch.uint8:
+            _predict_select_nibbles(x, predictor, threshold, out, row_state, top_k, hidden, logits_out, pdl, listed)
+            return
         predict_down_batch(x, predictor.down, hidden, predictor.down_scale, predictor.relu, pdl)
     select_rows(hidden, predictor, threshold, out, row_state, top_k, logits_out, pdl)
+
+
+def lists(predictor: PredictorWeights, batch: int, top_k: int | None) -> bool:
+    """Whether `predict_select` can leave a list without gaps: of several rows, by nibbles and a threshold."""
+    return batch > 1 and predictor.down.dtype == torch.uint8 and top_k is None
+
+
+def _predict_select_nibbles(
+    x: Tensor,
+    predictor: PredictorWeights,
+    threshold: float | Tensor,
+    out: Selection,
+    row_state: Tensor | None,
+    top_k: int | None,
+    hidden: Tensor,
+    logits_out: Tensor | None,
+    pdl: bool,
+    listed: tuple[Tensor, Tensor] | None,
+) -> None:
+    """`predict_select` of several rows, whose scratch holds as many bytes in another order."""
+    assert predictor.down_scale is not None and predictor.up_scale is not None
+    batch, d = x.shape
+    rank, n = len(predictor.down), len(predictor.up)
+    require(nibbles_batch.takes(batch, rank, d), f"{batch} rows of {d} columns, rank {rank}: {nibbles_batch.WANTED}")
+    require(listed is None or top_k is None, "what top_k selects is not listed")
+    planes = hidden.view(torch.float16).view(2, batch, rank)
+    count = None if listed is None else listed[1]
+    nibbles_batch.predict_down_nibbles(x, predictor.down, predictor.down_scale, planes, predictor.relu, pdl, count)
+    check_second_half(hidden, predictor, out, row_state)
+    for name, tensor, size in zip(("ids", "count"), listed or (), (n, 1), strict=False):
+        check_tensor(f"listed {name}", tensor, (size,), (torch.int32,), x)
+    logits_out = _room_for_logits(logits_out, top_k, batch, n, x)
+    if isinstance(threshold, Tensor):
+        check_tensor("threshold", threshold, (1,), (torch.float32,), x)
+    nibbles_batch.select_nibbles_batch(
+        planes, predictor.up, predictor.up_scale, predictor.bias, threshold, row_state,
+        (out.ids, out.counts, out.row_bits), out.block, logits_out, listed, pdl,
+    )  # fmt: skip
+    if top_k is not None:
+        assert logits_out is not None
+        out.set_mask(top_k_mask(logits_out, top_k, row_state))
+
+
+def _room_for_logits(logits: Tensor | None, top_k: int | None, batch: int, n: int, like: Tensor) -> Tensor | None:
+    """logits (B, n) fp32, checked; fresh ones where top_k needs some."""
+    if logits is not None:
+        check_tensor("logits_out", logits, (batch, n), (torch.float32,), like)
+    if top_k is not None:
+        require(0 <= top_k <= n, f"top_k must be between 0 and {n}, got {top_k}")
+        if logits is None:
+            return torch.empty(batch, n, dtype=torch.float32, device=like.device)
+    return logits
 
 
 def rank_chunk(rank: int, size: int) -> int:
@@ -302,7 +362,6 @@ def check_second_half(
     n = predictor.up.shape[0]
     width = stored_width(predictor.up, rank)
     check_tensor("predictor.up", predictor.up, (n, width), FLOAT_TYPES + CODE_TYPES, hidden)
-    require(batch == 1 or predictor.up.dtype != torch.uint8, "nibbles are for one row at a time; take int8 codes")
     require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
     check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
     if predictor.bias is not None:
@@ -330,12 +389,9 @@ def select_rows(
     Errors: shapes, dtypes, a CPU tensor.
     """
     batch, rank, n, width = check_second_half(hidden, predictor, out, row_state)
-    if logits_out is not None:
-        check_tensor("logits_out", logits_out, (batch, n), (torch.float32,), hidden)
-    if top_k is not None:
-        require(0 <= top_k <= n, f"top_k must be between 0 and {n}, got {top_k}")
-        if logits_out is None:
-            logits_out = torch.empty(batch, n, dtype=torch.float32, device=hidden.device)
+    several = batch > 1 and predictor.up.dtype == torch.uint8
+    require(not several, "nibbles of several rows are multiplied by `predict_select`, both halves together")
+    logits_out = _room_for_logits(logits_out, top_k, batch, n, hidden)
     if isinstance(threshold, Tensor):
         check_tensor("threshold", threshold, (1,), (torch.float32,), hidden)
     threshold_ptr = threshold if isinstance(threshold, Tensor) else None

@@ -19,7 +19,7 @@ def test_cells_are_read_from_words():
         ("colour=red", "no 'colour=red'"),
         ("batch", "key=value"),
         ("engine=other", "dense, sparse"),
-        ("batch=2 predictors=int4", "for batch=1"),
+        ("batch=9 predictors=int4", "for up to 8 rows"),
     ):
         with pytest.raises(SystemExit, match=part):
             read_cells(text)

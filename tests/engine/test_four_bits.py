@@ -15,7 +15,7 @@ from dejavu_train.engine.dispatch import fused_layers, late_layers
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.mlp import dense_fc2
 from dejavu_train.engine.ops import operations
-from dejavu_train.engine.predictors import load_predictors
+from dejavu_train.engine.predictors import load_predictors, read_as_codes
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
@@ -201,7 +201,7 @@ def test_random_layers_lie_as_those_of_a_model(model):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_predictors_of_four_bits_are_nibbles(model, lookahead):
     bundle = random_bundle(model, int4=True, lookahead=lookahead)
-    loaded = load_predictors(bundle, torch.float32, "cpu", True)
+    loaded = load_predictors(bundle, torch.float32, "cpu", read_as_codes(bundle, torch.float32, 1))
     assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
     row = rows_of(20)[0]
     made = engine(model, bundle)

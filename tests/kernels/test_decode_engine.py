@@ -58,17 +58,22 @@ def test_scores_equal_the_masked_forward_pass(model, device, options, engine_opt
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, 1), atol=1e-3, rtol=1e-3)
 
 
-def test_several_rows_with_4_bit_weights(device):
+@pytest.mark.parametrize("options", [{"rank": 5}, {"rank": 8, "int4": True}, {"rank": 8, "int4": True, "lookahead": 1}])
+def test_several_rows_with_4_bit_weights(device, options):
     """fc1 reads what the rows selected together, tokens that are computed densely (of the prompt) select everything."""
     model = four_bits(random_opt(d_model=64, n_heads=2, d_ffn=72, positions=32))
-    bundle, rows = random_bundle(model, rank=5), rows_of(4, 3)
+    bundle, rows = random_bundle(model, **options), rows_of(4, 3)
     found = {}
     for ops in ("triton", "reference"):
         engine = DecodeEngine(
             model, bundle, device=device, context=16, batch=2, ops=ops, graph=False, dtype=torch.float16
         )  # fmt: skip
         found[ops] = engine.score(rows, 1)
-    assert any(isinstance(half.body, ListedMlp) for half in engine.core.halves)
+    bodies = [half.body for half in engine.core.halves if isinstance(half.body, ListedMlp)]
+    nibbles = "int4" in options
+    assert {each.mlp.predictor.weights.up.dtype == torch.uint8 for each in bodies} == {nibbles}
+    assert {each.own for each in bodies} == {"lookahead" not in options}
+    assert {each.listed for each in bodies} == {nibbles and "lookahead" not in options}
     for one, other in zip(found["triton"], found["reference"], strict=True):
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.01)
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
-from kernels.lookahead.select_nibbles import select_nibbles, takes, word_vector
+from kernels.common.int4_tiles import word_vector
+from kernels.lookahead.select_nibbles import select_nibbles, takes
 from kernels.mlp.select import Selection
 
 

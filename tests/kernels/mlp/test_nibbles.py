@@ -8,7 +8,14 @@ from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, unpack
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.codes import nibble_codes
 from kernels.mlp.predict import predict_down, predict_down_reference
-from kernels.mlp.select import PredictorWeights, Selection, norm_sums, predict_reference, predict_select
+from kernels.mlp.select import (
+    PredictorWeights,
+    Selection,
+    norm_sums,
+    predict_reference,
+    predict_select,
+    top_k_mask,
+)
 
 NAN = float("nan")
 
@@ -47,10 +54,71 @@ def test_both_products(device, d, rank, n):
     assert normalised.isfinite().all()
 
 
-def test_several_rows_are_refused(device):
-    predictor = make_predictor(device, 16, 4, 8)
-    with pytest.raises(ValueError, match="one row at a time|expected"):
-        predict_select(torch.randn(2, 16, device=device), predictor, 0.0, Selection.empty(8, device))
+def check_several(device, d, rank, n, batch, block=64, pdl=False):
+    """Logits, set, bits and list of several rows against float64."""
+    predictor, ln = make_predictor(device, d, rank, n), norm(d, device)
+    x = with_outliers(torch.randn(batch, d, device=device) * 2 + 1)
+    logits, selection = torch.full((batch, n), NAN, device=device), Selection.empty(n, device, block)
+    for tensor in (selection.ids, selection.counts, selection.row_bits):
+        tensor.fill_(-77)
+    normalised = torch.full((batch, d), NAN, dtype=torch.float16, device=device)
+    listed = torch.full((n,), -77, dtype=torch.int32, device=device), torch.full_like(selection.counts[:1], 5)
+    state = torch.tensor([1, 1, 0, 2, 1, 1, 1, 1][:batch], dtype=torch.int32, device=device)
+    predict_select(
+        x, predictor, 0.1, selection, ln, state, normalised_out=normalised, logits_out=logits, pdl=pdl, listed=listed
+    )
+    want = predict_reference(normalised.double(), predictor)
+    torch.testing.assert_close(logits.double(), want, atol=1e-4, rtol=1e-4)
+    mask = ((logits > 0.1) & (state[:, None] > 0)) | (state[:, None] == 2)
+    assert torch.equal(selection.to_mask(batch), mask)
+    assert torch.equal(selection.indices(), mask.any(0).nonzero().flatten())
+    assert torch.equal(listed[0][: int(listed[1])].sort().values.long(), selection.indices())
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("d", "rank", "n", "batch", "block"),
+    [(64, 16, 70, 2, 64), (72, 24, 33, 3, 128), (136, 8, 200, 8, 64), (512, 128, 130, 5, 64), (1088, 40, 64, 4, 128)],
+)
+def test_several_rows(device, d, rank, n, batch, block):
+    check_several(device, d, rank, n, batch, block)
+
+
+@pytest.mark.parametrize("batch", [2, 6])
+def test_a_nan_stays_in_its_row(device, batch):
+    predictor, selection = make_predictor(device, 64, 16, 40), Selection.empty(40, device)
+    x = torch.randn(batch, 64, device=device).half()
+    x[-1, 3] = NAN
+    logits = torch.empty(batch, 40, device=device)
+    predict_select(x, predictor, float("-inf"), selection, logits_out=logits)
+    assert logits[:-1].isfinite().all() and logits[-1].isnan().all()
+    assert selection.to_mask(batch)[:-1].all() and not selection.to_mask(batch)[-1].any()
+
+
+def test_several_rows_select_the_top_k(device):
+    predictor, selection = make_predictor(device, 64, 16, 40), Selection.empty(40, device)
+    x = torch.randn(3, 64, device=device).half()
+    predict_select(x, predictor, 0.0, selection, top_k=7)
+    logits = predict_reference(x.double(), predictor)
+    assert torch.equal(selection.to_mask(3), top_k_mask(logits, 7))
+
+
+@pytest.mark.parametrize(("d", "rank", "batch"), [(60, 16, 2), (64, 12, 2), (64, 16, 9)])
+def test_several_rows_that_no_kernel_takes(device, d, rank, batch):
+    predictor = make_predictor(device, d, rank, 8)
+    with pytest.raises(ValueError, match=f"{batch} rows of {d} columns, rank {rank}: 2 to 8 rows, .* multiples of 8"):
+        predict_select(torch.randn(batch, d, device=device).half(), predictor, 0.0, Selection.empty(8, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [768, 2048, 2560, 4096, 5120, 7168, 9216, 12288])
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_several_rows_at_true_shapes(d, batch):
+    torch.manual_seed(0)
+    plain = check_several("cuda", d, d // 16, 4 * d, batch)
+    torch.manual_seed(0)
+    dependent = check_several("cuda", d, d // 16, 4 * d, batch, pdl=True)
+    torch.testing.assert_close(plain, dependent, atol=0, rtol=0)
 
 
 @pytest.mark.gpu
