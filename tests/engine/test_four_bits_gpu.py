@@ -72,7 +72,15 @@ def assert_as_close_as_plain_torch(model, bundle, rows, expected, where, **optio
 def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
     d_model, n_heads = SIZES[head_dim]
     model = four_bits(random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, positions=256))
-    cases = ({}, {"lookahead": 1}, {"relu": True}, {"int8": True, "means": True}, {"int4": True}, {"dense_layers": (0,)}, None)
+    cases = (
+        {},
+        {"lookahead": 1},
+        {"relu": True},
+        {"int8": True, "means": True},
+        {"int4": True},
+        {"dense_layers": (0,)},
+        None,
+    )
     fused = ({"lookahead": 1, "means": True}, {"lookahead": 1, "int4": True}, {"lookahead": 1, "targets": ("mlp",)})
     for options, how in (*((options, "stream") for options in cases), *((options, "fused") for options in fused)):
         bundle = None if options is None else random_bundle(model, rank=16, **options)
