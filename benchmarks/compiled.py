@@ -371,6 +371,19 @@ def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 ),
             )
             yield (
+                f"4 bits: int4_qkv {d} {tokens}",
+                lambda given=given, tokens=tokens: int4_batch.int4_qkv(
+                    given,
+                    qkv_w,
+                    qkv_bias,
+                    torch.ones(tokens, dtype=torch.int32),
+                    torch.empty(tokens, h, hd),
+                    halves(tokens, h, 64, hd),
+                    halves(tokens, h, 64, hd),
+                    True,
+                ),
+            )
+            yield (
                 f"4 bits: int4_by_head {d} {tokens}",
                 lambda given=given, eight=eight: int4_batch.int4_by_head(
                     given, by_head, halves(d), eight[0], eight[1], True

@@ -9,6 +9,7 @@ the device; a profiled step takes as long as any.
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dejavu_train.engine.decode import DecodeEngine
@@ -43,7 +44,7 @@ def breakdown(engine: DecodeEngine, n: int = 4) -> dict[str, float]:
     events = []
     for event in profiler.events() or []:
         name = event.name
-        if name.startswith(("Memcpy", "Memset")):
+        if event.device_type != DeviceType.CUDA or name.startswith(("Memcpy", "Memset")):
             continue
         ours = name.endswith("_kernel") and name.isidentifier()
         label = name.strip("_").removesuffix("_kernel") if ours else "library"

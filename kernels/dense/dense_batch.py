@@ -18,7 +18,7 @@ from kernels.common.int4 import Int4Rows
 from kernels.common.int4_numbers import numbers_of
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
-from kernels.dense.int4_batch import int4_linear, takes
+from kernels.dense.int4_batch import int4_linear, int4_qkv, takes
 
 BLOCK = 1024
 
@@ -84,6 +84,9 @@ def qkv_batch(
 ) -> None:
     """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
     batch, n_heads, head_dim = q.shape
+    if takes(weight, batch):
+        int4_qkv(_normalised(x, ln, torch.float16, pdl), weight, bias, position, q, k_cache, v_cache, pdl)
+        return
     rows = dense_hidden(x, ln, weight, None, "none", pdl)
     pdl = use_pdl(pdl, x.device)
     _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](

@@ -5,6 +5,7 @@
     y[b, i]   = relu(the same) where bit b of row_bits[i] is set, else 0                `int4_listed`
     out[b, i] = residual[b, i] + bias[i] + sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]
                                                                                         `int4_by_head`, (h, d, head_dim)
+    q, k_cache, v_cache at position[b] <- the first, without act, weight (h, 3, head_dim, d)     `int4_qkv`
 
 x (B, .) fp16; products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
 their registers (`int4_token_step`), where one token takes the place of two. `int4_listed` reads the rows that a list
@@ -25,6 +26,7 @@ from kernels.common.checks import (
     INTERPRET,
     check_device,
     check_dtype,
+    check_projection,
     check_shape,
     check_tensor,
     require,
@@ -119,6 +121,22 @@ def _store_zeros(y, row_bits, n_rows, batch, T: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _store_qkv(
+    values, first, stored, b, q, k_cache, v_cache, position, capacity, n_rows, batch, HEAD_DIM: tl.constexpr
+):
+    """values (16, T) of rows first .. first + 15 of (h, 3, HEAD_DIM): one head's, and all of q, of k or of v."""
+    head = first // (3 * HEAD_DIM)
+    kind = ((first + tl.arange(0, 16)) // HEAD_DIM % 3)[:, None]
+    column = (first % HEAD_DIM + tl.arange(0, 16))[:, None]
+    pair = b * (n_rows // (3 * HEAD_DIM)) + head
+    slot = (pair * capacity + tl.load(position + b, mask=b < batch, other=0)).to(tl.int64) * HEAD_DIM
+    cached = slot[None, :] + column
+    tl.store(q + pair[None, :] * HEAD_DIM + column, values, mask=stored & (kind == 0))
+    tl.store(k_cache + cached, values.to(k_cache.dtype.element_ty), mask=stored & (kind == 1))
+    tl.store(v_cache + cached, values.to(v_cache.dtype.element_ty), mask=stored & (kind == 2))
+
+
+@triton.jit
 def _kept_at(scratch, number, lane):
     """Where a lane keeps its four sums of its program's sixteen rows number `number` between passes."""
     tile = number * tl.num_programs(0) + tl.program_id(0)
@@ -127,11 +145,13 @@ def _kept_at(scratch, number, lane):
 
 @triton.jit
 def _pass(
-    queue, s, x, words, scales, bias, residual, y, scratch, ids, row_bits, all_rows, first_row, end, step, turn, lane,
-    n_rows, batch, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr,
-    PASSES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr, RELU: tl.constexpr,
+    queue, s, x, words, scales, bias, residual, y, k_cache, v_cache, position, capacity, scratch, ids, row_bits,
+    all_rows, first_row, end, step, turn, lane, n_rows, batch, W: tl.constexpr, GROUP: tl.constexpr,
+    SEGMENTS: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, PASSES: tl.constexpr, AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr, LISTED: tl.constexpr, RELU: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Pass `turn` over a program's rows, of which the last one stores y; the queue when it is over."""
+    """Pass `turn` over a program's rows, of which the last one stores y, or of q/k/v's rows (HEAD_DIM > 0) q, in y's
+    place, and the caches; the queue when it is over."""
     b = tl.arange(0, T)
     its = token_planes(x, batch, turn * PAIRS, lane, W, GROUP, SEGMENTS, T, PAIRS)
     rows = all_rows
@@ -173,17 +193,20 @@ def _pass(
                 values = tl.where(values <= 0, 0.0, values)  # keeps a NaN
             if LISTED:
                 values = tl.where(((bits[:, None] >> b[None, :]) & 1) != 0, values, 0.0)
-            tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
+            if HEAD_DIM > 0:
+                _store_qkv(values, first, stored, b, y, k_cache, v_cache, position, capacity, n_rows, batch, HEAD_DIM)
+            else:
+                tl.store(y + at, values.to(y.dtype.element_ty), mask=stored)
         rows = next_rows
     return queue
 
 
 @triton.jit
 def _rows_kernel(
-    x, words, scales, bias, residual, y, scratch, ids, count, row_bits, n_rows, batch,
-    W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
+    x, words, scales, bias, residual, y, k_cache, v_cache, position, capacity, scratch, ids, count, row_bits, n_rows,
+    batch, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
     PAIRS: tl.constexpr, PASSES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
-    ROOM: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
+    ROOM: tl.constexpr, RELU: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, L)
     step = tl.num_programs(0) * 16
@@ -208,14 +231,16 @@ def _rows_kernel(
         wait_for_predecessor(PDL)
     if PASSES == 1:
         _pass(
-            queue, s, x, words, scales, bias, residual, y, scratch, ids, row_bits, rows, begin, end, step, 0, lane,
-            n_rows, batch, W, GROUP, SEGMENTS, T, PAIRS, 1, AHEAD, WHOLE, LISTED, RELU,
+            queue, s, x, words, scales, bias, residual, y, k_cache, v_cache, position, capacity, scratch, ids, row_bits,
+            rows, begin, end, step, 0, lane, n_rows, batch, W, GROUP, SEGMENTS, T, PAIRS, 1, AHEAD, WHOLE, LISTED, RELU,
+            HEAD_DIM,
         )  # fmt: skip
     else:
         for turn in range(0, as_it_comes(PASSES)):
             queue = _pass(
-                queue, s, x, words, scales, bias, residual, y, scratch, ids, row_bits, rows, begin, end, step, turn,
-                lane, n_rows, batch, W, GROUP, SEGMENTS, T, PAIRS, PASSES, AHEAD, WHOLE, LISTED, RELU,
+                queue, s, x, words, scales, bias, residual, y, k_cache, v_cache, position, capacity, scratch, ids,
+                row_bits, rows, begin, end, step, turn, lane, n_rows, batch, W, GROUP, SEGMENTS, T, PAIRS, PASSES,
+                AHEAD, WHOLE, LISTED, RELU, HEAD_DIM,
             )  # fmt: skip
             # Behind the last pass there is nothing to be read.
             queue = ask_first_rows(
@@ -239,8 +264,9 @@ def _launch(
     ids: Tensor | None = None,
     count: Tensor | None = None,
     row_bits: Tensor | None = None,
+    caches: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """One call of the kernel: n rows of each segment, y (B, n)."""
+    """One call of the kernel: n rows of each segment, y (B, n); of q/k/v y is q, caches are k, v and the positions."""
     batch, d = x.shape
     tokens = max(2, next_power_of_two(batch))
     form = "list" if ids is not None else "heads" if segments > 1 else "rows"
@@ -265,6 +291,8 @@ def _launch(
         bias,
         residual,
         y,
+        *(caches or (None, None, None)),
+        0 if caches is None else caches[0].shape[2],
         scratch,
         ids,
         count,
@@ -283,6 +311,7 @@ def _launch(
         LISTED=ids is not None,
         ROOM=max(ahead * slot, even_room(settings.programs, d, settings.programs > 1 and pdl, ahead * slot)),
         RELU=relu,
+        HEAD_DIM=0 if caches is None else y.shape[2],
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,
@@ -311,6 +340,31 @@ def int4_linear(
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
     _launch(x, weight, n, 1, bias, y, pdl, settings, activation == "relu")
     return y
+
+
+def int4_qkv(
+    x: Tensor,
+    weight: Int4Rows,
+    bias: Tensor,
+    position: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pdl: bool = False,
+    settings: TokenSettings | None = None,
+) -> None:
+    """x (B, d) fp16, weight (h, 3, head_dim, d), bias (h, 3, head_dim), position (B) int32 -> q (B, h, head_dim) fp32,
+    and k_cache, v_cache (B, h, T, head_dim) at the rows' positions.
+
+    Errors: shapes, dtypes, head dims, a CPU tensor.
+    """
+    batch, d = x.shape
+    _, n_heads, head_dim = check_projection(x, d, bias, q, k_cache, v_cache, position)
+    weight.check("weight", (n_heads, 3, head_dim, d), x)
+    _check_tokens(x, batch, d)
+    check_tensor("q", q, (batch, n_heads, head_dim), (torch.float32,), x)
+    caches = k_cache, v_cache, position
+    _launch(x, weight, 3 * n_heads * head_dim, 1, bias, q, pdl, settings, caches=caches)
 
 
 def int4_listed(

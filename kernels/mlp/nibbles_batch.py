@@ -23,14 +23,14 @@ from torch import Tensor
 
 from kernels.common.checks import check_tensor, require
 from kernels.common.int4_mma import int4_mma, tile_sums
-from kernels.common.int4_tiles import neighbours, word_vector
+from kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
 from kernels.common.launch import programmatic, start_dependents_and_wait, wait_for_predecessor
 from kernels.mlp.select_batch import saturated, store_selection
 
 MOST = 8  # rows of a batch
 MOST_WORDS = 96  # of a lane
 WARPS = 4  # of a program that selects
-DOWN_WARPS = 16
+DOWN_WARPS = 8
 
 
 def takes(rows: int, rank: int, d: int) -> bool:
@@ -60,11 +60,17 @@ def _input_planes(x, word, W: tl.constexpr):
     """The planes of x for V words of a row from `word` on; x: to a lane's input, its pairs of fp16 as int32."""
     V: tl.constexpr = word_vector(W)
     planes = ()
-    for v in tl.static_range(V):
-        there = word + v < W
-        low = neighbours(x + 2 * (word + v), there, 2)  # columns 4 w .. 4 w + 3
-        high = neighbours(x + 2 * (W + word + v), there, 2)
-        planes = planes + (_evens(low), _evens(high), _odds(low), _odds(high))
+    if V == 1:
+        low = neighbours(x + 2 * word, word < W, 2)  # columns 4 w .. 4 w + 3
+        high = neighbours(x + 2 * (W + word), word < W, 2)
+        planes = (_evens(low), _evens(high), _odds(low), _odds(high))
+    for v in tl.static_range(0, V // 2 * 2, 2):
+        low = neighbours(x + 2 * (word + v), word < W, 4)
+        high = neighbours(x + 2 * (W + word + v), word < W, 4)
+        for k in tl.static_range(2):
+            lows = low[2 * k : 2 * k + 2]
+            highs = high[2 * k : 2 * k + 2]
+            planes = planes + (_evens(lows), _evens(highs), _odds(lows), _odds(highs))
     return planes
 
 
@@ -122,6 +128,13 @@ def _predict_nibbles_kernel(
 
 
 @triton.jit
+def _touch(at, ASM: tl.constexpr = ASSEMBLY):
+    """Loads what lies there, and 32 bytes around it, into the L1; nobody waits for it."""
+    if ASM:
+        tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _hidden_planes(planes, word, W: tl.constexpr):
     """The planes of hidden for V words of a row of `up`; planes: to a lane's row and part."""
     V: tl.constexpr = word_vector(W)
@@ -172,6 +185,8 @@ def _select_nibbles_kernel(
         first = planes
     first += tl.minimum(token, batch - 1) * (4 * W)
     zero = tl.zeros((L,), tl.float32)
+    for k in tl.static_range((T * W + L - 1) // L):  # all of hidden comes to the L1 at once, not unit after unit
+        _touch(planes + 8 * tl.minimum(k * L + lane, batch * W - 1))
     sums = ()
     for _ in tl.static_range(ROUNDS):
         sums = sums + (zero, zero, zero, zero)

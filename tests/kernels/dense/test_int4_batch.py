@@ -15,6 +15,7 @@ from kernels.dense.int4_batch import (
     int4_linear_reference,
     int4_listed,
     int4_listed_reference,
+    int4_qkv,
 )
 from kernels.mlp.select import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack
@@ -63,6 +64,27 @@ def assert_listed(case, settings=None):
     assert bool((got[want == 0] == 0).all())
 
 
+def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, settings=None, pdl=False):
+    """q and each row's place in the caches against float64; nothing else is written. Returns q, k and v."""
+    x, weight = inputs(device, batch, d), random_rows(device, n_heads, 3, head_dim, d, group=group)
+    bias = torch.randn(n_heads, 3, head_dim, device=device).half()
+    position = torch.tensor([3, 0, 5, 1, 4, 2, 2, 0][:batch], dtype=torch.int32, device=device)
+    q = torch.full((batch, n_heads, head_dim), float("nan"), device=device)
+    caches = [torch.full((batch, n_heads, capacity, head_dim), -77.0, device=device).half() for _ in range(2)]
+    int4_qkv(x, weight, bias, position, q, *caches, pdl, settings)
+    rows = weight.view(3 * n_heads * head_dim, d)
+    want = int4_linear_reference(x.double(), rows, bias.flatten(), "none")
+    sizes = (x.double().abs() @ magnitudes(rows).T + 1).view(batch, n_heads, 3, head_dim).unbind(2)
+    every = torch.arange(batch, device=device)
+    found = [q, *(cache[every, :, position.long()] for cache in caches)]
+    for one, expected, size in zip(found, want.view(batch, n_heads, 3, head_dim).unbind(2), sizes, strict=True):
+        assert_rounded_products(one, expected, size)
+    for cache in caches:
+        cache[every, :, position.long()] = -77.0
+        assert bool((cache == -77.0).all())
+    return found
+
+
 SHAPES = [
     (40, 640, 128, 2),
     (24, 256, 128, 1),
@@ -88,6 +110,14 @@ def test_int4_linear(device, n, d, group, batch):
 )
 def test_int4_by_head(device, n_heads, d, head_dim, batch):
     assert_by_head(*by_head_case(device, n_heads, d, head_dim, batch))
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "d", "group", "batch"),
+    [(2, 16, 96, 32, 2), (3, 80, 256, 128, 3), (1, 128, 640, 128, 8), (2, 32, 192, 64, 1)],
+)
+def test_int4_qkv(device, n_heads, head_dim, d, group, batch):
+    assert_qkv(device, n_heads, head_dim, d, group, batch)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.2, 1.0])
@@ -156,6 +186,8 @@ def test_at_true_shapes(device, d, batch):
     head_dim = 80 if d == 2560 else 128
     assert_by_head(*by_head_case(device, d // head_dim, d, head_dim, batch))
     assert_listed(listed_case(device, d, d, 128, batch, 0.1))
+    for pdl in (False, True):
+        assert_qkv(device, d // head_dim, head_dim, d, 128, batch, pdl=pdl)
 
 
 def test_errors_name_what_does_not_fit(device):
