@@ -34,6 +34,7 @@ cells() {  # NAME MODEL CELLS...
 sparse="weights=int4 predictors=int4 head_density=0.85,1.0,0.5"  # predictors run before fc1
 head="lm_head=int4"  # the LM head in 4 bits as well: 50272 rows
 ahead="$sparse site=1"  # and within attention
+several="weights=int4 predictors=int4 head_density=1.0"
 for name in $only; do
   case $name in
     tests)
@@ -51,8 +52,10 @@ for name in $only; do
     175b) cells 175b 175b "engine=dense weights=int4" "$ahead" "$sparse" ;;
     rival) for model in 6.7b 66b; do cells "rival-$model" "$model" "engine=dense weights=torch-int4"; done ;;
     30b) cells 30b 30b "engine=dense weights=int4" "$ahead" ;;
-    batches) cells batches 66b "engine=dense weights=int4 batch=2,4,8" "weights=int4 head_density=1.0 batch=2 mlp_density=0.08" \
-      "weights=int4 head_density=1.0 batch=4 mlp_density=0.116" "weights=int4 head_density=1.0 batch=8 mlp_density=0.175" ;;
+    batches) cells batches 66b "engine=dense weights=int4 batch=2,4,8" "$several batch=2 mlp_density=0.08" \
+      "$several batch=4 mlp_density=0.116" "$several batch=8 mlp_density=0.175"
+      cells batches-6.7b 6.7b "engine=dense weights=int4 batch=2,8" "$several batch=2 mlp_density=0.153" \
+        "$several batch=8 mlp_density=0.29" ;;
     *) echo "no step is called $name" ;;
   esac
 done

@@ -166,18 +166,18 @@ def int4_prompts_table(root: Path) -> str:
 
 
 def int4_batches_table(root: Path) -> str:
-    """Several rows with 4-bit weights beside the same rows in fp16, dense and sparse."""
+    """Several rows with 4-bit weights and predictors beside the same rows in fp16, dense and sparse."""
     table, shown = [], []
-    for batch in ("2", "4", "8"):
-        newest = _newest(root, batch, "128")
-        selected = next(options for _, engine, options in newest if engine == "sparse" and "weights=int4" in options)
+    for model, batch in (("6.7b", "2"), ("6.7b", "8"), ("66b", "2"), ("66b", "4"), ("66b", "8")):
+        newest = {key[1:]: row for key, row in _newest(root, batch, "128").items() if key[0] == model}
+        selected = next(key[1] for key in newest if "predictors=int4" in key[1] and "weights=int4" in key[1])
         cells = []
         for engine, options in (("dense", "weights=int4"), ("sparse", selected)):
-            row = newest["66b", engine, options]
-            fp16 = newest["66b", engine, options.replace("weights=int4", "").strip()]
+            row = newest[engine, options]
+            fp16 = newest[engine, options.replace("predictors=int4 weights=int4", "").replace("weights=int4", "").strip()]
             cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}"]
             shown += [row, fp16]
-        table.append([f"66B, {batch}", *cells, f"{100 * float(row['mlp_density']):.1f} %"])
+        table.append([f"{model.upper()}, {batch}", *cells, f"{100 * float(row['mlp_density']):.1f} %"])
     headings = ["shapes, rows"]
     for engine in ("dense", "sparse"):
         headings += [f"{engine}, ms", "of its floor", "fp16, ms"]
