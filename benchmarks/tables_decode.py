@@ -174,7 +174,8 @@ def int4_batches_table(root: Path) -> str:
         cells = []
         for engine, options in (("dense", "weights=int4"), ("sparse", selected)):
             row = newest[engine, options]
-            fp16 = newest[engine, options.replace("predictors=int4 weights=int4", "").replace("weights=int4", "").strip()]
+            plain = [word for word in options.split() if word not in ("predictors=int4", "weights=int4")]
+            fp16 = newest[engine, " ".join(plain)]
             cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}"]
             shown += [row, fp16]
         table.append([f"{model.upper()}, {batch}", *cells, f"{100 * float(row['mlp_density']):.1f} %"])
