@@ -168,16 +168,16 @@ def int4_prompts_table(root: Path) -> str:
 def int4_batches_table(root: Path) -> str:
     """Several rows with 4-bit weights and predictors beside the same rows in fp16, dense and sparse."""
     table, shown = [], []
-    for model, batch in (("6.7b", "2"), ("6.7b", "8"), ("66b", "2"), ("66b", "4"), ("66b", "8")):
-        newest = {key[1:]: row for key, row in _newest(root, batch, "128").items() if key[0] == model}
+    for model, batch in (("6.7b", 2), ("6.7b", 8), ("66b", 2), ("66b", 4), ("66b", 8), ("175b", 2), ("175b", 8)):
+        newest = {key[1:]: row for key, row in _newest(root, str(batch), "128").items() if key[0] == model}
         selected = next(key[1] for key in newest if "predictors=int4" in key[1] and "weights=int4" in key[1])
         cells = []
         for engine, options in (("dense", "weights=int4"), ("sparse", selected)):
             row = newest[engine, options]
             plain = [word for word in options.split() if word not in ("predictors=int4", "weights=int4")]
-            fp16 = newest[engine, " ".join(plain)]
-            cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}"]
-            shown += [row, fp16]
+            fp16 = newest.get((engine, " ".join(plain)))  # 175B's does not fit
+            cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}" if fp16 else ""]
+            shown += [each for each in (row, fp16) if each]
         table.append([f"{model.upper()}, {batch}", *cells, f"{100 * float(row['mlp_density']):.1f} %"])
     headings = ["shapes, rows"]
     for engine in ("dense", "sparse"):
