@@ -6,6 +6,7 @@
    logits differ by less than 1e-4). `gather` reads the engine's tokens one by one, so a near-tie ends no comparison.
 3. What fp16 costs: perplexity of the engine in fp16, dense and sparse, beside the dense model and `mask` in fp32.
 4. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16, 1 and 4 rows).
+5. What 3 does with 2, 4 and 8 rows at once, whose kernels are others with 4-bit weights.
 
     python -m benchmarks.fidelity --model checkpoints/opt-mini --bundle FOLDER
 
@@ -321,7 +322,7 @@ def main() -> int:
     parser.add_argument("--head-density", type=float)
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=512)
-    parts = ["sets", "single", "half", "greedy", "prompts", "replay"]
+    parts = ["sets", "single", "half", "greedy", "prompts", "replay", "rows"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     ways = ["stream", "inline", "fused"]
     parser.add_argument("--look-ahead", default="fused", choices=ways, help="of a bundle with earlier sites")
@@ -355,6 +356,7 @@ def main() -> int:
             ),
         ),
         ("replay", lambda: compare_replay(model, bundle, rows, 512, args.look_ahead)),
+        ("rows", lambda: {n: compare_half(model, bundle, rows, n, args.look_ahead) for n in (2, 4, 8)}),
     ):
         if name not in args.parts:
             continue

@@ -4,8 +4,8 @@
 # Two models: opt-mini, and a 100M model that is pretrained here on .data (benchmarks/hundred.sh) for PRETRAIN_SECONDS.
 # Each is rounded to nearest and writes text, on which predictors are trained: of the blocks' own inputs, or ("ahead")
 # of those half a block earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
-# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time but in `replay`: the kernels of several
-# rows are others.
+# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time but in `replay` and `rows`: the kernels of
+# several rows are others.
 set -u
 out=$1 try=${TRY:-}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
@@ -37,7 +37,7 @@ compare() {  # NAME KIND FLAGS...
     --collect.calibration_tokens="$(pick 20000 1024)" --collect.device="$device" --trainer.logger=false \
     --trainer.accelerator="$(pick gpu cpu)" --mlp.steps="$(pick 400 5)" --heads.steps="$(pick 400 5)" "$@" || return
   [ -n "$try" ] || step "fidelity-$name-$kind" "$python" -m benchmarks.fidelity --model "$work/$name-int4" \
-    --bundle "$work/$name-$kind/bundle" --batch 1 --rows 18 --length 256 --parts half greedy prompts replay \
+    --bundle "$work/$name-$kind/bundle" --batch 1 --rows 18 --length 256 --parts half greedy prompts replay rows \
     --out "$out/$name-$kind.json"
 }
 

@@ -21,6 +21,7 @@ from dejavu_train import files, machine
 from dejavu_train.cli import main
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError, describe, exit_on_user_error
+from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
@@ -373,6 +374,19 @@ def test_results_lie_beside_the_bundle(tmp_path, monkeypatch):
     (tmp_path / "mine" / "bundle").mkdir(parents=True)
     assert InferConfig(bundle=str(tmp_path / "mine" / "bundle")).output == str(tmp_path / "mine")
     assert InferConfig(bundle="someone/opt-bundle").output == "checkpoints/opt-bundle"
+    (tmp_path / "mine" / "bundle" / "bundle.json").write_text('{"model": "someone/opt"}')
     monkeypatch.chdir(tmp_path / "mine")
     assert Path(InferConfig(bundle="bundle").output) == Path(".")
     assert InferConfig(bundle="bundle", output="x").output == "x"
+    assert InferConfig(bundle="bundle").model == "someone/opt"
+    assert InferConfig(bundle="bundle", model="another").model == "another"
+
+
+def test_a_bundle_that_does_not_say_its_model_wants_one(tmp_path):
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    save_file({"a": torch.zeros(1)}, bundle / "predictors.safetensors")
+    for text in ("[]", "{}", '{"model": 3}'):
+        (bundle / "bundle.json").write_text(text)
+        with pytest.raises(UserError, match="must hold keys and values" if text == "[]" else "give --model"):
+            check(InferConfig(bundle=str(bundle)))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from dejavu_train.bundle.named_model import METADATA, require_model
 from dejavu_train.data.text import TextSource
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
@@ -12,7 +13,7 @@ from dejavu_train.machine import check_device_name, require_package
 from dejavu_train.models.shape import read_shape
 from dejavu_train.models.stored import check_folder, read_header
 
-BUNDLE_FILES = ("bundle.json", "predictors.safetensors")
+BUNDLE_FILES = (METADATA, "predictors.safetensors")
 
 
 def check(config: InferConfig) -> None:
@@ -28,6 +29,7 @@ def check(config: InferConfig) -> None:
         require_package("accelerate", "--device_map", "'dejavu-train[large]'")
     check_device_name(config.device, "--device")
     check_bundle(config.bundle)
+    require_model(config.model, config.bundle)
     shape = read_shape(config.model, config.revision)
     check_folder(config.model, shape)
     if config.window - 1 > shape.max_positions:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.bundle.named_model import named_model
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
 from dejavu_train.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
@@ -19,8 +20,8 @@ _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 class InferConfig:
     """What infer.py does. Densities are means over the layers; 1.0 is dense."""
 
-    model: str = "checkpoints/opt-mini"
-    """Folder or hub id of a pre-norm OPT."""
+    model: str = ""
+    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle, a folder, was made for."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     bundle: str = "checkpoints/demo/bundle"
@@ -108,6 +109,8 @@ class InferConfig:
     def __post_init__(self) -> None:
         if isinstance(self.text, str):
             object.__setattr__(self, "text", (self.text,))
+        if not self.model:
+            object.__setattr__(self, "model", named_model(self.bundle))
         if not self.output:
             folder = Path(self.bundle)
             beside = folder.parent if folder.is_dir() else Path("checkpoints") / folder.name
