@@ -4,10 +4,10 @@
 # Two models: opt-mini, and a 100M model that is pretrained here on .data (benchmarks/hundred.sh) for PRETRAIN_SECONDS.
 # Each is rounded to nearest and writes text, on which predictors are trained: of the blocks' own inputs, or ("ahead")
 # of those half a block earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
-# and kind of predictor, fidelity_int4.json of all, and logs. One row at a time but in `replay` and `rows`: the kernels of
-# several rows are others.
+# and kind of predictor, fidelity_int4.json of all, and logs. ONLY names some: "opt-mini-own opt-mini-ahead opt-100m-own
+# opt-100m-ahead". One row at a time but in `replay` and `rows`: the kernels of several rows are others.
 set -u
-out=$1 try=${TRY:-}
+out=$1 try=${TRY:-} only=${ONLY:-opt-mini-own opt-mini-ahead opt-100m-own opt-100m-ahead}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
 work=${WORK:-$(pick /dev/shm/fidelity /tmp/fidelity)} python=${PYTHON:-python3} data=${DATA:-.data}
 device=$(pick cuda cpu)
@@ -30,6 +30,7 @@ step() {  # NAME COMMAND...
 compare() {  # NAME KIND FLAGS...
   local name=$1 kind=$2
   shift 2
+  case " $only " in *" $name-$kind "*) ;; *) return ;; esac
   step "train-$name-$kind" "$python" train.py --config=configs/opt-mini.yaml --model="$work/$name-int4" \
     --output="$work/$name-$kind" --calibrate.cascade=null --calibrate.head_density=0.85 \
     --calibrate.sensitivity_tokens=0 --text.cache="$work/text" --text.sample.tokens="$(pick 140000 24000)" \

@@ -148,14 +148,16 @@ def int4_table(root: Path) -> str:
 
 
 def int4_prompts_table(root: Path) -> str:
-    """Steps of one row with 4-bit weights by model and prompt: dense, and look-ahead at 85 and 50 % of the heads."""
-    ahead = [("sparse", _int4_kinds(what)["look-ahead"]) for what in ("heads 85 %", "heads 50 %")]
+    """Steps of one row with 4-bit weights by model and prompt: dense, and look-ahead at 85 and 50 % of the heads, the LM
+    head screened."""
+    dense_kind = "dense", _int4_kinds("dense")["screen"]
+    ahead = [("sparse", _int4_kinds(what)["screen"]) for what in ("heads 85 %", "heads 50 %")]
     table, shown = [], []
-    commit = _newest(root, "1", "1024")["66b", "dense", "weights=int4"]["commit"]  # prompts side by side: of one state
+    commit = _newest(root, "1", "1024")["66b", *dense_kind]["commit"]  # prompts side by side: of one state
     for model in ("6.7b", "66b"):
         for prompt in ("128", "256", "512", "1024"):
             newest = _newest(root, "1", prompt, commit)
-            dense, *sparse = (newest[model, *kind] for kind in [("dense", _int4_kinds("dense")["own site"]), *ahead])
+            dense, *sparse = (newest[model, *kind] for kind in [dense_kind, *ahead])
             cells = [cell for row in sparse for cell in _times(row, dense)]
             table.append([f"{model.upper()}, {prompt}", *_times(dense, dense)[:2], *cells])
             shown += [dense, *sparse]
