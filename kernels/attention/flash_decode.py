@@ -336,7 +336,8 @@ def flash_decode(
     batch, n_heads, _ = q.shape
     capacity = k_cache.shape[2]
     if batch > 1 and positions is None:
-        positions, warps = program_of_several_rows(capacity)
+        positions, own = program_of_several_rows(capacity)
+        warps = warps or own
     positions = positions or block_positions(capacity, n_heads)
     pdl = use_pdl(pdl, q.device)
     arguments, constants = attention_launch(

@@ -11,7 +11,7 @@ and high nibbles, and bytes 1 and 3. Products are exact, sums in fp32. All words
 A program of `predict_down_nibbles` has sixteen rows and all their columns. It leaves hidden as the other kernel reads
 it, "planes" (2, B, rank / 8, 4) of fp16 pairs: of each word of a row of `up` the four pairs that meet its codes, first
 of the nearest fp16 numbers, then of what is left (`select_batch.saturated`). Up to four rows have their two parts in
-neighbouring columns of B, more take a product each.
+neighbouring columns of B, more take a product each. |hidden| beyond 131,008, twice fp16's largest number, is cut off.
 
 In plain torch: `select.predict_reference`.
 """
@@ -235,7 +235,8 @@ def _select_nibbles_kernel(
     store_selection(some, rows, tl.program_id(0), ids, counts, BLOCK)
     if listed is not None:
         begin = tl.atomic_add(count, tl.sum(some, 0), sem="relaxed")
-        tl.store(listed + begin + tl.cumsum(some, 0) - 1, rows, mask=some != 0)
+        place = begin + tl.cumsum(some, 0) - 1
+        tl.store(listed + place, rows, mask=(some != 0) & (place < n))  # a count that was not zero writes nothing else
 
 
 def predict_down_nibbles(
@@ -257,6 +258,12 @@ def predict_down_nibbles(
         x.view(torch.int32), down, scale, planes, count, batch, rank, D=d, L=32 * DOWN_WARPS, RELU=relu, PDL=has_pdl,
         num_warps=DOWN_WARPS, launch_pdl=use_pdl,
     )  # fmt: skip
+
+
+def check_block(block: int) -> None:
+    """Raise ValueError for a number of neurons that a program cannot have."""
+    lanes = 32 * WARPS
+    require(block in (lanes // 2, lanes), f"blocks of {block} neurons, expected {lanes // 2} or {lanes}")
 
 
 WANTED = f"2 to {MOST} rows, and a width and a rank that are multiples of 8"
@@ -282,12 +289,11 @@ def select_nibbles_batch(
     """
     _, batch, rank = planes.shape
     n = len(up)
-    lanes = 32 * WARPS
-    require(block in (lanes // 2, lanes), f"blocks of {block} neurons, expected {lanes // 2} or {lanes}")
+    check_block(block)
     has_pdl, use_pdl = programmatic(planes, pdl)
     threshold_ptr, value = (threshold, 0.0) if isinstance(threshold, Tensor) else (None, float(threshold))
     _select_nibbles_kernel[(triton.cdiv(n, block),)](
         planes.view(torch.int32), up, up_scale, bias, threshold_ptr, value, row_state, *selection, logits_out,
-        *(listed or (None, None)), n, batch, RANK=rank, BLOCK=block, L=lanes, PAIRED=batch <= 4, PDL=has_pdl,
+        *(listed or (None, None)), n, batch, RANK=rank, BLOCK=block, L=32 * WARPS, PAIRED=batch <= 4, PDL=has_pdl,
         num_warps=WARPS, launch_pdl=use_pdl,
     )  # fmt: skip

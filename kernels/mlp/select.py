@@ -2,7 +2,7 @@
 """Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
-device, made without sorting, atomics or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
+device, made without sorting or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
 its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `sparse_fc2.pack` closes
 the gaps. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
 """
@@ -272,6 +272,10 @@ def predict_select(
     """
     batch, d = check_input("x", x)
     rank = predictor.down.shape[0]
+    require(
+        listed is None or lists(predictor, batch, top_k),
+        "a list without gaps is made of several rows, by a predictor of nibbles and a threshold",
+    )
     if hidden is None:
         hidden = torch.empty(batch, rank, dtype=torch.float32, device=x.device)
     check_tensor("hidden", hidden, (batch, rank), (torch.float32,), x)
@@ -314,16 +318,17 @@ def _predict_select_nibbles(
     batch, d = x.shape
     rank, n = len(predictor.down), len(predictor.up)
     require(nibbles_batch.takes(batch, rank, d), f"{batch} rows of {d} columns, rank {rank}: {nibbles_batch.WANTED}")
-    require(listed is None or top_k is None, "what top_k selects is not listed")
-    planes = hidden.view(torch.float16).view(2, batch, rank)
-    count = None if listed is None else listed[1]
-    nibbles_batch.predict_down_nibbles(x, predictor.down, predictor.down_scale, planes, predictor.relu, pdl, count)
+    check_tensor("predictor.up", predictor.up, (n, rank // 2), (torch.uint8,), x)
     check_second_half(hidden, predictor, out, row_state)
+    nibbles_batch.check_block(out.block)
     for name, tensor, size in zip(("ids", "count"), listed or (), (n, 1), strict=False):
         check_tensor(f"listed {name}", tensor, (size,), (torch.int32,), x)
     logits_out = _room_for_logits(logits_out, top_k, batch, n, x)
     if isinstance(threshold, Tensor):
         check_tensor("threshold", threshold, (1,), (torch.float32,), x)
+    planes = hidden.view(torch.float16).view(2, batch, rank)
+    count = None if listed is None else listed[1]
+    nibbles_batch.predict_down_nibbles(x, predictor.down, predictor.down_scale, planes, predictor.relu, pdl, count)
     nibbles_batch.select_nibbles_batch(
         planes, predictor.up, predictor.up_scale, predictor.bias, threshold, row_state,
         (out.ids, out.counts, out.row_bits), out.block, logits_out, listed, pdl,
@@ -363,7 +368,10 @@ def check_second_half(
     width = stored_width(predictor.up, rank)
     check_tensor("predictor.up", predictor.up, (n, width), FLOAT_TYPES + CODE_TYPES, hidden)
     require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
-    check_tensor("selection.ids", out.ids, (out.counts.numel() * out.block,), (torch.int32,), hidden)
+    blocks = triton.cdiv(n, out.block)
+    check_tensor("selection.ids", out.ids, (blocks * out.block,), (torch.int32,), hidden)
+    check_tensor("selection.counts", out.counts, (blocks,), (torch.int32,), hidden)
+    check_tensor("selection.row_bits", out.row_bits, (n,), (torch.int32,), hidden)
     if predictor.bias is not None:
         check_tensor("predictor.bias", predictor.bias, (n,), FLOAT_TYPES, hidden)
     if predictor.up_scale is not None:

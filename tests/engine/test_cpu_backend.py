@@ -62,7 +62,8 @@ def test_what_the_engine_cannot_do_runs_through_gather_or_is_refused(models, cap
 
 
 def test_a_pipeline_writes_through_it(models, tiny_opt):
-    generator = pipeline("text-generation", model=models["cpu"], tokenizer=load_tokenizer(str(tiny_opt)))
+    tokenizer = load_tokenizer(str(tiny_opt))
+    generator = pipeline("text-generation", model=models["cpu"], tokenizer=tokenizer, device="cpu")  # not a GPU at hand
     made = generator("the model reads", max_new_tokens=4, do_sample=False)[0]["generated_text"]
     assert made.startswith("the model reads") and len(made) > len("the model reads")
 

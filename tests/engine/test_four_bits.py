@@ -209,6 +209,17 @@ def test_predictors_of_four_bits_are_nibbles(model, lookahead):
     torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 
+def test_which_predictors_are_read_as_codes():
+    model = random_opt(d_model=64, n_heads=2, d_ffn=72, positions=32)
+    bundle = random_bundle(model, rank=8, int4=True)
+    for dtype, rows in ((torch.float16, 2), (torch.float16, 8), (torch.float32, 1)):
+        assert read_as_codes(bundle, dtype, rows) == frozenset(bundle.specs)
+    for dtype, rows in ((torch.float32, 2), (torch.float16, 9)):
+        assert not read_as_codes(bundle, dtype, rows)
+    assert not read_as_codes(random_bundle(model, rank=5, int4=True), torch.float16, 2)
+    assert not read_as_codes(random_bundle(model, rank=8, int8=True), torch.float16, 2)
+
+
 @pytest.mark.parametrize("targets", [("mlp",), ("mlp", "heads")])
 def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model, targets):
     """Of selected heads each layer keeps its own; the heads' predictors of this bundle are not folded, so not fused."""

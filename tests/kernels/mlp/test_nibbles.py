@@ -1,5 +1,7 @@
 """Predictors as nibbles: both products against the codes that a bundle stores."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from int4_helpers import with_outliers
@@ -11,6 +13,7 @@ from kernels.mlp.predict import predict_down, predict_down_reference
 from kernels.mlp.select import (
     PredictorWeights,
     Selection,
+    lists,
     norm_sums,
     predict_reference,
     predict_select,
@@ -78,10 +81,20 @@ def check_several(device, d, rank, n, batch, block=64, pdl=False):
 
 @pytest.mark.parametrize(
     ("d", "rank", "n", "batch", "block"),
-    [(64, 16, 70, 2, 64), (72, 24, 33, 3, 128), (136, 8, 200, 8, 64), (512, 128, 130, 5, 64), (1088, 40, 64, 4, 128)],
+    [(64, 16, 70, 2, 64), (72, 24, 200, 3, 128), (136, 8, 200, 8, 64), (512, 128, 130, 5, 64), (1088, 40, 200, 6, 128)],
 )
 def test_several_rows(device, d, rank, n, batch, block):
     check_several(device, d, rank, n, batch, block)
+
+
+def test_several_rows_without_relu_and_bias_whose_hidden_values_are_larger_than_fp16(device):
+    predictor = replace(make_predictor(device, 64, 16, 40, relu=False), bias=None)
+    x = torch.randn(3, 64, device=device).half()
+    hidden = x.double() @ nibble_codes(predictor.down, 64).double().T * predictor.down_scale.double()
+    predictor = replace(predictor, down_scale=predictor.down_scale * (1e5 / hidden.abs().max()).float())
+    logits = torch.full((3, 40), NAN, device=device)
+    predict_select(x, predictor, 0.0, Selection.empty(40, device), logits_out=logits)
+    torch.testing.assert_close(logits.double(), predict_reference(x.double(), predictor), atol=20.0, rtol=1e-3)
 
 
 @pytest.mark.parametrize("batch", [2, 6])
@@ -108,6 +121,38 @@ def test_several_rows_that_no_kernel_takes(device, d, rank, batch):
     predictor = make_predictor(device, d, rank, 8)
     with pytest.raises(ValueError, match=f"{batch} rows of {d} columns, rank {rank}: 2 to 8 rows, .* multiples of 8"):
         predict_select(torch.randn(batch, d, device=device).half(), predictor, 0.0, Selection.empty(8, device))
+
+
+def test_what_leaves_a_list(device):
+    nibbles, codes = make_predictor(device, 16, 8, 8), PredictorWeights(*(torch.ones(8, 8, dtype=torch.int8),) * 2)
+    assert lists(nibbles, 2, None)
+    assert not (lists(nibbles, 1, None) or lists(nibbles, 2, 3) or lists(codes, 2, None))
+
+
+def test_what_several_rows_refuse_leaves_the_count(device):
+    predictor, x = make_predictor(device, 64, 16, 40), torch.randn(3, 64, device=device).half()
+
+    def ids(size=40, count_type=torch.int32):
+        return torch.zeros(size, dtype=torch.int32, device=device), torch.full((1,), 5, dtype=count_type, device=device)
+
+    def refused(message, listed, x=x, predictor=predictor, selection=None, **options):
+        selection = selection or Selection.empty(40, device)
+        with pytest.raises(ValueError, match=message):
+            predict_select(x, predictor, 0.0, selection, listed=listed, **options)
+        assert int(listed[1]) == 5
+
+    several = "a list without gaps is made of several rows"
+    refused(several, ids(), x=x[:1])
+    refused(several, ids(), top_k=3)
+    refused("listed ids", ids(39))
+    refused("listed count", ids(count_type=torch.int64))
+    refused("blocks of 32 neurons", ids(), selection=Selection.empty(40, device, 32))
+    refused("predictor.up", ids(), predictor=replace(predictor, up=predictor.up.to(torch.int8)))
+    whole = Selection.empty(130, device)
+    short = replace(whole, counts=whole.counts[:2], ids=whole.ids[:128])
+    refused("selection.ids", ids(130), predictor=make_predictor(device, 64, 16, 130), selection=short)
+    refused("selection.counts", ids(130), predictor=make_predictor(device, 64, 16, 130),
+            selection=replace(whole, counts=whole.counts[:2]))  # fmt: skip
 
 
 @pytest.mark.gpu
