@@ -390,3 +390,36 @@ def test_a_bundle_that_does_not_say_its_model_wants_one(tmp_path):
         (bundle / "bundle.json").write_text(text)
         with pytest.raises(UserError, match="must hold keys and values" if text == "[]" else "give --model"):
             check(InferConfig(bundle=str(bundle)))
+
+
+def commands_of_a_bundle():
+    from dejavu_train.evaluation.generation import run as generation
+    from dejavu_train.evaluation.observe import __main__ as observe
+    from dejavu_train.evaluation.observe.config import ObserveConfig
+
+    found = [(InferConfig, infer), (generation.GenerationConfig, generation.main), (ObserveConfig, observe.main)]
+    if importlib.util.find_spec("lm_eval"):
+        from dejavu_train.evaluation.lm_eval import paper, run
+
+        found += [(run.TasksConfig, run.main), (paper.PaperConfig, paper.main)]
+    return found
+
+
+@pytest.mark.parametrize(("config", "command"), commands_of_a_bundle())
+def test_every_command_of_a_bundle_takes_its_model(config, command, tmp_path):
+    (tmp_path / "bundle.json").write_text('{"model": "someone/opt"}')
+    assert config(bundle=str(tmp_path)).model == "someone/opt"
+    assert config(bundle=str(tmp_path), model="another").model == "another"
+    with pytest.raises(UserError, match="there is no bundle folder"):
+        command(["--bundle", str(tmp_path / "none")])
+    save_file({"a": torch.zeros(1)}, tmp_path / "predictors.safetensors")
+    (tmp_path / "bundle.json").write_text("{}")
+    with pytest.raises(UserError, match="give --model"):
+        command(["--bundle", str(tmp_path)])
+
+
+def test_an_observation_without_a_bundle_wants_a_model():
+    from dejavu_train.evaluation.observe import __main__ as observe
+
+    with pytest.raises(UserError, match="give --model"):
+        observe.main(["--bundle", "null"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
-from dejavu_train.bundle.named_model import METADATA
+from dejavu_train.bundle.folder import METADATA
 from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text

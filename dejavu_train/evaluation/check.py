@@ -1,19 +1,16 @@
 """What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
 
-from pathlib import Path
 from typing import Any
 
-from dejavu_train.bundle.named_model import METADATA, require_model
+from dejavu_train.bundle.folder import check_bundle, require_model
 from dejavu_train.data.text import TextSource
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
-from dejavu_train.files import probe_folder, read_json
+from dejavu_train.files import probe_folder
 from dejavu_train.machine import check_device_name, require_package
 from dejavu_train.models.shape import read_shape
-from dejavu_train.models.stored import check_folder, read_header
-
-BUNDLE_FILES = (METADATA, "predictors.safetensors")
+from dejavu_train.models.stored import check_folder
 
 
 def check(config: InferConfig) -> None:
@@ -47,22 +44,6 @@ def check(config: InferConfig) -> None:
     for source in name_texts(config.text).values():
         check_source(text_source(config, source))
     probe_folder(config.output)
-
-
-def check_bundle(name: str) -> None:
-    """Raise :class:`UserError` for a folder that cannot hold a bundle; a hub id passes."""
-    folder = Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.parent.is_dir()
-    if not folder.is_dir():
-        if looks_local:
-            raise UserError(f"there is no bundle folder {name}; python train.py makes one")
-        return
-    absent = [part for part in BUNDLE_FILES if not (folder / part).is_file()]
-    if absent:
-        raise UserError(f"the bundle {name} lacks {absent[0]}; give the folder that train.py wrote")
-    if not isinstance(read_json(folder / BUNDLE_FILES[0], "the bundle"), dict):
-        raise UserError(f"the bundle {name}: {BUNDLE_FILES[0]} must hold keys and values; train it again")
-    read_header(folder / BUNDLE_FILES[1])
 
 
 def text_source(config: Any, source: str | dict[str, Any]) -> TextSource:

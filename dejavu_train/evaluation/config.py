@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dejavu_train.bundle.folder import named_model
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.bundle.named_model import named_model
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
 from dejavu_train.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from dejavu_train.bundle.named_model import METADATA
+from dejavu_train.bundle.folder import METADATA
 from dejavu_train.files import read_json
 from dejavu_train.models.opt import weight_hash
 

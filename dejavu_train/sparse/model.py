@@ -29,9 +29,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import METADATA
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.bundle.named_model import METADATA
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.files import read_json, write_json

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from dejavu_train.bundle.folder import named_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
 
@@ -11,8 +12,8 @@ from dejavu_train.errors import UserError
 class GenerationConfig:
     """Continuations of held-out prompts, dense and sparse, side by side."""
 
-    model: str = "checkpoints/opt-mini"
-    """Folder or hub id."""
+    model: str = ""
+    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle was made for."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     bundle: str = "checkpoints/demo/bundle"
@@ -63,6 +64,10 @@ class GenerationConfig:
     """Type of the weights."""
     seed: int = 0
     """Of sampling and of the order of documents."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", named_model(self.bundle))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""

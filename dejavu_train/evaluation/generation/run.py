@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import require_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.generation import measures
@@ -331,6 +332,7 @@ def table(rows: Sequence[GenerationRow]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, generate, write."""
     config = read_config(argv)
+    require_model(config.model, config.bundle)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
     bundle = Bundle.from_pretrained(config.bundle)

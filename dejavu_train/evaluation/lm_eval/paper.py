@@ -22,6 +22,7 @@ import transformers
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import named_model, require_model
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, read_config, versions
@@ -43,7 +44,7 @@ class PaperConfig:
     """Which tables, on which tasks.
 
     Attributes:
-        model: folder or hub id.
+        model: folder or hub id; empty: the one that the bundle was made for.
         bundle: folder or hub id.
         output: paper.json, fig7.svg and fig7.png go here.
         tables: some of table4, fig7, structures; each variant asks everything once.
@@ -62,7 +63,7 @@ class PaperConfig:
         seed: of the few-shot examples.
     """
 
-    model: str = "checkpoints/opt-mini"
+    model: str = ""
     bundle: str = "checkpoints/demo/bundle"
     output: str = "checkpoints/demo/paper"
     tables: tuple[str, ...] = TABLES
@@ -79,6 +80,10 @@ class PaperConfig:
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", named_model(self.bundle))
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
@@ -202,6 +207,7 @@ def table(rows: Sequence[PaperRow]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write paper.json and fig7."""
     config: PaperConfig = read_config(PaperConfig, argv, "The paper's tables that are about tasks.")
+    require_model(config.model, config.bundle)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
     transformers.utils.logging.disable_progress_bar()

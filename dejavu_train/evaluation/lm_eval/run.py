@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import named_model, require_model
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
 from dejavu_train.evaluation.lm_eval.tasks import (
@@ -44,7 +45,7 @@ class TasksConfig:
     """What is asked of which model; densities are means over the layers.
 
     Attributes:
-        model: folder or hub id.
+        model: folder or hub id; empty: the one that the bundle was made for.
         bundle: folder or hub id.
         output: results.json goes here.
         tasks: accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's.
@@ -65,7 +66,7 @@ class TasksConfig:
         seed: of the few-shot examples.
     """
 
-    model: str = "checkpoints/opt-mini"
+    model: str = ""
     bundle: str = "checkpoints/demo/bundle"
     output: str = "checkpoints/demo/tasks"
     tasks: tuple[str, ...] = tuple(TASKS)
@@ -84,6 +85,10 @@ class TasksConfig:
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", named_model(self.bundle))
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
@@ -182,6 +187,7 @@ def versions() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write."""
     config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
+    require_model(config.model, config.bundle)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
     transformers.utils.logging.disable_progress_bar()

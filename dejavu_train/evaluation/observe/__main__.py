@@ -8,6 +8,7 @@ from collections.abc import Sequence
 # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from dejavu_train.bundle.folder import require_model
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.observe.config import ObserveConfig
 from dejavu_train.parser import parse
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Everything the command does. Raises :class:`UserError` for what the user can mend."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     config = read_config(argv)
+    require_model(config.model, config.bundle)
     import torch  # these take seconds, in which a signal is heard already
     import transformers
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from dejavu_train.bundle.folder import named_model
 from dejavu_train.data.text import SETS
 from dejavu_train.errors import UserError
 
@@ -14,8 +15,8 @@ PARTS = (*PASS_PARTS, "selections", "predictors", "neighbours", "cost")
 class ObserveConfig:
     """What to observe of a dense model on held-out text, and of a bundle's predictors if there is one."""
 
-    model: str = "checkpoints/opt-mini"
-    """Folder or hub id."""
+    model: str = ""
+    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle was made for."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     bundle: str | None = "checkpoints/demo/bundle"
@@ -80,6 +81,10 @@ class ObserveConfig:
     """Type of the weights: float32, float16 or bfloat16."""
     seed: int = 0
     """Of what is drawn at random."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", named_model(self.bundle))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
