@@ -154,7 +154,7 @@ def configured(options: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
 
 
 def every_rival(
-    model: Any, weights: Sequence[MlpWeights], moments: Sequence[torch.Tensor], often: Sequence[torch.Tensor]
+    weights: Sequence[MlpWeights], moments: Sequence[torch.Tensor], often: Sequence[torch.Tensor]
 ) -> list[Rival]:
     ranks = sorted({min(rank, weights[0].fc1.shape[1]) for rank in RANKS})
     low_rank = [WhitenedSVD(weights, moments, rank) for rank in ranks]
@@ -177,7 +177,7 @@ def rivals(options: argparse.Namespace, flags: Sequence[str]) -> None:
     calibration = own_text("calibration", options.calibration_tokens)
     dense = [log_probabilities(model, calibration[0])]
     chosen = []
-    for rival in every_rival(model, MlpWeights.of(model), moments, often):
+    for rival in every_rival(MlpWeights.of(model), moments, often):
         began = time.perf_counter()
         calibrated = Calibration(model, rival, calibration, dense)
         for share in SHARES:

@@ -284,7 +284,7 @@ def _centres(x: Tensor, count: int, rounds: int = 20) -> Tensor:
     return centres
 
 
-def fresh_windows(options: argparse.Namespace, config: RunConfig, tokens: int) -> list[list[int]]:
+def fresh_windows(config: RunConfig, tokens: int) -> list[list[int]]:
     """Windows of text that the model writes for tuning alone, without activations."""
     sample = dataclasses.replace(config.text.sample, tokens=tokens, seed=MORE_SEED % MAX_SEED)
     run = dataclasses.replace(config, text=dataclasses.replace(config.text, sample=sample))
@@ -308,7 +308,7 @@ def tuned(
         settings["steps"] = options.steps
     windows = ShardReader(Path(config.output) / "activations", 0, "train").windows()
     if fresh:
-        windows = fresh_windows(options, config, options.tokens or fresh)
+        windows = fresh_windows(config, options.tokens or fresh)
     how = TuneConfig(**{"batch_tokens": 16_384, **settings})
     tuned, metrics = finetune(model, bundle.at(at_bytes(bundle, share)), windows, how, config.seed)
     print([f"{m['step']:.0f}: {m['nats']:.4f} at {100 * m['share']:.1f} %" for m in metrics], flush=True)

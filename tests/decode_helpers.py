@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
+from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -117,6 +118,25 @@ def random_bundle(
 
 
 @torch.no_grad()
+def mlp_ahead(bundle):
+    """A bundle of `lookahead=1` whose heads read their own site again, so that every layer can be fused."""
+    for (layer, target), spec in bundle.specs.items():
+        if target == "heads":
+            spec.site, spec.site_layer = "attn_in", layer
+    return bundle
+
+
+def rows_of(*lengths, seed=3, vocab=300) -> list[list[int]]:
+    """Token ids of rows of these lengths, each with </s> first."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[2, *torch.randint(3, vocab, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def reference_engine(model, bundle=None, **options) -> DecodeEngine:
+    """The engine in plain torch."""
+    return DecodeEngine(model, bundle, ops="reference", **options)
+
+
 def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
     """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, unselected units set to zero.
 

@@ -11,7 +11,7 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import OPTShape
-from kernels.dense.int4_batch import MOST
+from kernels.dense.int4_batch import MOST_TOKENS
 from kernels.lookahead.mlp_ahead import TILE_ROWS, TILED_FROM
 
 SLACK = 2**28  # kernels, graphs, and what the allocator rounds up
@@ -32,7 +32,7 @@ def scratch_bytes(shape: OPTShape, batch: int, packed: bool, packed_head: bool =
     rows meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes; of the LM head, which
     no prompt meets, the former."""
     steps = 4 * batch * ((2 * shape.n_layers + 1) * shape.d_model + shape.vocab_size)
-    rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > MOST else 0)
+    rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > MOST_TOKENS else 0)
     return steps + rows * shape.d_model
 
 

@@ -5,7 +5,7 @@
     attn_in[b, position[b]] = n[b]                          kept, so that skipped K/V can be computed later
     head i of row b is selected where <predictor[i], n[b]> + bias[i] > threshold; a tie or a NaN is not
 
-The selection is a `Selection` with one id a block: counts[i] = any row selects head i, row_bits[i] = which rows do.
+The selection is a `Selection` of which the kernels write row_bits alone: bit b of row_bits[i], row b selects head i.
 B rows, d model dimension, h heads, T positions of the cache. x (B, d) fp32; predictor (h, d); bias (h), threshold (1)
 fp32; position (B) int32; row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything; attn_in (B, T, d).
 """
@@ -17,6 +17,7 @@ import triton.language as tl
 from kernels.common.checks import check_device, check_shape
 from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.common.row_state import by_state, mask_by_state
 from kernels.dense.dense_gemv import normalised_pieces
 from kernels.mlp.select import Selection
 
@@ -32,8 +33,7 @@ def head_select_reference(
     if predictor is None:
         return
     logits = n.float() @ predictor.float().T + bias
-    state = row_state[:, None]
-    selection.set_mask(((logits > threshold) & (state > 0)) | (state == 2))
+    selection.set_mask(mask_by_state(logits > threshold, row_state))
 
 
 @triton.jit
@@ -58,7 +58,6 @@ def _head_select_kernel(
     row_state,
     attn_in,
     row_bits,
-    counts,
     capacity,
     B: tl.constexpr,
     D: tl.constexpr,
@@ -99,11 +98,9 @@ def _head_select_kernel(
             for j in tl.static_range(1, STEPS):
                 products += w[j].to(tl.float32) * n[j]
             logit = tl.sum(products, 0)
-            chosen = (((logit + offset) > limit) & (states[b] > 0)) | (states[b] == 2)
-            bits |= chosen.to(tl.int32) << b
+            bits |= by_state((logit + offset) > limit, states[b]).to(tl.int32) << b
     if HAS_PREDICTOR:
         tl.store(row_bits + head, bits)
-        tl.store(counts + head, tl.where(bits != 0, 1, 0))
 
 
 def head_select(
@@ -127,7 +124,6 @@ def head_select(
     check_shape("attn_in", attn_in, batch, attn_in.shape[1], d)
     check_shape("position", position, batch)
     if predictor is not None:
-        check_shape("counts", selection.counts, n_heads)
         check_shape("predictor", predictor, n_heads, d)
     block = column_block(d, WARPS)
     pdl = use_pdl(pdl, x.device)
@@ -142,7 +138,6 @@ def head_select(
         row_state,
         attn_in,
         selection.row_bits,
-        selection.counts,
         attn_in.shape[1],
         B=batch,
         D=d,
@@ -157,7 +152,7 @@ def head_select(
 
 
 def head_selection(n_heads: int, device: torch.device | str) -> Selection:
-    """An empty selection of heads as this kernel writes it: one id a block."""
+    """An empty selection of heads, one id a block; kernels write its row_bits alone."""
     selection = Selection.empty(n_heads, device, block=1)
     selection.ids.copy_(torch.arange(n_heads, dtype=torch.int32))
     return selection

@@ -30,7 +30,7 @@ from kernels.common.int4_tiles import split_words
 from kernels.common.lane_queue import ask, even_room, lane_queue, take
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
-from kernels.dense.int4_batch import MOST, int4_by_head
+from kernels.dense.int4_batch import MOST_TOKENS, int4_by_head
 from kernels.mlp.select import Selection
 
 ROWS = tl.constexpr(8)
@@ -257,7 +257,7 @@ def project_head_rows(
     check_shape("out", out, batch, d)
     require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
     if batch > 1:
-        if batch <= MOST:
+        if batch <= MOST_TOKENS:
             int4_by_head(mixed, weight, bias, residual, out, pdl)
         else:
             dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)

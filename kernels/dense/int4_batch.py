@@ -46,7 +46,7 @@ from kernels.common.int4_token_step import (
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
 
-MOST = 8  # tokens
+MOST_TOKENS = 8
 ROWS = 16  # of a step
 
 
@@ -103,7 +103,7 @@ def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: 
 
 def takes(weight: Tensor | Int4Rows, batch: int) -> TypeGuard[Int4Rows]:
     """Whether these kernels multiply so many tokens with this matrix."""
-    return isinstance(weight, Int4Rows) and batch <= MOST
+    return isinstance(weight, Int4Rows) and batch <= MOST_TOKENS
 
 
 @triton.jit
@@ -424,4 +424,4 @@ def int4_by_head(
 def _check_tokens(x: Tensor, batch: int, n: int) -> None:
     check_dtype("x", x, (torch.float16,))
     check_shape("x", x, batch, n)
-    require(1 <= batch <= MOST, f"{batch} tokens, expected 1 to {MOST}")
+    require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")

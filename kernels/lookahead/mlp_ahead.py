@@ -26,6 +26,7 @@ from kernels.common.lane_queue import as_it_comes
 from kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
 from kernels.common.launch import start_dependents, start_dependents_and_wait, sums_together, use_pdl, wait_for_started
 from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
+from kernels.common.row_state import by_state
 from kernels.mlp.codes import nibble_codes, stored_width
 from kernels.mlp.int4_mlp import int4_mlp_partials
 from kernels.mlp.predict import norm_sums
@@ -161,7 +162,7 @@ def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
 
 @triton.jit
 def _select_head(
-    head, residual, gain, rows, gains, shifts, bias, threshold, row_state, row_bits, counts, D: tl.constexpr,
+    head, residual, gain, rows, gains, shifts, bias, threshold, row_state, row_bits, D: tl.constexpr,
     BLOCK: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was."""
@@ -185,10 +186,9 @@ def _select_head(
     sums = sums_together((products, total, squares), 3)
     mean, rstd = mean_and_rstd(sums[1], sums[2], D, EPS)
     logit = rstd * (sums[0] - mean * gain_sum) + shift_sum + offset
-    chosen = (((logit > limit) & (state > 0)) | (state == 2)).to(tl.int32)
+    chosen = by_state(logit > limit, state).to(tl.int32)
     wait_for_started(PDL)
     tl.store(row_bits + head, chosen)
-    tl.store(counts + head, chosen)
 
 
 @triton.jit
@@ -211,7 +211,6 @@ def _add_ahead_kernel(
     threshold,
     row_state,
     row_bits,
-    counts,
     D: tl.constexpr,
     STRIPE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -226,7 +225,7 @@ def _add_ahead_kernel(
         if H > 0:
             _select_head(
                 stripe + H, residual, head_gain, head_rows, head_gains, head_shifts, head_bias, threshold, row_state,
-                row_bits, counts, D, BLOCK, EPS, PDL,
+                row_bits, D, BLOCK, EPS, PDL,
             )  # fmt: skip
     else:
         columns = stripe * STRIPE + tl.arange(0, STRIPE)
@@ -293,11 +292,11 @@ def _add_ahead(
         ahead.norm.moments,
         ahead.arrived,
         *(
-            (None,) * 9
+            (None,) * 8
             if heads is None
             else (
                 heads.ln.weight, heads.rows, *heads.sums, heads.bias, heads.threshold, heads.row_state,
-                heads.selection.row_bits, heads.selection.counts,
+                heads.selection.row_bits,
             )
         ),
         D=d,

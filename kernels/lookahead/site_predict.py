@@ -18,6 +18,7 @@ from kernels.attention.head_select import head_select_reference
 from kernels.common.checks import check_device, check_shape, require
 from kernels.common.launch import use_pdl
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.common.row_state import by_state
 from kernels.mlp.codes import CODE_TYPES, stored_width
 from kernels.mlp.predict import (
     norm_launch,
@@ -79,7 +80,6 @@ def _site_kernel(
     shifts,
     attn_in,
     row_bits,
-    counts,
     hidden,
     n_rows,
     eps,
@@ -104,9 +104,7 @@ def _site_kernel(
         )
         for r in tl.static_range(ROWS):
             row = pid * ROWS + r
-            chosen = ((((products[r] + offsets[r]) > limit) & (state > 0)) | (state == 2)).to(tl.int32)
-            tl.store(row_bits + row, chosen, mask=row < H)
-            tl.store(counts + row, chosen, mask=row < H)
+            tl.store(row_bits + row, by_state((products[r] + offsets[r]) > limit, state).to(tl.int32), mask=row < H)
     else:
         predicted_rows(
             pid, x, norm_weight, norm_bias, down, scale, gains, shifts, hidden, kept, n_rows, eps, D, BLOCK, ROWS,
@@ -161,7 +159,6 @@ def site_predict(
         *site.sums,
         attn_in,
         selection.row_bits,
-        selection.counts,
         hidden,
         rank,
         ln.eps,

@@ -25,9 +25,9 @@ from kernels.common.checks import check_tensor, require
 from kernels.common.int4_mma import int4_mma, tile_sums
 from kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
 from kernels.common.launch import programmatic, start_dependents_and_wait, wait_for_predecessor
-from kernels.mlp.select_batch import saturated, store_selection
+from kernels.mlp.select_batch import saturated, store_chosen_rows
 
-MOST = 8  # rows of a batch
+MOST_ROWS = 8  # of a batch
 MOST_WORDS = 96  # of a lane
 WARPS = 4  # of a program that selects
 DOWN_WARPS = 8
@@ -36,7 +36,7 @@ DOWN_WARPS = 8
 def takes(rows: int, rank: int, d: int) -> bool:
     """Whether these kernels predict for a batch of so many rows, with nibbles of a predictor of this rank."""
     up = 2 * word_vector(rank // 8) * -(-rank // (32 * word_vector(rank // 8)))
-    return 2 <= rows <= MOST and d % 8 == 0 and rank % 8 == 0 and up <= MOST_WORDS
+    return 2 <= rows <= MOST_ROWS and d % 8 == 0 and rank % 8 == 0 and up <= MOST_WORDS
 
 
 @triton.jit
@@ -175,6 +175,7 @@ def _select_nibbles_kernel(
         limit = tl.load(threshold_ptr)
     else:
         limit = threshold
+    state = None
     if row_state is not None:
         state = tl.load(row_state + b, mask=b < batch, other=0)[None, :]
     if PAIRED:
@@ -223,16 +224,9 @@ def _select_nibbles_kernel(
         both = tl.permute(tl.join(rounds[0], rounds[1]), (2, 0, 1))
         products = tl.reshape(both, (BLOCK, T))
     logits = products * scale[:, None] + offset[:, None]
-    valid = inside[:, None] & (b < batch)[None, :]
-    if logits_ptr is not None:
-        tl.store(logits_ptr + b[None, :].to(tl.int64) * n + rows[:, None], logits, mask=valid)
-    chosen = (logits > limit) & valid  # False for NaN
-    if row_state is not None:
-        chosen = (chosen & (state > 0)) | (valid & (state == 2))
-    bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
-    tl.store(row_bits + rows, bits, mask=inside)
-    some = (bits != 0).to(tl.int32)
-    store_selection(some, rows, tl.program_id(0), ids, counts, BLOCK)
+    some = store_chosen_rows(
+        logits, limit, state, b, rows, tl.program_id(0), ids, counts, row_bits, logits_ptr, n, batch, BLOCK
+    )
     if listed is not None:
         begin = tl.atomic_add(count, tl.sum(some, 0), sem="relaxed")
         place = begin + tl.cumsum(some, 0) - 1
@@ -266,7 +260,7 @@ def check_block(block: int) -> None:
     require(block in (lanes // 2, lanes), f"blocks of {block} neurons, expected {lanes // 2} or {lanes}")
 
 
-WANTED = f"2 to {MOST} rows, and a width and a rank that are multiples of 8"
+WANTED = f"2 to {MOST_ROWS} rows, and a width and a rank that are multiples of 8"
 
 
 def select_nibbles_batch(

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
 from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+from kernels.common.row_state import mask_by_state
 from kernels.mlp import nibbles_batch
 from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
 from kernels.mlp.predict import norm_sums, predict_down
@@ -149,10 +150,7 @@ def predict_select_reference(
     logits = predict_reference(x, predictor, ln)
     if top_k is not None:
         return top_k_mask(logits, top_k, row_state)
-    mask = logits > threshold
-    if row_state is not None:
-        mask = (mask & (row_state[:, None] > 0)) | (row_state[:, None] == 2)
-    return mask
+    return mask_by_state(logits > threshold, row_state)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -432,4 +430,4 @@ def top_k_mask(logits: Tensor, top_k: int, row_state: Tensor | None = None) -> T
     """(B, n) bool: the top_k largest logits of each row, ties to the lower index, NaN never."""
     order = torch.sort(logits.nan_to_num(nan=float("-inf")), dim=1, descending=True, stable=True).indices
     mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order[:, :top_k], True) & ~logits.isnan()
-    return mask if row_state is None else (mask & (row_state[:, None] > 0)) | (row_state[:, None] == 2)
+    return mask_by_state(mask, row_state)

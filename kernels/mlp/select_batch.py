@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.launch import wait_for_predecessor
+from kernels.common.row_state import by_state
 
 
 @triton.jit
@@ -36,10 +37,30 @@ def store_chosen(
     or None: one that is decoded sparsely."""
     chosen = (logits > limit) & inside  # False for NaN
     if state is not None:
-        chosen = (chosen & (state > 0)) | (inside & (state == 2))
+        chosen = by_state(chosen, state, inside)
     bits = chosen.to(tl.int32)
     tl.store(row_bits_ptr + rows, bits, mask=inside)
     store_selection(bits, rows, block_number, ids_ptr, counts_ptr, BLOCK)
+
+
+@triton.jit
+def store_chosen_rows(
+    logits, limit, state, b, rows, pid, ids_ptr, counts_ptr, row_bits_ptr, logits_ptr, n, batch, BLOCK: tl.constexpr
+):
+    """The same of several batch rows b by their logits (BLOCK, rows), which are stored unless logits_ptr is None; state
+    (1, rows) or None. Returns which neurons any row selects: (BLOCK,) int32 0/1."""
+    inside = rows < n
+    valid = inside[:, None] & (b < batch)[None, :]
+    if logits_ptr is not None:
+        tl.store(logits_ptr + b[None, :].to(tl.int64) * n + rows[:, None], logits, mask=valid)
+    chosen = (logits > limit) & valid  # False for NaN
+    if state is not None:
+        chosen = by_state(chosen, state, valid)
+    bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
+    tl.store(row_bits_ptr + rows, bits, mask=inside)
+    some = (bits != 0).to(tl.int32)
+    store_selection(some, rows, pid, ids_ptr, counts_ptr, BLOCK)
+    return some
 
 
 @triton.jit(do_not_specialize=["n", "batch"])
@@ -87,17 +108,13 @@ def select_batch_kernel(
         logits = logits * tl.load(up_scale_ptr + rows, mask=inside, other=0.0)[:, None]
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-    valid = inside[:, None] & (b < batch)[None, :]
-    if logits_ptr is not None:
-        tl.store(logits_ptr + b[None, :].to(tl.int64) * n + rows[:, None], logits, mask=valid)
     if threshold_ptr is not None:
         limit = tl.load(threshold_ptr)
     else:
         limit = threshold
-    chosen = (logits > limit) & valid
+    state = None
     if row_state_ptr is not None:
         state = tl.load(row_state_ptr + b, mask=b < batch, other=0)[None, :]
-        chosen = (chosen & (state > 0)) | (valid & (state == 2))
-    bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
-    tl.store(row_bits_ptr + rows, bits, mask=inside)
-    store_selection((bits != 0).to(tl.int32), rows, pid, ids_ptr, counts_ptr, BLOCK)
+    store_chosen_rows(
+        logits, limit, state, b, rows, pid, ids_ptr, counts_ptr, row_bits_ptr, logits_ptr, n, batch, BLOCK
+    )

@@ -125,7 +125,7 @@ def test_a_budget_is_met_on_the_calibration_text(made, index, monkeypatch):
     """Oracle, low rank, graph, GRIFFIN, TEAL: bytes as counted; more bytes, less divergence."""
     model, weights, moments, often, batches = made
     monkeypatch.setattr("benchmarks.frontier.RANKS", (4,))
-    rival = every_rival(model, weights, moments, often)[index]
+    rival = every_rival(weights, moments, often)[index]
     found = Calibration(model, rival, batches, [rivals.log_probabilities(model, batches[0])])
     nats = []
     for share in (0.35, 0.45):

@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
+from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import reference_engine as engine
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.dispatch import choose_execution, describe_execution, expected_union, heads_pay
@@ -20,15 +21,6 @@ from kernels.common.launch import sparse_pays
 @pytest.fixture(scope="module")
 def model():
     return random_opt()
-
-
-def rows_of(*lengths, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def engine(model, bundle=None, **options):
-    return DecodeEngine(model, bundle, ops="reference", **options)
 
 
 def test_dense_engine_generates_what_hugging_face_does(model):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
-from decode_helpers import masked_nll, random_bundle, random_opt
+from decode_helpers import masked_nll, mlp_ahead, random_bundle, random_opt, rows_of
 
 from dejavu_train import Guard
 from dejavu_train.engine.decode import DecodeEngine
@@ -26,19 +26,6 @@ NEAR = 5e-5  # a logit this close to its threshold may fall on either side: sums
 # Rows, half-blocks ahead, how.
 REPLAYS = ((1, 0, "stream"), (1, 1, "stream"), (1, 1, "fused"), (1, 1, "inline"), (4, 0, "stream"))
 SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (400, 5), 128: (384, 3)}
-
-
-def rows_of(*lengths, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def mlp_ahead(bundle):
-    """A bundle of `lookahead=1` whose heads read their own site again, so that every layer can be fused."""
-    for (layer, target), spec in bundle.specs.items():
-        if target == "heads":
-            spec.site, spec.site_layer = "attn_in", layer
-    return bundle
 
 
 def poison(engine):

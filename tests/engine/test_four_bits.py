@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
+from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import reference_engine as engine
 from four_bit_models import four_bits
 from int4_helpers import random_rows
 
@@ -26,15 +27,6 @@ from kernels.mlp.sparse_fc2 import partial_sums
 @pytest.fixture(scope="module")
 def model():
     return four_bits(random_opt())
-
-
-def rows_of(*lengths, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def engine(model, bundle=None, **options):
-    return DecodeEngine(model, bundle, ops="reference", **options)
 
 
 def test_codes_and_scales_are_the_models_own(model):

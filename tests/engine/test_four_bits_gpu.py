@@ -5,7 +5,7 @@ python -m pytest -m gpu tests/engine/test_four_bits_gpu.py
 
 import pytest
 import torch
-from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt
+from decode_helpers import masked_logits, masked_nll, mlp_ahead, random_bundle, random_opt, rows_of
 from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
@@ -18,19 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (640, 8), 128: (384, 3)}
-
-
-def rows_of(*lengths, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [[2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def mlp_ahead(bundle):
-    """A bundle of `lookahead=1` whose heads read their own site again, so that every layer can be fused."""
-    for (layer, target), spec in bundle.specs.items():
-        if target == "heads":
-            spec.site, spec.site_layer = "attn_in", layer
-    return bundle
 
 
 def poison(engine):

@@ -22,11 +22,6 @@ EVERY = 4
 BUNDLES = [{}, {"cascade": True}, {"lookahead": True, "means": True}, {"cascade": True, "lookahead": True}]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # the tensors are tiny
-
-
 @pytest.fixture(scope="module")
 def folder(tiny_opt):
     return str(tiny_opt)

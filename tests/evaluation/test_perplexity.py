@@ -20,11 +20,6 @@ from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model(tiny_opt):
     return load_opt(str(tiny_opt))

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from bundles import make_bundle
 from conftest import REPOSITORY, make_text
@@ -51,11 +50,6 @@ TEXT_KEYS = {
     "window",
     "pretrained_paragraphs",
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import functools
 
+import decode_helpers
 import pytest
 import torch
 from decode_helpers import masked_nll, random_bundle, random_opt
@@ -20,9 +22,7 @@ def model():
     return random_opt(d_model=32, n_heads=2, d_ffn=72, n_layers=2, vocab=60, positions=80)
 
 
-def rows_of(*lengths, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [[2, *torch.randint(3, 60, (n - 1,), generator=generator).tolist()] for n in lengths]
+rows_of = functools.partial(decode_helpers.rows_of, vocab=60)
 
 
 @pytest.mark.parametrize(

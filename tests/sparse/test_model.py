@@ -17,11 +17,6 @@ from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # the tensors are tiny
-
-
 @pytest.fixture(scope="module")
 def bundle(tiny_opt):
     return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)

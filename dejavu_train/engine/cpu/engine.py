@@ -102,9 +102,7 @@ class CpuEngine:
         self._command = np.zeros(8, np.int64)
         self._arguments = (self.weights.model, self.selectors, self.state, self.scratch, new_control(), self._command)
         self._seconds_per_step = CALL_SECONDS
-        started = time.perf_counter()
         prepare((*self._arguments, 0, self.threads))
-        self.start_seconds = time.perf_counter() - started
         for thread in range(1, self.threads):
             threading.Thread(
                 target=enter, args=(*self._arguments, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True

@@ -11,7 +11,6 @@ from kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
 
-ON_GPU = torch.cuda.is_available()
 NAN = float("nan")
 
 
