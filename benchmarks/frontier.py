@@ -55,6 +55,7 @@ from dejavu_train.evaluation.perplexity import (
     increase,
 )
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.pipeline import run as train
 from dejavu_train.pipeline import sampled
 from dejavu_train.predictors.metrics import total
@@ -207,8 +208,9 @@ def at_bytes(model: Any, bundle: Bundle, corpus: EvalCorpus, share: float, batch
         low, high = 0.001, 1.0
         for _ in range(40):
             density = (low + high) / 2
-            low, high = (density, high) if mlp_share(bundle.at(density)) < asked else (low, density)
-        measured = evaluate(model, bundle, corpus, [EvalSetting("predicted", density)], batch_tokens)[0].mlp_bytes
+            low, high = (density, high) if mlp_share(bundle.at(density), FLOAT16) < asked else (low, density)
+        asked_row = [EvalSetting("predicted", density)]
+        measured = evaluate(model, bundle, corpus, asked_row, batch_tokens, weights=FLOAT16)[0].mlp_bytes
         assert measured is not None
         if abs(measured / share - 1) < 0.005:
             break
@@ -241,7 +243,7 @@ def trained(options: argparse.Namespace, flags: Sequence[str]) -> None:
     settings += [EvalSetting("oracle", 1.0, heads) for heads in HEAD_DENSITIES]
     rows = Rows(options, device)
     for name, corpus in corpora(options, tokenizer):
-        scored = evaluate(model, bundle, corpus, settings, options.batch_tokens)
+        scored = evaluate(model, bundle, corpus, settings, options.batch_tokens, weights=FLOAT16)
         dense = scored[0].nats
         for quality in scored[1:]:
             setting = quality.row

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.rows import append_row, commit, five_digits
-from dejavu_train.bundle.allocation import cascade_bytes, head_bytes, mlp_bytes
+from dejavu_train.bundle.allocation import cascade_bytes, mlp_bytes
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.guard_config import Guard
@@ -35,6 +35,7 @@ from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.evaluation.perplexity import EvalCorpus, hold_out, increase
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.weight_format import FLOAT16
 
 WINDOW = 512
 
@@ -69,20 +70,21 @@ def score(engine: DecodeEngine, corpus: EvalCorpus) -> Pass:
 def mlp_reads(bundle: Bundle, found: dict[str, Any]) -> tuple[float, float]:
     """Bytes of all MLPs with their predictors at a sparse token and at a dense one, by the shares that were counted."""
     shape, sparse, dense = bundle.shape, 0.0, 0.0
-    whole = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
+    unit = FLOAT16.unit_bytes(shape)
+    whole = unit.dense(shape, "mlp")
     counted = {layer["layer"]: layer for layer in found["layers"] if layer["target"] == "mlp"}
     for i in range(shape.n_layers):
         spec = bundle.specs[i, "mlp"]
         if spec.dense:
             sparse, dense = sparse + whole, dense + whole
             continue
-        share, hits, sizes = counted[i], counted[i]["hits"], (shape.d_ffn, shape.d_model)
+        share, hits, sizes = counted[i], counted[i]["hits"], (shape.d_ffn, shape.d_model, unit)
         tested = 0.0
         if spec.kind == "cascade":
             rows = cascade_bytes(share["candidates"], share["selected"], hits, 1.0, *sizes)
             tested = cascade_bytes(share["candidates"], 0.0, 0.0, 1.0, *sizes)
         else:
-            rows = mlp_bytes(share["selected"], hits, 1.0, *sizes)
+            rows = mlp_bytes(share["selected"], hits, 1.0, shape.d_ffn, unit)
         sparse += predictor_bytes(spec) + rows
         dense += predictor_bytes(spec) + tested + whole
     return sparse, dense
@@ -93,7 +95,7 @@ def other_reads(bundle: Bundle, corpus: EvalCorpus) -> float:
     shape = bundle.shape
     lengths = [len(window) - 1 for window in corpus.windows]
     context = sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
-    per_layer = head_bytes(1.0, shape.n_heads, shape.head_dim, shape.d_model) + 4 * shape.d_model * context
+    per_layer = FLOAT16.unit_bytes(shape).dense(shape, "heads") + 4 * shape.d_model * context
     return shape.n_layers * per_layer + 2 * shape.vocab_size * shape.d_model
 
 
@@ -169,7 +171,7 @@ def write(
         "error": error,
         "bytes": total,
         "more_bytes": total / reference - 1,
-        "mlp_share": mlp / (shape.n_layers * mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)),
+        "mlp_share": mlp / (shape.n_layers * FLOAT16.unit_bytes(shape).dense(shape, "mlp")),
         "bundle_mass": promised,
         "retained_mass": found["retained_mass"],
         "late_mass": counted.late,

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.bundle.allocation import OperatingPoint, head_bytes, mlp_bytes, read_curve, spend
+from dejavu_train.bundle.allocation import OperatingPoint, mlp_bytes, read_curve, spend
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.calibration.curves import HEAD_GRID, HEAD_PROBES, MLP_GRID, LogitHistogram, spread_loss
 from dejavu_train.evaluation.perplexity import EvalBatch, window_nats
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram
+from dejavu_train.models.weight_format import UnitBytes
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
 PROMPT_SHARE = 0.5  # of a window that Griffin reads densely
@@ -91,7 +92,7 @@ class Rival:
     def expected_bytes(self, key: Key, density: float, recall: float, active: float) -> float:
         """Bytes per token at a point of a calibration curve; ``active``: share of neurons that are active."""
         f, d = self.weights[key[0]].fc1.shape
-        return self.fixed_bytes(key[0]) + mlp_bytes(density, recall, active, f, d)
+        return self.fixed_bytes(key[0]) + mlp_bytes(density, recall, active, f, UnitBytes(2.0 * d, 2.0 * d, 0.0))
 
     def read_bytes(self, key: Key, seen: Seen, keep: Tensor, threshold: float) -> Tensor:
         """(B, T): bytes read per position for the selection ``keep`` (B, T, n)."""
@@ -242,7 +243,7 @@ class OracleHeads(Rival):
 
     def expected_bytes(self, key: Key, density: float, recall: float, active: float) -> float:
         d = len(self.projections[key[0]])
-        return head_bytes(density, self.n_heads, d // self.n_heads, d)
+        return 8.0 * density * d * d
 
     def read_bytes(self, key: Key, seen: Seen, keep: Tensor, threshold: float) -> Tensor:
         return self.expected_bytes(key, 1.0, 1.0, 1.0) * keep.float().mean(-1)

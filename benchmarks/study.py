@@ -46,6 +46,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.files import read_sealed, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape, resolve_device
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.pipeline import open_writer, sampled
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 from dejavu_train.predictors.metrics import total
@@ -310,7 +311,7 @@ def tuned(
     if fresh:
         windows = fresh_windows(config, options.tokens or fresh)
     how = TuneConfig(**{"batch_tokens": 16_384, **settings})
-    tuned, metrics = finetune(model, bundle.at(at_bytes(bundle, share)), windows, how, config.seed)
+    tuned, metrics = finetune(model, bundle.at(at_bytes(bundle, share)), windows, how, FLOAT16, config.seed)
     print([f"{m['step']:.0f}: {m['nats']:.4f} at {100 * m['share']:.1f} %" for m in metrics], flush=True)
     for layer, predictor in tuned.items():
         tensors = {name: tensor.contiguous() for name, tensor in predictor.state_dict().items()}
@@ -346,7 +347,7 @@ def run_variant(options: argparse.Namespace, name: str, corpora: dict[str, EvalC
         measured = calibration.measure_curves(
             folder / "predictors", folders[0], settings, windows, lambda: model, str(device), targets=targets
         )
-        return calibration.choose(measured, settings)
+        return calibration.choose(measured, settings, FLOAT16)
 
     with experts_deployed(config.calibrate.dtype_of("mlp")):
         if variant.tune:

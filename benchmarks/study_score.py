@@ -20,6 +20,7 @@ from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.evaluation.perplexity import EvalBatch, EvalCorpus, _Meter, eval_batches, hold_out, increase
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.metrics import SelectionSums
 from dejavu_train.sparse.masked import masking
 
@@ -73,7 +74,7 @@ def score(
             if number == 0:
                 np.add.at(dense_nats, batch.document, own)
     for result in results.values():
-        result["bytes"] = measured_mlp_share(result["bundle"], result["sums"], result["candidates"])
+        result["bytes"] = measured_mlp_share(result["bundle"], result["sums"], FLOAT16, result["candidates"])
         result["increase"], result["error"] = increase(result["nats"], dense_nats, held.document_tokens)
     return results
 

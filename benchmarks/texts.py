@@ -33,6 +33,7 @@ from dejavu_train.data.text import INSTALLED_DOCS, Document, TextSource, load_do
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out, increase
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.pipeline import run as train
 from dejavu_train.predictors.metrics import total
 
@@ -168,7 +169,7 @@ def at_bytes(bundle: Bundle, share: float) -> float:
     low, high = 0.001, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if mlp_share(bundle.at(middle)) < share else (low, middle)
+        low, high = (middle, high) if mlp_share(bundle.at(middle), FLOAT16) < share else (low, middle)
     return low
 
 
@@ -216,7 +217,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     for name in (name for name in options.texts.split(",") if name not in before):
         documents: list[Document] = load_documents(TextSource(source=f"{options.data}/{name}.jsonl"))[0]
         corpus = hold_out(documents, tokenizer, WINDOW, options.tokens)
-        scored = evaluate(model, bundle, corpus, settings, options.batch_tokens)
+        scored = evaluate(model, bundle, corpus, settings, options.batch_tokens, weights=FLOAT16)
         dense = next(quality for quality in scored if quality.row.selection == "dense")
         for quality in scored:
             value, error = increase(quality.nats, dense.nats, corpus.document_tokens)

@@ -9,7 +9,8 @@ from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.models.shape import TARGETS, OPTShape, read_values
+from dejavu_train.models.weight_format import stored_format
 from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
 
 LOSSES = ("paper", "pos_weight", "contribution", "listwise", "regression", "log_contribution")  # in predictors.losses
@@ -242,13 +243,15 @@ class RunConfig:
         from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes  # import torch
         from dejavu_train.bundle.spec import PredictorSpec
 
-        least = 0.0 if self.heads.enabled else 8.0 * shape.d_model**2 * shape.n_layers
+        weights = stored_format(read_values(self.model, self.revision))
+        dense = weights.unit_bytes(shape).dense
+        least = 0.0 if self.heads.enabled else dense(shape, "heads") * shape.n_layers
         for layer, target in self.all_jobs(shape.n_layers):
             section, n_out = self.predictor(target), shape.units(target)
             site, rank, dtype = section.site(target, layer), section.rank_of(layer), self.calibrate.dtype_of(target)
             kind = section.describe(layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
             spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, kind, bias=section.bias, dtype=dtype)
-            least += min(predictor_bytes(spec), spec_bytes(spec, shape))
+            least += min(predictor_bytes(spec), spec_bytes(spec, shape, weights))
         if budget < least:
             raise UserError(
                 f"calibrate.budget {self.calibrate.budget} cannot be met: the predictors alone read {least:.4g} bytes;"

@@ -31,7 +31,8 @@ from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.models.shape import TARGETS, OPTShape, read_values
+from dejavu_train.models.weight_format import WeightFormat, stored_format
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
@@ -223,6 +224,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
         return measure_curves(folder, activations, config.calibrate, windows, load_model, device, asked, classes)
 
     folder = output / "predictors"
+    weights = stored_format(read_values(config.model, config.revision))
     if config.tune.steps:
         tuning = tune_stage(config)
         if not tuning.matches(stored_stage(output / "tuned")):
@@ -231,11 +233,11 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
                 settings = dataclasses.replace(
                     settings, mlp_density=config.tune.density, budget=None, retained_mass=None
                 )
-            finetune_all(config, output, jobs, choose(measure(folder), settings), tuning)
+            finetune_all(config, output, jobs, choose(measure(folder), settings, weights), tuning, weights)
         folder = output / "tuned"
     curves = curves_stage(config)
     measured = measured_before(config, curves) or measure(folder)
-    bundle = choose(measured, config.calibrate)
+    bundle = choose(measured, config.calibrate, weights)
     about: dict[str, Any] = {"stage": stage.to_json(), "curves": curves.to_json()}
     if config.tune.steps:
         about["untuned_layers"] = untuned = untuned_layers(folder, bundle)
@@ -254,7 +256,9 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
     log_summary(config, jobs)
 
 
-def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle, stage: Stage) -> None:
+def finetune_all(
+    config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle, stage: Stage, weights: WeightFormat
+) -> None:
     """Tune the neuron predictors of ``bundle`` in the model; ``tuned`` holds those, and the others as trained."""
     run = config.collect
     dtype = "bfloat16" if run.dtype == "float16" else run.dtype  # gradients of a divergence vanish in float16
@@ -262,7 +266,7 @@ def finetune_all(config: RunConfig, output: Path, jobs: Sequence[Job], bundle: B
     model = load_opt(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
     state = output / "tuning.ckpt"
-    tuned, metrics = finetune(model, bundle, windows, config.tune, config.seed, state)
+    tuned, metrics = finetune(model, bundle, windows, config.tune, weights, config.seed, state)
     folder = output / ".tmp-tuned"
     shutil.rmtree(folder, ignore_errors=True)
     for layer, target in jobs:

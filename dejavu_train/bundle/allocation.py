@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.weight_format import UnitBytes
 
 Curve = Mapping[str, Sequence[float]]
 Key = TypeVar("Key", bound=Hashable)
@@ -211,29 +212,26 @@ def density_choices(curve: Curve, floor: float, measured: bool) -> list[Operatin
     return points
 
 
-def mlp_bytes(
-    density: float, recall: float, active_density: float, n_units: int, d_model: int, weight_bytes: int = 2
-) -> float:
+def mlp_bytes(density: float, recall: float, active_density: float, n_units: int, unit: UnitBytes) -> float:
     """Bytes of fc1 and fc2 read per token: fc1 rows of selected neurons, fc2 rows of those that are also active."""
-    return weight_bytes * d_model * n_units * (density + min(density, recall * active_density))
+    return n_units * (density * unit.fc1 + min(density, recall * active_density) * unit.fc2)
 
 
 def cascade_bytes(
-    density: float, selected: float, recall: float, active_density: float, n_units: int, d_model: int
+    density: float, selected: float, recall: float, active_density: float, n_units: int, d_model: int, unit: UnitBytes
 ) -> float:
-    """Bytes of fc1 and fc2 that a cascade reads per token, 16 bits a weight.
+    """Bytes of fc1 and fc2 that a cascade reads per token. Its planes of fc1 have 16 bits, whatever the model has.
 
     Of the candidates (``density``) fc1's upper four bits, with a step and a threshold each; of what passes
     (``selected``) the other twelve, with a scale; fc2 as ever.
     """
-    candidates = density * (d_model / 2 + 8)
-    rest = selected * (1.5 * d_model + 4)
-    return n_units * (candidates + rest + 2 * d_model * min(selected, recall * active_density))
+    upper, rest = plane_bytes(d_model)
+    return n_units * (density * upper + selected * rest + min(selected, recall * active_density) * unit.fc2)
 
 
-def head_bytes(density: float, n_heads: int, head_dim: int, d_model: int, weight_bytes: int = 2) -> float:
-    """Bytes of the q, k, v and output projections of the selected heads."""
-    return 4.0 * weight_bytes * density * n_heads * head_dim * d_model
+def plane_bytes(d_model: int) -> tuple[float, float]:
+    """Of one neuron: fc1's upper plane with a step and a threshold, and its lower plane with a scale."""
+    return d_model / 2 + 8, 1.5 * d_model + 4
 
 
 def union_density(density: float, batch: int) -> float:

@@ -1,16 +1,18 @@
 """What a bundle reads per token, in bytes: predictors, the planes of a cascade, and the rows that are selected.
 
-Weights count 16 bits. fc2 rows are read of neurons that are selected and truly active. Counts are either expectations
-from the calibration curves (``spec_bytes``, ``mlp_share``) or taken from scored text (``measured_mlp_share``).
+Weights count in the format that they have. fc2 rows are read of neurons that are selected and truly active. Counts are
+either expectations from the calibration curves (``spec_bytes``, ``mlp_share``) or taken from scored text
+(``measured_mlp_share``).
 """
 
 import math
 from collections.abc import Mapping
 
-from dejavu_train.bundle.allocation import cascade_bytes, head_bytes, mlp_bytes, read_curve
+from dejavu_train.bundle.allocation import cascade_bytes, mlp_bytes, read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec, predictor_layout
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.models.shape import OPTShape
+from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.metrics import SelectionSums
 
 
@@ -20,47 +22,55 @@ def predictor_bytes(spec: PredictorSpec) -> float:
 
 
 def unit_bytes(
-    spec: PredictorSpec, shape: OPTShape, density: float, recall: float, selected: float | None = None
+    spec: PredictorSpec,
+    shape: OPTShape,
+    weights: WeightFormat,
+    density: float,
+    recall: float,
+    selected: float | None = None,
 ) -> float:
     """Bytes of the model's weights at ``density``; ``selected``: what passes the second stage of a cascade."""
+    unit = weights.unit_bytes(shape)
     if spec.target == "heads":
-        return head_bytes(density, shape.n_heads, shape.head_dim, shape.d_model)
+        return density * unit.dense(shape, "heads")
     active = 1.0 if density == 1.0 else (spec.active_density or 1.0)
     if selected is not None:
-        return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model)
-    return mlp_bytes(density, recall, active, shape.d_ffn, shape.d_model)
+        return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model, unit)
+    return mlp_bytes(density, recall, active, shape.d_ffn, unit)
 
 
-def spec_bytes(spec: PredictorSpec, shape: OPTShape) -> float:
+def spec_bytes(spec: PredictorSpec, shape: OPTShape, weights: WeightFormat) -> float:
     """Bytes of one (layer, target) as calibrated, its predictor included; of all its weights where it is dense."""
     if spec.dense:
-        return unit_bytes(spec, shape, 1.0, 1.0)
+        return unit_bytes(spec, shape, weights, 1.0, 1.0)
     selected = read_curve(spec.curve, spec.density)["selected"] if spec.kind == "cascade" else None
-    return predictor_bytes(spec) + unit_bytes(spec, shape, spec.density, spec.recall, selected)
+    return predictor_bytes(spec) + unit_bytes(spec, shape, weights, spec.density, spec.recall, selected)
 
 
-def mlp_share(bundle: Bundle) -> float:
+def mlp_share(bundle: Bundle, weights: WeightFormat) -> float:
     """Bytes of all MLPs with their predictors as calibrated, over those of the dense ones."""
     shape = bundle.shape
-    one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
-    read = (
-        spec_bytes(bundle.specs[i, "mlp"], shape) if (i, "mlp") in bundle.specs else one for i in range(shape.n_layers)
-    )
-    return sum(read) / (one * shape.n_layers)
+    one = weights.unit_bytes(shape).dense(shape, "mlp")
+    specs = [bundle.specs.get((layer, "mlp")) for layer in range(shape.n_layers)]
+    return sum(one if spec is None else spec_bytes(spec, shape, weights) for spec in specs) / (one * shape.n_layers)
 
 
 def measured_mlp_share(
-    bundle: Bundle, sums: Mapping[Key, SelectionSums], candidates: Mapping[int, int] | None = None
+    bundle: Bundle,
+    sums: Mapping[Key, SelectionSums],
+    weights: WeightFormat,
+    candidates: Mapping[int, int] | None = None,
 ) -> float:
     """Bytes of all MLPs with their predictors as counted on scored text, over those of the dense ones.
 
     Args:
         bundle: at the densities that were scored.
         sums: by (layer, ``mlp``) what was selected, and which of it was active, on the scored positions.
+        weights: format of the model's.
         candidates: by layer how many neurons passed the first stage of its cascade, over the same positions.
     """
-    shape = bundle.shape
-    one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model)
+    shape, unit = bundle.shape, weights.unit_bytes(bundle.shape)
+    one = unit.dense(shape, "mlp")
     read = 0.0
     for layer in range(shape.n_layers):
         spec, counted = bundle.specs.get((layer, "mlp")), sums[layer, "mlp"]
@@ -71,8 +81,8 @@ def measured_mlp_share(
         selected, recall, active = counted.density, counted.recall, counted.active_density
         if spec.kind == "cascade":
             share = (candidates or {})[layer] / float(counted.units)
-            rows = cascade_bytes(share, selected, recall, active, shape.d_ffn, shape.d_model)
+            rows = cascade_bytes(share, selected, recall, active, shape.d_ffn, shape.d_model, unit)
         else:
-            rows = mlp_bytes(selected, recall, active, shape.d_ffn, shape.d_model)
+            rows = mlp_bytes(selected, recall, active, shape.d_ffn, unit)
         read += predictor_bytes(spec) + rows
     return read / (one * shape.n_layers)

@@ -25,7 +25,6 @@ from dejavu_train.bundle.allocation import (
     allocate,
     density_for_mass,
     least_cost,
-    mlp_bytes,
     parse_budget,
     read_curve,
     spend,
@@ -42,6 +41,7 @@ from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increase
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.shape import TARGETS
+from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe
@@ -175,13 +175,15 @@ def measure_curves(
     return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, *kept)
 
 
-def choose(measured: Bundle, config: CalibrateConfig) -> Bundle:
+def choose(measured: Bundle, config: CalibrateConfig, weights: WeightFormat) -> Bundle:
     """A bundle with curves, calibrated or not, at the densities that ``config`` asks for.
 
+    Args:
+        weights: format of the model's, which a budget counts bytes in.
     Raises:
         UserError: a budget that cannot be met, or another value that cannot be meant.
     """
-    return measured.with_densities(choose_densities(measured, config), top_k=config.selection == "top_k")
+    return measured.with_densities(choose_densities(measured, config, weights), top_k=config.selection == "top_k")
 
 
 def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
@@ -230,7 +232,7 @@ def _sensitivities(
     return {key: spread_loss(densities[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
 
 
-def choose_densities(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float]:
+def choose_densities(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[Key, float]:
     """A density for every spec of a bundle with curves, as ``config`` asks.
 
     Raises:
@@ -238,7 +240,7 @@ def choose_densities(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float
     """
     densities: dict[Key, float] = {}
     if config.budget is not None:
-        return _within_budget(bundle, config)
+        return _within_budget(bundle, config, weights)
     for target, mean in (("mlp", config.mlp_density), ("heads", config.head_density)):
         layers = {layer: spec for (layer, t), spec in bundle.specs.items() if t == target}
         if not layers:
@@ -256,7 +258,7 @@ def choose_densities(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float
     return densities
 
 
-def _within_budget(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float]:
+def _within_budget(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[Key, float]:
     """Densities over layers and both targets by loss saved per byte; a layer that saves nothing stays dense.
 
     A dense layer reads no predictor, so density 1 is one more choice, not the end of the curve.
@@ -268,19 +270,19 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig) -> dict[Key, float]:
     for key, spec in bundle.specs.items():
         if "loss_increase" not in spec.curve:
             raise UserError("calibrate.budget needs sensitivities; set calibrate.sensitivity_tokens above 0")
-        dense_cost = unit_bytes(spec, shape, 1.0, 1.0)
+        dense_cost = unit_bytes(spec, shape, weights, 1.0, 1.0)
         points = [OperatingPoint(dense_cost, 0.0, 1.0, whole=True)]
         if not spec.keep_dense:
             for i, density in enumerate(spec.curve["density"]):
                 read = spec.curve["union"][i] if config.batch_size > 1 else density
                 passed = union_density(spec.curve["selected"][i], config.batch_size) if key in cascades else None
-                cost = predictor_bytes(spec) + unit_bytes(spec, shape, read, spec.curve["recall"][i], passed)
+                cost = predictor_bytes(spec) + unit_bytes(spec, shape, weights, read, spec.curve["recall"][i], passed)
                 if cost < dense_cost and density < 1.0:  # density 1 is the dense layer, which has no second stage
                     points.append(OperatingPoint(cost, spec.curve["loss_increase"][i], density))
         choices[key] = points
     for target in ("mlp", "heads"):
         if (0, target) not in bundle.specs:
-            one = mlp_bytes(1.0, 1.0, 1.0, shape.d_ffn, shape.d_model) if target == "mlp" else 8.0 * shape.d_model**2
+            one = weights.unit_bytes(shape).dense(shape, target)
             choices[-1, target] = [OperatingPoint(one * shape.n_layers, 0.0, 1.0)]
     if budget.bytes_per_token is not None:
         chosen = spend(choices, budget.bytes_per_token)

@@ -22,7 +22,8 @@ class CalibrateConfig:
     retained_mass: float | None = None
     """Instead of mlp_density: the share of the neurons' contribution that every layer keeps."""
     budget: str | None = None
-    """Instead of densities: bytes of blocks and predictors read per token (600kB), or a perplexity allowance (1%)."""
+    """Instead of densities: bytes of blocks and predictors read per token (600kB), of weights in the format in which
+    the model is stored, or a perplexity allowance (1%)."""
     selection: Literal["threshold", "top_k"] = "threshold"
     """A logit threshold (counts follow the token), or the same number of units for every token."""
     dense_layers: tuple[int, ...] = ()

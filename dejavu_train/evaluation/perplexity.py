@@ -28,6 +28,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.shape import TARGETS
+from dejavu_train.models.weight_format import WeightFormat, loaded_format
 from dejavu_train.predictors.metrics import SelectionSums
 from dejavu_train.sparse.masked import Select, masking
 
@@ -152,6 +153,7 @@ def evaluate(
     batch_tokens: int = 4096,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
+    weights: WeightFormat | None = None,
 ) -> list[EvalResult]:
     """Score every row on the held-out text.
 
@@ -162,8 +164,12 @@ def evaluate(
         batch_tokens: positions in one forward pass.
         seed: of the random selection.
         progress: called with the number of tokens after each of the ``passes(rows)`` passes over them.
+        weights: format in which the model's count as bytes; None: that which they have.
+    Raises:
+        UserError: logits that are not finite.
     """
-    evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress)
+    weights = weights or loaded_format(model)
+    evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress, weights)
     for batch in eval_batches(held, batch_tokens, model.device):
         evaluation.add(batch)
     return evaluation.result(rows)
@@ -218,8 +224,9 @@ class _Evaluation:
         n_documents: int,
         seed: int,
         progress: Callable[[int], object] | None,
+        weights: WeightFormat,
     ) -> None:
-        self.model, self.bundle = model, bundle
+        self.model, self.bundle, self.weights = model, bundle, weights
         self.scored = {row: EvalResult(row, np.zeros(n_documents), _no_sums(model)) for row in rows}
         self.selections = {row.selection for row in rows}
         self.groups: dict[tuple[float, float, int], dict[str, EvalSetting]] = {}
@@ -239,7 +246,7 @@ class _Evaluation:
         for row, quality in self.scored.items():
             if row.selection == "predicted":
                 moved = self.bundles[row.mlp_density, row.head_density]
-                quality.mlp_bytes = measured_mlp_share(moved, quality.sums, quality.candidates)
+                quality.mlp_bytes = measured_mlp_share(moved, quality.sums, self.weights, quality.candidates)
         return [self.scored[row] for row in rows]
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train import signals
-from dejavu_train.bundle.allocation import read_curve
+from dejavu_train.bundle.allocation import plane_bytes, read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share, predictor_bytes, spec_bytes
 from dejavu_train.bundle.selector import select
@@ -40,6 +40,7 @@ from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest
 from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED
@@ -101,7 +102,8 @@ def next_price(price: float, share: float, budget: float) -> float:
 class _Gates:
     """The differentiable counterpart of ``mask``: hooks that gate every layer's neurons and select its heads."""
 
-    def __init__(self, model: Any, bundle: Bundle, width: float) -> None:
+    def __init__(self, model: Any, bundle: Bundle, width: float, weights: WeightFormat) -> None:
+        self.unit = weights.unit_bytes(bundle.shape)
         self.blocks = decoder_layers(model)
         device = next(model.parameters()).device
         self.bundle, self.width = bundle, width
@@ -157,14 +159,14 @@ class _Gates:
         spec = self.bundle.specs[layer, "mlp"]
         logits = self.predictors[layer, "mlp"](sites[spec.site, spec.site_layer].float().to(activation.device))
         assert spec.threshold is not None
-        d = self.bundle.shape.d_model
         live = (activation > 0).to(activation.dtype)
         if layer in self.second_stages:
             passed = self._passed(self.second_stages[layer], sites["mlp_in", layer]).to(activation)
             activation = activation * passed
-            cost = (d / 2 + 8) + passed * ((1.5 * d + 4) + 2 * d * live)
+            upper, rest = plane_bytes(self.bundle.shape.d_model)
+            cost = upper + passed * (rest + self.unit.fc2 * live)
         else:
-            cost = 2 * d * (1 + live)
+            cost = self.unit.fc1 + self.unit.fc2 * live
         zero = activation.new_zeros(())
         out, spent = Gate.apply(activation, logits - spec.threshold, cost, zero, zero, self.width)
         self.spent.append(spent)
@@ -189,6 +191,7 @@ def finetune(
     bundle: Bundle,
     windows: Sequence[Sequence[int]],
     config: TuneConfig,
+    weights: WeightFormat,
     seed: int = 0,
     state_path: Path | None = None,
 ) -> tuple[dict[int, LowRankPredictor], list[dict[str, float]]]:
@@ -198,6 +201,7 @@ def finetune(
         model: the dense OPTForCausalLM in fp32, on the device where it is done; its weights are not changed.
         bundle: calibrated with thresholds; layers that it keeps dense stay so.
         windows: token ids of train documents; the longest ones of one length are used.
+        weights: format in which the model's are read where bytes are counted.
         seed: of the windows' order.
         state_path: where the state is kept while it is tuned, for the same call to go on from; None: nowhere.
     Returns: by layer the predictor in fp32 on the CPU, and metrics of some steps: step, nats, share of the MLPs' bytes.
@@ -218,7 +222,7 @@ def finetune(
     whole = [list(window) for window in windows if len(window) == length]
     was_grad = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
-    gates = _Gates(model, bundle, config.width)
+    gates = _Gates(model, bundle, config.width, weights)
     parameters = [parameter for predictor in gates.trained.values() for parameter in predictor.parameters()]
     optimiser = torch.optim.Adam(parameters, lr=config.learning_rate, betas=(0.9, 0.95))
     warm = max(1, config.steps // 20)
@@ -226,7 +230,7 @@ def finetune(
         optimiser, lambda step: min((step + 1) / warm, 1.0) * (1.0 - 0.95 * max(0, step - warm) / config.steps)
     )
     passes = max(1, round(config.tokens / max(config.batch_tokens, length)))
-    ledger = _Ledger(bundle, sparse)
+    ledger = _Ledger(bundle, sparse, weights)
     price = ledger.first_price() if config.price is None else config.price
     metrics: list[dict[str, float]] = []
     first = 0
@@ -287,13 +291,14 @@ def finetune(
 class _Ledger:
     """Bytes of the MLPs: of the dense ones, of what a tuned model reads whatever it selects, and of what was asked."""
 
-    def __init__(self, bundle: Bundle, sparse: Mapping[tuple[int, str], PredictorSpec]) -> None:
+    def __init__(self, bundle: Bundle, sparse: Mapping[tuple[int, str], PredictorSpec], weights: WeightFormat) -> None:
         shape = bundle.shape
-        self.shape, self.sparse = shape, sparse
-        self.dense = 4.0 * shape.d_model * shape.d_ffn * shape.n_layers
+        self.shape, self.sparse, self.weights = shape, sparse, weights
+        one = weights.unit_bytes(shape).dense(shape, "mlp")
+        self.dense = one * shape.n_layers
         self.fixed = sum(predictor_bytes(spec) for spec in sparse.values())
-        self.fixed += 4.0 * shape.d_model * shape.d_ffn * (shape.n_layers - len(sparse))
-        self.budget = mlp_share(bundle)
+        self.fixed += one * (shape.n_layers - len(sparse))
+        self.budget = mlp_share(bundle, weights)
 
     def first_price(self) -> float:
         """What the sensitivities say: nats saved by 15 % more density, per share of the bytes that it costs."""
@@ -304,7 +309,7 @@ class _Ledger:
             more = spec.at(min(0.99, 1.15 * spec.density))
             here, there = (read_curve(spec.curve, e.density)["loss_increase"] for e in (spec, more))
             saved += here - there
-            cost += spec_bytes(more, self.shape) - spec_bytes(spec, self.shape)
+            cost += spec_bytes(more, self.shape, self.weights) - spec_bytes(spec, self.shape, self.weights)
         return max(saved, 1e-6) * self.dense / max(cost, 1.0)
 
     def share(self, spent: float) -> float:

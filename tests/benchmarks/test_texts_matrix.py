@@ -10,6 +10,7 @@ from benchmarks import texts
 from benchmarks.texts import BYTES, RECIPES, at_bytes, rows_of
 from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.cli import parse_config
+from dejavu_train.models.weight_format import FLOAT16
 
 
 def commands():
@@ -35,7 +36,7 @@ def test_every_run_of_the_script_parses():
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_a_density_is_found_by_the_bytes_it_reads(tiny_opt, share):
     bundle = make_bundle(tiny_opt)
-    assert mlp_share(bundle.at(at_bytes(bundle, share))) == pytest.approx(share, rel=0.02)
+    assert mlp_share(bundle.at(at_bytes(bundle, share)), FLOAT16) == pytest.approx(share, rel=0.02)
     asked = [row.mlp_density for row in rows_of(bundle, "svd", False) if row.selection == "predicted"]
     assert asked == [at_bytes(bundle, share) for share in BYTES]
 
@@ -50,11 +51,11 @@ def test_interrupted_scoring_goes_on_behind_the_last_text(tiny_opt, tmp_path, mo
     monkeypatch.setattr(texts, "train", lambda config: None)
     evaluate, calls = texts.evaluate, []
 
-    def interrupted(*given):
+    def interrupted(*given, **options):
         calls.append(given)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return evaluate(*given)
+        return evaluate(*given, **options)
 
     monkeypatch.setattr(texts, "evaluate", interrupted)
     argv = ["run", f"--model={tiny_opt}", f"--data={tmp_path}", "--texts=one,two", f"--work={tmp_path / 'work'}"]

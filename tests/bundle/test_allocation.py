@@ -7,6 +7,7 @@ import pytest
 
 from dejavu_train.bundle import allocation as al
 from dejavu_train.errors import UserError
+from dejavu_train.models.weight_format import UnitBytes
 
 
 @dataclass
@@ -140,9 +141,11 @@ def test_density_for_mass_and_read_curve():
 
 def test_bytes_read():
     # 10 % of 8 neurons x 4 wide, of which those active (recall 0.5 x density 0.1) are read of fc2 too, fp16
-    assert al.mlp_bytes(0.1, 0.5, 0.1, 8, 4) == pytest.approx(2 * 4 * 8 * 0.15)
-    assert al.mlp_bytes(1.0, 1.0, 1.0, 8, 4) == 2 * 2 * 8 * 4
-    assert al.head_bytes(0.5, 4, 2, 8) == 0.5 * 4 * 8 * 8 * 2
+    unit = UnitBytes(2 * 4, 2 * 4, 0)
+    assert al.mlp_bytes(0.1, 0.5, 0.1, 8, unit) == pytest.approx(2 * 4 * 8 * 0.15)
+    assert al.mlp_bytes(1.0, 1.0, 1.0, 8, unit) == 2 * 2 * 8 * 4
+    # planes have 16 bits whatever fc2 has
+    assert al.cascade_bytes(0.5, 0.25, 0.5, 0.5, 8, 16, UnitBytes(9, 9, 0)) == 8 * (0.5 * 16 + 0.25 * 28 + 0.25 * 9)
     assert al.union_density(0.1, 2) == pytest.approx(0.19)
 
 

@@ -16,6 +16,7 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntr
 from dejavu_train.errors import UserError
 from dejavu_train.models.hooks import head_contribution, record
 from dejavu_train.models.opt import OPTShape, load_opt, weight_hash
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
 ROWS = 640
@@ -89,7 +90,8 @@ def calibrated(run, **changes):
     model, folder = run
     config = cal.CalibrateConfig(**{"sensitivity_tokens": 60, **changes})
     parts = (folder / "predictors", folder / "activations")
-    return cal.choose(cal.measure_curves(*parts, config, windows(), lambda: load_opt(model), device="cpu"), config)
+    measured = cal.measure_curves(*parts, config, windows(), lambda: load_opt(model), device="cpu")
+    return cal.choose(measured, config, FLOAT16)
 
 
 def measured_density(run, bundle, layer, target):
@@ -149,7 +151,7 @@ def test_retained_mass_top_k_and_dense_layers(run):
 
 
 def bytes_read(bundle):
-    return sum(spec_bytes(spec, bundle.shape) for spec in bundle.specs.values())
+    return sum(spec_bytes(spec, bundle.shape, FLOAT16) for spec in bundle.specs.values())
 
 
 def test_a_budget_in_bytes_is_kept_and_a_larger_one_loses_less(run):

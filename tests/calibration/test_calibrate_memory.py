@@ -18,6 +18,7 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntr
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.shape import read_shape
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 ROWS, LAYERS, WIDTH, FFN = 256, 32, 384, 1536
@@ -67,7 +68,7 @@ def under_a_cap(model, folder, calibrating, outcome):
         if calibrating:
             config = CalibrateConfig(mlp_density=0.2, sensitivity_tokens=0)
             parts = (folder / "predictors", folder / "activations")
-            bundle = choose(measure_curves(*parts, config, device="cpu", targets=["mlp"]), config)
+            bundle = choose(measure_curves(*parts, config, device="cpu", targets=["mlp"]), config, FLOAT16)
             assert len(bundle.specs) >= LAYERS
         else:
             load_opt(str(model), "float32")

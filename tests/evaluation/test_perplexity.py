@@ -16,6 +16,7 @@ from dejavu_train.evaluation.baselines import Given, keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out, increase, passes
 from dejavu_train.models.hooks import head_contribution, neuron_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -161,15 +162,21 @@ def test_bytes_are_counted_on_the_scored_tokens(model, tiny_opt, held):
         for layer in (0, 1):
             keep = alone(layer, "mlp", {("mlp_in", layer): seen[layer]["mlp_in"].view(1, -1, 48)})
             first_stage[layer] += int(keep[:, 16:].sum())
-    quality = evaluate(model, tested, held, [EvalSetting("predicted", 0.4, 1.0, 16)], batch_tokens=150)[0]
+    asked = [EvalSetting("predicted", 0.4, 1.0, 16)]
+    quality = evaluate(model, tested, held, asked, batch_tokens=150)[0]
     assert quality.candidates == first_stage
     tokens = sum(max(0, len(window) - 1 - 16) for window in held.windows)
-    read = sum(
-        predictor_bytes(moved.specs[i, "mlp"])
-        + (first_stage[i] * (48 / 2 + 8) + selected[i] * (1.5 * 48 + 4) + active[i] * 2 * 48) / tokens
-        for i in (0, 1)
-    )
-    assert quality.mlp_bytes == pytest.approx(read / (2 * 4 * 48 * 96))
+
+    def share(size):  # planes of fc1 have 16 bits whatever a weight has
+        read = sum(
+            predictor_bytes(moved.specs[i, "mlp"])
+            + (first_stage[i] * (48 / 2 + 8) + selected[i] * (1.5 * 48 + 4) + active[i] * size * 48) / tokens
+            for i in (0, 1)
+        )
+        return pytest.approx(read / (2 * 2 * size * 48 * 96))
+
+    assert quality.mlp_bytes == share(4)
+    assert evaluate(model, tested, held, asked, batch_tokens=150, weights=FLOAT16)[0].mlp_bytes == share(2)
 
 
 def test_only_sparse_positions_are_measured(model, bundle, held):

@@ -13,6 +13,7 @@ from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.training import finetune as module
 from dejavu_train.training.finetune import UNKNOWN_PRICE, Gate, _Ledger, finetune, next_price
 
@@ -63,9 +64,9 @@ def test_tuning_loses_less_at_the_same_bytes(folder, options):
     model = load_opt(str(folder))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = TuneConfig(steps=60, tokens=96, batch_tokens=96, learning_rate=3e-2, price=0.05)
-    made, metrics = finetune(model, bundle, windows(), config)
+    made, metrics = finetune(model, bundle, windows(), config, FLOAT16)
     assert metrics[-1]["nats"] < 0.9 * metrics[0]["nats"]
-    assert metrics[-1]["share"] < 1.15 * max(mlp_share(bundle), metrics[0]["share"])
+    assert metrics[-1]["share"] < 1.15 * max(mlp_share(bundle, FLOAT16), metrics[0]["share"])
     assert sorted(made) == [0, 1]
     assert not torch.equal(made[1].up, bundle.predictor(1, "mlp").up) and made[1].rounded_to is None
     for name, tensor in model.state_dict().items():
@@ -79,26 +80,26 @@ def test_what_cannot_be_tuned(folder):
         (bundle.at(0.3, 0.5, top_k=True), "needs thresholds"),
     ):
         with pytest.raises(UserError, match=message):
-            finetune(model, wrong, windows(), TuneConfig(steps=1))
+            finetune(model, wrong, windows(), TuneConfig(steps=1), FLOAT16)
     with pytest.raises(UserError, match="no windows"):
-        finetune(model, bundle.at(0.3), [], TuneConfig(steps=1))
+        finetune(model, bundle.at(0.3), [], TuneConfig(steps=1), FLOAT16)
     with pytest.raises(UserError, match="tune.width must lie above 0"):
         TuneConfig(width=0).check()
 
 
 def test_the_first_price_is_the_measured_slope(folder):
     bundle = make_bundle(folder).at(0.3)
-    assert _Ledger(bundle, {(0, "mlp"): bundle.specs[0, "mlp"]}).first_price() == UNKNOWN_PRICE
+    assert _Ledger(bundle, {(0, "mlp"): bundle.specs[0, "mlp"]}, FLOAT16).first_price() == UNKNOWN_PRICE
     for spec in bundle.specs.values():
         spec.curve["loss_increase"] = [1.0 - density for density in spec.curve["density"]]
-    ledger = _Ledger(bundle, {(i, "mlp"): bundle.specs[i, "mlp"] for i in range(2)})
+    ledger = _Ledger(bundle, {(i, "mlp"): bundle.specs[i, "mlp"] for i in range(2)}, FLOAT16)
     # a nat for all units of one layer; fc1 costs half of its bytes, fc2 less than the other half
     assert 2.0 < ledger.first_price() < 4.0
 
 
 def test_dense_layers_stay_dense(folder):
     bundle = make_bundle(folder).with_densities({(0, "mlp"): 1.0, (1, "mlp"): 0.4})
-    made, _ = finetune(load_opt(str(folder)), bundle, windows(), TuneConfig(steps=1, tokens=48))
+    made, _ = finetune(load_opt(str(folder)), bundle, windows(), TuneConfig(steps=1, tokens=48), FLOAT16)
     assert list(made) == [1]
 
 
@@ -106,7 +107,7 @@ def test_dense_layers_stay_dense(folder):
 def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, monkeypatch, how, caplog):
     bundle, model = make_bundle(folder, rank=8, dtype="int4").at(mlp_density=0.5), load_opt(str(folder))
     config = TuneConfig(steps=7, tokens=96, batch_tokens=48, learning_rate=3e-2)
-    expected, metrics = finetune(model, bundle, windows(), config)
+    expected, metrics = finetune(model, bundle, windows(), config, FLOAT16)
     path, passes = tmp_path / "tuning.ckpt", 0
     original = module._divergence
 
@@ -122,9 +123,9 @@ def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, mon
     monkeypatch.setattr(module, "_divergence", divergence)
     monkeypatch.setattr(module, "SAVE_SECONDS", -1.0 if how == "killed" else 60.0)
     with signals.heard(), pytest.raises(MemoryError if how == "killed" else signals.Interrupted):
-        finetune(model, bundle, windows(), config, state_path=path)
+        finetune(model, bundle, windows(), config, FLOAT16, state_path=path)
     caplog.set_level("INFO", logger="dejavu_train")
-    made, resumed = finetune(model, bundle, windows(), config, state_path=path)
+    made, resumed = finetune(model, bundle, windows(), config, FLOAT16, state_path=path)
     assert f"going on from step {4 if how == 'killed' else 5} of 7" in caplog.text
     assert resumed == metrics
     for layer, predictor in expected.items():
@@ -136,9 +137,9 @@ def test_a_state_of_other_settings_is_left_and_a_damaged_one_refused(folder, tmp
     bundle, model, path = make_bundle(folder).at(0.5), load_opt(str(folder)), tmp_path / "tuning.ckpt"
     monkeypatch.setattr(module, "SAVE_SECONDS", -1.0)
     caplog.set_level("INFO", logger="dejavu_train")
-    finetune(model, bundle, windows(), TuneConfig(steps=2, tokens=24), state_path=path)
-    finetune(model, bundle.at(0.4), windows(), TuneConfig(steps=1, tokens=24), state_path=path)
+    finetune(model, bundle, windows(), TuneConfig(steps=2, tokens=24), FLOAT16, state_path=path)
+    finetune(model, bundle.at(0.4), windows(), TuneConfig(steps=1, tokens=24), FLOAT16, state_path=path)
     assert "is of other settings" in caplog.text and "going on" not in caplog.text
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="is damaged .* delete it"):
-        finetune(model, bundle, windows(), TuneConfig(steps=1, tokens=24), state_path=path)
+        finetune(model, bundle, windows(), TuneConfig(steps=1, tokens=24), FLOAT16, state_path=path)

@@ -1,0 +1,68 @@
+"""How the weights of a model's layers lie in memory, and so what one unit of it costs to read. Without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dejavu_train.models.int4_sizes import MATRICES, row_sizes
+from dejavu_train.models.shape import INT4, OPTShape, quant_method
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of one unit's weights: a neuron's row of ``fc1`` and of ``fc2``, a ``head``'s part of its four matrices."""
+
+    fc1: float
+    fc2: float
+    head: float
+
+    def dense(self, shape: OPTShape, target: str) -> float:
+        """All units of ``target``, ``mlp`` or ``heads``, in one layer."""
+        return shape.d_ffn * (self.fc1 + self.fc2) if target == "mlp" else shape.n_heads * self.head
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Weights of ``bits`` each: numbers, or ``coded`` with an fp16 scale a group of columns, see ``int4_sizes``."""
+
+    name: str
+    bits: int
+    coded: bool = False
+
+    def unit_bytes(self, shape: OPTShape) -> UnitBytes:
+        """What one neuron and one head of this model cost.
+
+        Raises:
+            UserError: codes of widths that have no such form.
+        """
+        if not self.coded:
+            row = shape.d_model * self.bits / 8
+            return UnitBytes(row, row, 4 * shape.head_dim * row)
+        read = {part: replace(sizes, bits=self.bits).nbytes for part, sizes in row_sizes(shape).items()}
+        heads = sum(read[part] for part in MATRICES if part.startswith("self_attn."))
+        return UnitBytes(read["fc1"] / shape.d_ffn, read["fc2"] / shape.d_ffn, heads / shape.n_heads)
+
+
+FLOAT32, FLOAT16, BFLOAT16 = (
+    WeightFormat(name, bits) for name, bits in (("float32", 32), ("float16", 16), ("bfloat16", 16))
+)
+CODES4 = WeightFormat("4 bits", 4, coded=True)
+_NUMBERS = {weights.name: weights for weights in (FLOAT32, FLOAT16, BFLOAT16)}
+
+
+def stored_format(values: Mapping[str, Any]) -> WeightFormat:
+    """Of a model's folder, by its config.json; a float type of another name counts as float32, which loads it."""
+    if quant_method(values) == INT4:
+        return CODES4
+    named = str(values.get("dtype", values.get("torch_dtype"))).removeprefix("torch.")
+    return _NUMBERS.get(named, FLOAT32)
+
+
+def loaded_format(model: Any) -> WeightFormat:
+    """Of an ``OPTForCausalLM`` in memory: that of its layers."""
+    from dejavu_train.models.int4 import CodedLinear  # imports torch
+
+    fc1 = model.model.decoder.layers[0].fc1
+    if isinstance(fc1, CodedLinear):
+        return CODES4
+    return _NUMBERS[str(fc1.weight.dtype).removeprefix("torch.")]
