@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from dejavu_train.check import check, check_packages
+from dejavu_train.children import forget_launcher
 from dejavu_train.config import RunConfig
 from dejavu_train.parser import parse, take_check
 
@@ -29,6 +30,7 @@ def set_up_logging() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check what needs no model, and run; see :func:`dejavu_train.pipeline.run`."""
+    forget_launcher()
     arguments = sys.argv[1:] if argv is None else argv
     if "--trainer.help" in arguments:
         check_packages()

@@ -20,7 +20,7 @@ NOTHING_KEPT = "nothing was written, the same command begins anew"
 def exit_on_user_error(
     main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None, after_signal: str = BEGINS_ANEW
 ) -> int:
-    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 130 or 143.
+    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 128 + it.
 
     Args:
         after_signal: what the line after a signal says of the same command.
@@ -57,6 +57,8 @@ _REMEDIES = {
     errno.ELOOP: "its links go in a circle; choose another path",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENOMEM: "free some memory",
+    errno.ENOLCK: "its file system has no locks; choose a path on another one",
+    errno.ENOTSUP: "its file system cannot do that; choose a path on another one",
     errno.EIO: "the disk or the network does not answer; try again, or choose another path",
 }
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from dejavu_train.children import end_with_parent
 from dejavu_train.cli import parse_config, set_up_logging
 from dejavu_train.errors import GOES_ON, exit_on_user_error
 from dejavu_train.locks import claim
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         UserError: a configuration that cannot be read, shards or trainer arguments that are wrong.
     """
+    end_with_parent()
     path, layer, target, title, holds = sys.argv[1:] if argv is None else argv
     set_up_logging()
     config = parse_config(["--config", path])

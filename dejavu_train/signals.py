@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command in one way: what is being written is finished or taken back, then exit 130 or 143.
+"""SIGINT, SIGTERM and SIGHUP end a command in one way: what is written is finished or taken back, exit 128 + number.
 
 By default a signal raises :class:`Interrupted` where it arrives. What must end at a place of its own choosing, such as
 a training loop between two steps, defers it and asks ``pending``; a second signal is never deferred.
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-HEARD = (signal.SIGINT, signal.SIGTERM)
+HEARD = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 _deferring = 0
 _pending: int | None = None
 _raised: int | None = None

@@ -17,9 +17,10 @@ from conftest import REPOSITORY
 from small_runs import activations, flags, start_main
 
 from dejavu_train import signals
+from dejavu_train.children import PARENT, forget_launcher, run_child
 from dejavu_train.errors import BEGINS_ANEW, GOES_ON, UserError, exit_on_user_error
 from dejavu_train.signals import Interrupted, heard
-from dejavu_train.training.job import _run_child, job_folder
+from dejavu_train.training.job import job_folder
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def _sigint_is_not_ignored():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_is_one_line_and_a_code(number, code, capsys):
     before = signal.getsignal(number)
     assert exit_on_user_error(lambda argv: os.kill(os.getpid(), number)) == code
@@ -230,7 +231,7 @@ def test_children_end_with_their_parent(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=ask, daemon=True).start()
-        _run_child([sys.executable, "-c", CHILD, str(path)], dict(os.environ))
+        run_child([sys.executable, "-c", CHILD, str(path)], dict(os.environ))
 
     assert exit_on_user_error(main) == 143
     time.sleep(0.1)
@@ -240,6 +241,50 @@ def test_children_end_with_their_parent(tmp_path):
 @pytest.mark.parametrize("end, code", [("os.kill(os.getpid(), 15)", 143), ("sys.exit(130)", 130), ("sys.exit(2)", 2)])
 def test_how_a_child_ended_is_how_we_end(end, code):
     try:
-        assert exit_on_user_error(lambda argv: _run_child([sys.executable, "-c", f"import os, sys; {end}"], {})) == code
+        assert exit_on_user_error(lambda argv: run_child([sys.executable, "-c", f"import os, sys; {end}"], {})) == code
     except SystemExit as error:
         assert error.code == code == 2
+
+
+ORPHAN = """
+import os, sys, time
+from dejavu_train.children import end_with_parent
+end_with_parent()
+print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_ends_with_a_parent_that_was_killed(tmp_path):
+    path = tmp_path / "pid"
+    command = [sys.executable, "-c", ORPHAN, str(path)]
+    start = f"import os; from dejavu_train.children import run_child; run_child({command!r}, os.environ)"
+    parent = subprocess.Popen([sys.executable, "-c", start])
+    wait_for(lambda: path.exists() and path.read_text().strip(), parent)
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 10
+    while not gone(int(path.read_text())) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone(int(path.read_text()))
+
+
+def test_a_child_whose_parent_ended_before_it_began_ends(tmp_path):
+    path = tmp_path / "pid"
+    environment = os.environ | {PARENT: "4194304"}  # above all process numbers of Linux
+    child = subprocess.Popen([sys.executable, "-c", ORPHAN, str(path)], env=environment)
+    assert child.wait(30) == -signal.SIGTERM
+
+
+def test_ranks_of_a_launcher_are_forgotten(monkeypatch):
+    theirs = [
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "NODE_RANK",
+        "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+    ]  # fmt: skip
+    others = ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG", "MY_RANKING", "HF_HOME"]
+    for name in theirs + others:
+        monkeypatch.setenv(name, "1")
+    forget_launcher()
+    assert [name for name in theirs if name in os.environ] == []
+    assert all(name in os.environ for name in others)

@@ -18,13 +18,11 @@ import logging
 import os
 import pickle
 import shutil
-import signal
-import subprocess
 import sys
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dejavu_train import signals
+from dejavu_train.children import run_child
 from dejavu_train.config import RunConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
@@ -54,7 +53,6 @@ from dejavu_train.training.trainer import as_list, build_loggers, build_trainer,
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
-CHILD_SECONDS = 60.0  # a child has so long to save and end
 COVARIANCE_ROWS = 16_384
 Job = tuple[int, str]
 
@@ -142,34 +140,8 @@ def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
             ]
             root = str(Path(__file__).resolve().parents[2])  # wherever train.py was called from
             paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-            environment = os.environ | {"PYTHONPATH": paths}
-            _run_child(command, environment)
+            run_child(command, os.environ | {"PYTHONPATH": paths})
     return True
-
-
-def _run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a process and its own children to their end; they end with us, unless we are killed.
-
-    Raises:
-        SystemExit: with its code, where that is not 0.
-        Interrupted: it was ended by a signal.
-    """
-    child = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        code = child.wait()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(child.pid, signal.SIGTERM)
-            child.wait(CHILD_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        raise
-    number = -code if code < 0 else code - 128
-    if number in signals.HEARD:
-        raise signals.Interrupted(number)
-    if code:
-        raise SystemExit(code)
 
 
 def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:

@@ -44,6 +44,7 @@ REFUSED = {
     "limit_test_batches": "predictors are tested by infer.py",
     "limit_predict_batches": "predictors are tested by infer.py",
     "use_distributed_sampler": "the shards are split over the devices without one",
+    "num_nodes": "start an invocation on each machine, all on one output, each with its own --layers",
     "default_root_dir": "set output",
     "reload_dataloaders_every_n_epochs": "the shards stay the same",
 }
@@ -127,15 +128,15 @@ def _plain(value: Any) -> Any:
 
 def count_devices(trainer: dict[str, Any]) -> int:
     """How many processes a fit with these trainer arguments takes (0: several, their number unknown)."""
-    devices, nodes = trainer.get("devices", 1), int(trainer.get("num_nodes") or 1)
+    devices = trainer.get("devices", 1)
     if isinstance(devices, list):
-        return len(devices) * nodes
+        return len(devices)
     text = str(devices).strip()
     if text in ("auto", "-1"):
-        return max(1, torch.cuda.device_count()) * nodes if trainer.get("accelerator", "auto") != "cpu" else nodes
+        return max(1, torch.cuda.device_count()) if trainer.get("accelerator", "auto") != "cpu" else 1
     if "," in text:
-        return len([part for part in text.split(",") if part.strip()]) * nodes
-    return int(text) * nodes if text.isdigit() else 0
+        return len([part for part in text.split(",") if part.strip()])
+    return int(text) if text.isdigit() else 0
 
 
 def start_device(trainer: dict[str, Any]) -> torch.device:

@@ -32,7 +32,6 @@ def config(tiny_opt, text_file, tmp_path):
         ({"devices": "2"}, 2),
         ({"devices": [0, 3]}, 2),
         ({"devices": "0,1,2"}, 3),
-        ({"devices": 1, "num_nodes": 2}, 2),
         ({"devices": "auto", "accelerator": "cpu"}, 1),
         ({}, 1),
     ],
