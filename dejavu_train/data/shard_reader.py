@@ -21,8 +21,9 @@ from dejavu_train.data.shards import (
     ShardEntry,
     check_digest,
     chunk_rows,
-    first_line,
     layer_folder,
+    open_shard,
+    refuse_unreadable,
     shard_path,
     unpack_bits,
 )
@@ -128,7 +129,7 @@ class ShardReader:
         try:
             fill(result, to_read)
         except OSError as error:
-            raise UserError(f"a shard of layer {self.layer} is damaged ({error}); {COLLECT_AGAIN}") from None
+            refuse_unreadable(error, self._paths[0].parent, f"a shard of layer {self.layer} is damaged")
         return self._checked(result, name, self._paths[0].parent)
 
     def windows(self) -> list[list[int]]:
@@ -140,15 +141,14 @@ class ShardReader:
         try:
             return self._open(shard)[name]
         except (OSError, KeyError, RuntimeError) as error:
-            text = first_line(error)
-            raise UserError(f"the shard {self._paths[shard]} is damaged ({text}); {COLLECT_AGAIN}") from None
+            refuse_unreadable(error, self._paths[shard], f"the shard {self._paths[shard]} is damaged")
 
     def _read(self, shard: int, name: str, start: int, stop: int) -> Tensor:
         path = self._paths[shard]
         try:
             values = self._dataset(shard, name)[start:stop]
         except (OSError, RuntimeError) as error:
-            raise UserError(f"the shard {path} is damaged ({first_line(error)}); {COLLECT_AGAIN}") from None
+            refuse_unreadable(error, path, f"the shard {path} is damaged")
         return self._checked(torch.from_numpy(values), name, path)
 
     def _checked(self, tensor: Tensor, name: str, path: Path) -> Tensor:
@@ -162,7 +162,7 @@ class ShardReader:
         if self._owner != os.getpid():
             self._files, self._owner = {}, os.getpid()
         if shard not in self._files:
-            self._files[shard] = h5py.File(self._paths[shard], "r")
+            self._files[shard] = open_shard(self._paths[shard], "r")
         return self._files[shard]
 
     def close(self) -> None:
@@ -182,11 +182,11 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
     if not path.is_file():
         raise UserError(f"the shard {path} is missing; run train.py again, which collects what is missing")
     try:
-        with h5py.File(path, "r") as file:
+        with open_shard(path, "r") as file:
             found = dict(file.attrs)
             sizes = {name: len(file[name]) for name in ("attn_in", "mlp_in", "mlp_active", "head_norm", "document")}
     except (OSError, KeyError, RuntimeError) as error:
-        raise UserError(f"the shard {path} is truncated or damaged ({first_line(error)}); {COLLECT_AGAIN}") from None
+        refuse_unreadable(error, path, f"the shard {path} is truncated or damaged")
     if found.get("schema") != SCHEMA:
         raise UserError(f"the shard {path} has schema {found.get('schema')}, expected {SCHEMA}; {COLLECT_AGAIN}")
     if found.get("weight_hash") != manifest.weight_hash:

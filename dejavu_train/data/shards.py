@@ -13,9 +13,11 @@ Chunks are whole rows, about 1 MB of a hidden state, the same rows in every data
 
 import contextlib
 import dataclasses
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import h5py
 import numpy as np
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from dejavu_train.data.config import Storage
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_json
+from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, system_error, write_json
 from dejavu_train.models.opt import OPTShape
 
 MANIFEST, STATISTICS = "manifest.json", "statistics.json"
@@ -133,6 +135,39 @@ def shard_path(activations: str | Path, layer: int, index: int) -> Path:
     return layer_folder(activations, layer) / f"shard_{index:04d}.h5"
 
 
+def open_shard(path: str | Path, mode: Literal["r", "w"]) -> h5py.File:
+    """A shard's file, without HDF5's locks, which some file systems do not have: writers hold the folder instead
+    (locks.py), and a shard appears whole under its name.
+
+    Raises:
+        UserError: the environment asks for locks, and the file system has none.
+        OSError: what the system says; one without a number if the file is no HDF5 file or truncated.
+    """
+    try:
+        return h5py.File(path, mode, locking=False)
+    except OSError as error:
+        if "lock file" not in str(error):
+            raise
+        asked, reason = os.environ.get("HDF5_USE_FILE_LOCKING"), os.strerror(system_error(error) or errno.ENOLCK)
+        raise UserError(
+            f"HDF5 cannot lock {path} ({reason}), as HDF5_USE_FILE_LOCKING={asked} asks; set"
+            " HDF5_USE_FILE_LOCKING=FALSE, locks are not needed here"
+        ) from None
+
+
+def refuse_unreadable(error: Exception, path: Path, message: str) -> NoReturn:
+    """What to say of a file that could not be read: what the system refused, else that it is damaged (``message``).
+
+    Raises:
+        OSError: the system's error, of ``path``: the file is not to blame.
+        UserError: otherwise.
+    """
+    number = system_error(error)
+    if number not in (None, errno.ENOENT):
+        raise OSError(number, os.strerror(number), str(path)) from None
+    raise UserError(f"{message} ({first_line(error)}); {COLLECT_AGAIN}") from None
+
+
 def chunk_rows(d_model: int) -> int:
     """Rows of a chunk: the power of two that keeps a hidden state's chunk within 1 MB."""
     return max(16, 1 << (CHUNK_BYTES // (2 * d_model)).bit_length() - 1)
@@ -169,7 +204,7 @@ class ShardWriter:
         with contextlib.ExitStack() as opening:
             for layer in range(shape.n_layers):
                 path = opening.enter_context(replacing(shard_path(self._folder, layer, entry.index)))
-                file = opening.enter_context(h5py.File(path, "w"))
+                file = opening.enter_context(open_shard(path, "w"))
                 file.attrs.update(self._attributes(layer))
                 for name, (width, dtype) in self._datasets().items():
                     rows = min(chunk_rows(shape.d_model), entry.tokens)
@@ -259,7 +294,7 @@ class LayerWeights:
                 check_digest(activations, path)
                 return cls(**{name: file.get_tensor(name).float() for name in names})
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is missing or damaged ({first_line(error)}); {COLLECT_AGAIN}") from None
+            refuse_unreadable(error, path, f"{path} is missing or damaged")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,7 @@
+import errno
+import fcntl
 import json
+import os
 import shutil
 
 import h5py
@@ -111,6 +114,33 @@ def test_truncated_shard(copied):
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size // 2)
     refuse(copied, "shard_0001.h5", "truncated")
+
+
+def test_no_lock_of_the_file_system_is_taken(copied):
+    with open(shard_path(copied, 0, 1), "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # with HDF5's locks the shard could not be opened now
+        reader = ShardReader(copied, 0, "train")
+        assert len(reader.read("mlp_in", 0, reader.rows)) == reader.rows
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EROFS, errno.ENOTSUP])
+def test_locks_that_were_asked_for_and_are_not_there(copied, monkeypatch, number):
+    def refuses(*_, **__):
+        raise OSError(f"Unable to open file (unable to lock file, errno = {number}, error message = 'no')")
+
+    monkeypatch.setattr(h5py, "File", refuses)
+    monkeypatch.setenv("HDF5_USE_FILE_LOCKING", "TRUE")
+    refuse(copied, "cannot lock", os.strerror(number), "set HDF5_USE_FILE_LOCKING=FALSE")
+
+
+def test_a_shard_that_the_system_does_not_give_is_not_damaged(copied, monkeypatch):
+    def refuses(*_, **__):
+        raise OSError(errno.EIO, "Unable to open file (file read failed, errno = 5)")
+
+    monkeypatch.setattr(h5py, "File", refuses)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        ShardReader(copied, 0, "train")
+    assert caught.value.errno == errno.EIO and caught.value.filename.endswith(".h5")
 
 
 def test_shard_of_another_model(copied):
