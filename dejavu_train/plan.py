@@ -13,7 +13,7 @@ import torch
 from dejavu_train.config import RunConfig
 from dejavu_train.data.samples import CYCLE, TOKENS_ON_CPU, TOKENS_ON_GPU, SampleManifest
 from dejavu_train.data.shards import ActivationManifest
-from dejavu_train.data.text import SELF
+from dejavu_train.data.text import SELF, is_compressed
 from dejavu_train.models.opt import resolve_device, torch_dtype
 from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.pipeline import bundle_stage, checked
@@ -94,7 +94,7 @@ def expected_tokens(config: RunConfig) -> int | None:
         if (Path(config.model) / "samples.json").is_file():
             available = config.text.sample.tokens or SampleManifest.load(Path(config.model)).tokens
     elif isinstance(config.text.source, str) and Path(config.text.source).is_file():
-        if Path(config.text.source).suffix not in (".gz", ".xz") and config.text.documents is None:
+        if not is_compressed(config.text.source) and config.text.documents is None:
             available = Path(config.text.source).stat().st_size // BYTES_PER_TOKEN
     total = 0.0
     for name, share in shares.items():

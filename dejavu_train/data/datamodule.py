@@ -2,7 +2,8 @@
 
 Single random rows are what makes HDF5 slow, so whole blocks (chunks of rows) are drawn in random order, a pool of them
 is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
-shuffled sequence, so that all have the same number of batches and none waits for another.
+shuffled sequence, so that all have the same number of batches and none waits for another. What is read in order, for
+validation, is read whole: stretches differ by a row.
 
 Rows that fit into ``memory_gb`` are read once, by several threads, and kept on the training device: then a step is
 bound by neither disk nor bus.
@@ -58,12 +59,20 @@ class BlockShuffled(IterableDataset[RawBatch]):
         self.skip = 0  # batches of the first epoch that were trained on before a resume
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch, the same on every rank."""
-        return self._per_consumer() * self.workers
+        """Batches of this rank in an epoch, of shuffled ones the same on every rank."""
+        first = self.rank * self.workers
+        return sum(self._batches(consumer) for consumer in range(first, first + self.workers))
 
-    def _per_consumer(self) -> int:
-        rows = self.reader.rows // (self.world * self.workers)
-        return rows // self.batch_size if self.pool_blocks else -(-rows // self.batch_size)
+    def _stretch(self, consumer: int) -> tuple[int, int]:
+        """Where in the sequence of all rows those of a consumer begin and end."""
+        rows, consumers = self.reader.rows, self.world * self.workers
+        if self.pool_blocks:
+            rows -= rows % consumers
+        return consumer * rows // consumers, (consumer + 1) * rows // consumers
+
+    def _batches(self, consumer: int) -> int:
+        first, last = self._stretch(consumer)
+        return (last - first) // self.batch_size if self.pool_blocks else -(-(last - first) // self.batch_size)
 
     def row_ranges(self, consumer: int) -> list[tuple[int, int]]:
         """The row ranges of one consumer, in the order in which it reads them."""
@@ -71,8 +80,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         if self.pool_blocks:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(len(blocks))
             blocks = [blocks[i] for i in order]
-        quota = self.reader.rows // (self.world * self.workers)
-        first, last = consumer * quota, (consumer + 1) * quota
+        first, last = self._stretch(consumer)
         row_ranges, passed = [], 0
         for start, stop in blocks:
             low, high = max(first - passed, 0), min(last - passed, stop - start)
@@ -92,7 +100,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         self.epoch += 1
         own_skip = -(-(skip - turn) // self.workers)
         left: RawBatch = {}
-        yielded, limit = 0, self._per_consumer()
+        yielded, limit = 0, self._batches(consumer)
         step = self.pool_blocks or 8
         for first in range(0, len(row_ranges), step):
             began = time.perf_counter()

@@ -134,8 +134,18 @@ class TextSource:
         return sha256_file(self.file)
 
 
+def suffixes(path: str | Path) -> list[str]:
+    """The suffixes of a file's name, by which its kind is known, in small letters: A.JSONL.XZ is as a.jsonl.xz."""
+    return [suffix.lower() for suffix in Path(path).suffixes]
+
+
+def is_compressed(path: str | Path) -> bool:
+    """Whether a file's name says that it is compressed."""
+    return suffixes(path)[-1:] in ([".xz"], [".gz"])
+
+
 def _names_file(source: str) -> bool:
-    suffixed = Path(source).suffix in (".txt", ".jsonl", ".xz", ".gz")
+    suffixed = suffixes(source)[-1:] in ([".txt"], [".jsonl"], [".xz"], [".gz"])
     return Path(source).is_file() or suffixed or source.startswith((".", "/", "~"))
 
 
@@ -162,7 +172,7 @@ class TextManifest:
 
 def _read_local(path: Path, most: int = -1) -> str:
     """The text of a file; with ``most``, its whole lines among the first so many bytes."""
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix.lower(), open)
     try:
         with opener(path, "rb") as file:
             data = file.read(most)
@@ -215,7 +225,8 @@ def _local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
     text = _read_local(path, most)
     if not text.strip() and most < 0:
         raise UserError(f"the text file {path} is empty")
-    if ".jsonl" not in path.suffixes:
+    if ".jsonl" not in suffixes(path):
+        _warn_of_json(path, text)
         return cut_plain_text(text)
     documents = []
     for number, line in enumerate(text.split("\n")):  # JSON strings may hold the other characters that end lines
@@ -236,6 +247,13 @@ def _local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
         else:
             documents.append(Document(name, value))
     return documents
+
+
+def _warn_of_json(path: Path, text: str) -> None:
+    """Say so where every line of what is read as plain text begins and ends as a JSON object does."""
+    lines = [line for line in text[:100_000].split("\n")[:20] if line.strip()]
+    if lines and all(line.strip().startswith('{"') for line in lines) and lines[0].strip().endswith("}"):
+        logger.warning("%s is read as plain text, but looks like JSON lines; name it .jsonl to read it as such", path)
 
 
 def _has_surrogates(text: str) -> bool:

@@ -7,6 +7,7 @@ from dejavu_train.data.text import (
     SELF,
     Document,
     TextSource,
+    is_compressed,
     load_documents,
     read_beginning,
     read_paragraph_hashes,
@@ -32,7 +33,7 @@ def check_source(source: TextSource) -> list[Document] | None:
         path = Path(source.file)
         if not path.is_file():
             raise UserError(f"there is no text file {source.file}")
-        if source.source == SELF or path.stat().st_size > SMALL or path.suffix in (".gz", ".xz"):
+        if source.source == SELF or path.stat().st_size > SMALL or is_compressed(path):
             read_beginning(path, source.field, SMALL // 8)
             return None
         return load_documents(source)[0]

@@ -159,8 +159,8 @@ def name_texts(texts: Sequence[str]) -> dict[str, str]:
 
 def _default_name(source: str) -> str:
     path = Path(source)
-    if path.suffix not in _FILE_SUFFIXES:
+    if path.suffix.lower() not in _FILE_SUFFIXES:
         return path.stem if path.is_file() else source
-    while path.suffix in _FILE_SUFFIXES:
+    while path.suffix.lower() in _FILE_SUFFIXES:
         path = path.with_suffix("")
     return path.name

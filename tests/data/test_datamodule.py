@@ -1,4 +1,5 @@
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,27 @@ def test_ranks_and_workers_split_evenly(reader):
     assert not sum(map(Counter, parts), Counter()) - everything  # no row twice
     validation = [keys(dataset(reader, batch_size=70, pool_blocks=0, rank=rank, world=3)) for rank in range(3)]
     assert sum(map(Counter, validation), Counter()) == everything
+
+
+@pytest.mark.parametrize("world, workers", [(2, 1), (7, 1), (3, 2)])
+def test_all_rows_are_validated_whatever_the_ranks_and_training_stays_equal(reader, world, workers):
+    """12,000 rows and 11,999: neither rank counts nor remainders may lose a row."""
+    for rows in (12000, 11999):
+        for pool_blocks in (0, 2):
+            parts = [
+                dataset(reader, 70, pool_blocks=pool_blocks, rank=r, world=world, workers=workers) for r in range(world)
+            ]
+            for part in parts:
+                part.reader = SimpleNamespace(rows=rows, blocks=lambda rows=rows: [(0, 5000), (5000, rows)])
+            ranges = [part.row_ranges(r * workers + w) for r, part in enumerate(parts) for w in range(workers)]
+            read = sum(stop - start for each in ranges for start, stop in each)
+            if pool_blocks:
+                assert len({len(part) for part in parts}) == 1 and read == rows - rows % (world * workers)
+            else:
+                assert read == rows == len({row for each in ranges for span in each for row in range(*span)})
+                assert sum(len(part) for part in parts) == sum(
+                    -(-sum(stop - start for start, stop in each) // 70) for each in ranges
+                )
 
 
 def test_resident_rows_are_the_same_rows(reader):

@@ -96,11 +96,23 @@ def test_windows_score_every_token_once(tiny_opt):
 def test_jsonl_and_compressed_files(tmp_path):
     rows = [{"id": "first", "text": "one"}, {"text": "two"}]
     body = "\n".join(map(json.dumps, rows)).encode()
-    for name, opener in (("a.jsonl", open), ("b.jsonl.xz", lzma.open), ("c.jsonl.gz", gzip.open)):
+    kinds = [("a.jsonl", open), ("b.jsonl.xz", lzma.open), ("c.jsonl.gz", gzip.open)]
+    for name, opener in kinds + [(name.upper(), opener) for name, opener in kinds]:
         with opener(tmp_path / name, "wb") as file:
             file.write(body)
         documents, _ = load_documents(TextSource(source=str(tmp_path / name)))
         assert documents == [Document("first", "one"), Document("1", "two")]
+
+
+def test_json_lines_under_a_name_of_plain_text_are_said(tmp_path, caplog):
+    path = tmp_path / "a.TXT"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert len(load_documents(TextSource(source=str(path)))[0]) == 1
+    assert "a.TXT is read as plain text, but looks like JSON lines; name it .jsonl" in caplog.text
+    caplog.clear()
+    path.write_text("{a set}\n\nand prose\n")
+    load_documents(TextSource(source=str(path)))
+    assert not caplog.text
 
 
 def test_json_lines_end_at_newlines_only(tmp_path):
