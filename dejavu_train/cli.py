@@ -8,6 +8,9 @@ from dejavu_train.check import check, check_packages
 from dejavu_train.children import forget_launcher
 from dejavu_train.config import RunConfig
 from dejavu_train.parser import parse, take_check
+from dejavu_train.run_folder import saved_config
+
+logger = logging.getLogger(__name__)
 
 
 def parse_config(argv: Sequence[str] | None) -> RunConfig:
@@ -20,6 +23,19 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
         " whatever is missing; the same command goes on after an interruption. --check only looks for mistakes and"
         " prints what would be done.",
     )
+
+
+def with_saved(arguments: Sequence[str]) -> list[str]:
+    """The arguments, and before them the configuration of the run that lies in ``--output``, where they name that
+    folder and nothing that decides what is made."""
+    names = {argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")}
+    if "output" not in names or not names <= {"output", "layers", "targets"}:
+        return list(arguments)
+    path = saved_config(parse_config(arguments).output)
+    if path is None:
+        return list(arguments)
+    logger.info("going on with %s", path)
+    return ["--config", str(path), *arguments]
 
 
 def set_up_logging() -> None:
@@ -39,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_help()
         return
     only_check, arguments = take_check(arguments)
-    config = parse_config(arguments)
-    check(config)
     set_up_logging()
+    config = parse_config(with_saved(arguments))
+    check(config)
     if only_check:
         from dejavu_train.plan import print_plan  # imports torch and lightning, which takes seconds
 

@@ -23,7 +23,7 @@ from dejavu_train.check import check
 from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import LoadSets, check_same_text, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
-from dejavu_train.data.shard_reader import ShardReader
+from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
@@ -58,11 +58,12 @@ def run(config: RunConfig) -> None:
     Raises:
         UserError: a mistake in the configuration, or a folder that holds something else.
     """
+    given = config
     config, shape = checked(config)
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.
     stages = {target: train_stage(config, target) for target in TARGETS}
-    with claimed_folder(config) as resolved:
+    with claimed_folder(config, given) as resolved:
         _run(config, resolved, stages, config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers))
 
 
@@ -102,6 +103,7 @@ def _run(
     collect(
         config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
     )
+    say_what_density_holds(resolved, activations)
     began = time.monotonic()
     for number, job in enumerate(own, 1):
         title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
@@ -130,6 +132,20 @@ def _run(
                 logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, calibrated)
             finish(config, output, jobs, stage)
     print(f"bundle: {folder}")
+
+
+def say_what_density_holds(config: RunConfig, activations: Path) -> None:
+    """Warn where fewer neurons will be selected than are active in the mean: not even a perfect predictor finds all."""
+    density, active = config.mlp.density, active_densities(activations)
+    mean = sum(active) / len(active)
+    if config.mlp.enabled and density is not None and density < mean:
+        logger.warning(
+            "%.1f %% of the neurons are active, more than mlp.density %g can hold: recall is at most %.3f in the mean;"
+            " what counts is the retained mass, and a higher density keeps more of it",
+            100 * mean,
+            density,
+            density / mean,
+        )
 
 
 def bundle_stage(folder: Path, name: str = "stage") -> Any:

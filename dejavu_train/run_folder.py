@@ -1,6 +1,7 @@
 """Reads and writes ``run.json``, the description of an output folder, and keeps two different runs out of one folder.
 
 run.json        the stages as they were last asked for, and the densities that predictors were trained for
+config.yaml     the configuration that asked for them: ``train.py --output FOLDER`` goes on with it
 .holders/run    a file of every invocation for as long as it works; only invocations that agree hold it together
 """
 
@@ -10,19 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, read_sealed, write_json
+from dejavu_train.files import read_json, read_sealed, write_json, write_text
 from dejavu_train.locks import Held, claim
 from dejavu_train.models.shape import TARGETS
 from dejavu_train.stages import Stage, calibrate_stage, collect_stage, train_stage
 
 SCHEMA = 2
+CONFIG = "config.yaml"
 
 
 @contextlib.contextmanager
-def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
+def claimed_folder(config: RunConfig, given: RunConfig | None = None) -> Iterator[RunConfig]:
     """Hold the output folder for a run, and note in it what the run makes.
+
+    Args:
+        given: the configuration before anything of it was resolved, to be kept; None keeps ``config``.
 
     Yields the configuration with the densities filled in that predictors of the same settings were trained for before.
 
@@ -34,7 +41,7 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
     whole = calibrate_stage(config)
     try:
         with claim(output / ".holders" / "run", whole.identity, whole.to_json()):
-            yield _described(config, output, whole)
+            yield _described(config, given or config, output, whole)
     except Held as held:
         reason = whole.difference(held.holder.note)
         raise UserError(
@@ -42,11 +49,25 @@ def claimed_folder(config: RunConfig) -> Iterator[RunConfig]:
         ) from None
 
 
-def _described(config: RunConfig, output: Path, whole: Stage) -> RunConfig:
-    """Write ``run.json``, or refuse the folder; the configuration with its open densities filled in."""
+def saved_config(output: str | Path) -> Path | None:
+    """The file of the configuration of the run in a folder; None where there is none."""
+    path = Path(output) / CONFIG
+    return path if path.is_file() else None
+
+
+def _described(config: RunConfig, given: RunConfig, output: Path, whole: Stage) -> RunConfig:
+    """Write ``run.json`` and the configuration, or refuse the folder; the configuration with its open densities filled
+    in."""
     resolved, described = check_run_folder(config, whole)
     if _stored(output) != described:
         write_json(output / "run.json", described)
+    kept = given.to_json()
+    for name in ("layers", "targets"):  # of this invocation alone
+        del kept[name]
+    text = yaml.safe_dump(kept, sort_keys=False)
+    path = output / CONFIG
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
     return resolved
 
 
@@ -66,9 +87,10 @@ def check_run_folder(config: RunConfig, whole: Stage) -> tuple[RunConfig, dict[s
             f" {SCHEMA}: choose another --output or delete the folder; infer.py still reads its bundle"
         )
     if stored and has_output and not collect.matches(stored.get("collect")):
-        reason = collect.difference(stored.get("collect"))
+        reason, flags = collect.difference(stored.get("collect")), collect.flags_of(stored.get("collect"))
         raise UserError(
-            f"the folder {output} holds another run ({reason}); choose another --output or delete the folder"
+            f"the folder {output} holds another run ({reason}); choose another --output, or go on with what it had:"
+            f" {flags or 'restore the file'}"
         )
     densities = {target: _trained_density(config, target) for target in TARGETS}
     described = {

@@ -12,7 +12,8 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dejavu_train.config import RunConfig
@@ -45,14 +46,31 @@ class Stage:
         return isinstance(stored, dict) and stored.get("identity") == self.identity
 
     def difference(self, stored: Any) -> str:
-        """Why the stored stage is another one, in words: the first key that differs, or what it depends on."""
+        """Why the stored stage is another one, in words: all keys that differ, or what it depends on."""
         before = stored.get("keys") if isinstance(stored, dict) else None
         if not isinstance(before, dict):
             return "it was made by an older version"
-        for key in sorted({*before, *self.keys}):
-            if before.get(key) != self.keys.get(key):
-                return f"{key} was {before.get(key)} and is {self.keys.get(key)}"
-        return "what it depends on has changed"
+        keys = [key for key in sorted({*before, *self.keys}) if before.get(key) != self.keys.get(key)]
+        return difference_of(before, self.keys, keys) if keys else "what it depends on has changed"
+
+    def flags_of(self, stored: Any) -> str:
+        """What to type for the keys of the stored stage that differ; those that are no flags are left out."""
+        before = stored.get("keys") if isinstance(stored, dict) else {}
+        return " ".join(
+            f"--{key} {_typed(value)}"
+            for key, value in sorted(before.items())
+            if value != self.keys.get(key) and not key.endswith(".file_sha256")
+        )
+
+
+def difference_of(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """In words how two mappings differ in ``keys``."""
+    return "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in keys)
+
+
+def _typed(value: Any) -> str:
+    """A value as a flag takes it in a shell."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def collect_stage(config: RunConfig) -> Stage:

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags
 
 import dejavu_train.files as files
-from dejavu_train.cli import main, parse_config
+from dejavu_train.cli import main, parse_config, with_saved
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import calibrate_stage
@@ -163,7 +164,23 @@ def test_shards_of_another_model(run, capsys, collected, tmp_path):
 def test_an_output_of_another_run(run, capsys, collected):
     with claimed_folder(parse_config(run())):
         pass
-    fails(capsys, run("--collect.window=32"), "another run", "collect.window", "64", "32")
+    fails(
+        capsys,
+        run("--collect.window=32", "--seed=3", "--text.documents=60"),
+        "collect.window was 64 and is 32; seed was 0 and is 3; text.documents was None and is 60",
+        "go on with what it had: --collect.window 64 --seed 0 --text.documents null",
+    )
+
+
+def test_a_run_goes_on_from_its_folder_alone(run, collected):
+    config = parse_config(run("--mlp.ranks={1: 8}", "--layers=1", "--trainer.max_time=00:01:00:00"))
+    alone = ["--output", str(collected.parent)]
+    assert with_saved(alone) == alone
+    with claimed_folder(config):
+        pass
+    assert parse_config(with_saved(alone)) == dataclasses.replace(config, layers=None)
+    assert parse_config(with_saved([*alone, "--layers", "0"])) == dataclasses.replace(config, layers="0")
+    assert with_saved([*alone, "--seed=1"]) == [*alone, "--seed=1"]  # another run, and refused as one
 
 
 def test_a_run_of_an_earlier_version(run, capsys, collected):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 import math
@@ -15,14 +16,16 @@ from small_runs import activations, flags, start_main
 
 from dejavu_train import pipeline
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main
+from dejavu_train.cli import main, parse_config
+from dejavu_train.config import PredictorConfig
+from dejavu_train.data.shard_reader import active_densities
 from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.cli import main as infer_main
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.files import write_sealed
 from dejavu_train.models.opt import load_opt, load_tokenizer
-from dejavu_train.pipeline import table
+from dejavu_train.pipeline import say_what_density_holds, table
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,16 @@ def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished,
     write_sealed(output / "tuned" / "stage.json", {"layers": [1]})  # as where layer 0 was dense under the budget
     assert pipeline.untuned_layers(output / "tuned", bundle) == [0]
     assert pipeline.untuned_layers(output / "tuned", bundle.with_densities({(0, "mlp"): 1.0})) == []
+
+
+def test_a_density_that_cannot_hold_what_is_active_is_named(tiny_opt, text_file, caplog):
+    folder = activations(tiny_opt, text_file)
+    active = sum(active_densities(folder)) / 2
+    config = parse_config(flags(tiny_opt, text_file, folder.parent))
+    for density, most in ((active / 2, "recall is at most 0.500"), (active + 0.01, None)):
+        caplog.clear()
+        say_what_density_holds(dataclasses.replace(config, mlp=PredictorConfig(density=density)), folder)
+        assert most in caplog.text if most else not caplog.records
 
 
 def test_the_same_command_again_does_nothing(finished, tiny_opt, text_file, capsys):

@@ -51,6 +51,9 @@ def test_why_a_stage_is_made_anew():
     assert stage.matches(stage.to_json()) and not stage.matches(None) and not stage.matches({})
     other = tune_stage(dataclasses.replace(BASE, tune=TuneConfig(steps=4)))
     assert stage.difference(other.to_json()) == "tune.steps was 4 and is 3"
+    several = tune_stage(dataclasses.replace(BASE, tune=TuneConfig(steps=4, width=2.0)))
+    assert stage.difference(several.to_json()) == "tune.steps was 4 and is 3; tune.width was 2.0 and is 1.0"
+    assert stage.flags_of(several.to_json()) == "--tune.steps 4 --tune.width 2.0"
     deeper = tune_stage(dataclasses.replace(BASE, seed=1))
     assert stage.difference(deeper.to_json()) == "what it depends on has changed"
     assert "older version" in stage.difference({})

@@ -107,6 +107,7 @@ def _collect(
     shards: list[tuple[ShardEntry, list[Window]]] = []
     for number, set_name in enumerate(SETS):
         planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
+        _say_shortfall(set_name, sum(len(window.ids) for window in planned), config.budget(set_name))
         if set_name == "train":
             require_one_sequence(sum(len(window.ids) for window in planned), config.window, text.key)
         for windows_of_shard in plan_shards(planned, config.shard_tokens):
@@ -151,6 +152,18 @@ def _collect(
     return manifest
 
 
+def _say_shortfall(set_name: str, tokens: int, asked: int | None) -> None:
+    """Say where a text is shorter than what was asked for; a window that does not fit whole is no shortfall."""
+    if asked is not None and tokens < 0.95 * asked:
+        logger.info(
+            "the set %s has %d tokens, of the %d that collect.%s_tokens asks for: the text has no more",
+            set_name,
+            tokens,
+            asked,
+            set_name,
+        )
+
+
 def _check_same_request(
     existing: ActivationManifest, digest: str, cut_by: str, request: dict[str, Any], text: TextSource, activations: Path
 ) -> None:
@@ -168,9 +181,11 @@ def _check_same_request(
         )
     if existing.request != request or existing.text.get("source") != source:
         found, asked = {**existing.request, "source": existing.text.get("source")}, {**request, "source": source}
-        key = next(key for key in asked if asked[key] != found.get(key))
+        others = "; ".join(
+            f"{key} = {found.get(key)}, not {asked[key]}" for key in asked if asked[key] != found.get(key)
+        )
         raise UserError(
-            f"the activation shards in {activations} were collected with {key} = {found.get(key)}, not {asked[key]};"
+            f"the activation shards in {activations} were collected with {others};"
             " choose another output folder or delete this one"
         )
     check_same_text(existing.text, text, f"the activation shards in {activations} were collected")

@@ -105,13 +105,13 @@ def settings_of(config: SampleConfig, window: int) -> dict[str, Any]:
     return values
 
 
-def tokens_needed(config: SampleConfig, budgets: Sequence[tuple[str, int | None]], on_gpu: bool) -> int:
-    """How many tokens to sample, so that every set can hold its budget of ``collect.*_tokens``."""
+def tokens_needed(config: SampleConfig, budgets: Sequence[tuple[str, int | None]], on_gpu: bool) -> tuple[int, int]:
+    """How many tokens to sample, and how many every set would need to hold its budget of ``collect.*_tokens``."""
     if config.tokens is not None:
-        return config.tokens
+        return config.tokens, config.tokens
     most = TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU
     needs = [most if budget is None else -(-budget * len(CYCLE) // CYCLE.count(name)) for name, budget in budgets]
-    return min(most, max(needs))
+    return min(most, max(needs)), max(needs)
 
 
 def load_samples(
@@ -139,12 +139,15 @@ def load_samples(
     """
     config = source.sample
     settings = settings_of(config, window)
-    needed = tokens_needed(config, budgets, on_gpu)
+    needed, asked = tokens_needed(config, budgets, on_gpu)
     folder = _find(Path(model), weight_hash, settings, config.tokens)
     if folder is not None:
         manifest = SampleManifest.load(folder)
         rows = _read(folder, manifest)
     else:
+        if needed < asked:
+            where = "a GPU" if on_gpu else "a CPU"
+            logger.info("text: %d tokens on %s; --text.sample.tokens %d fills collect.*_tokens", needed, where, asked)
         key = hashlib.sha256(json.dumps([weight_hash, settings], sort_keys=True).encode()).hexdigest()[:16]
         folder = Path(source.cache) / f"self-{key}"
         with locked(folder / ".holders", f"another process is sampling into {folder}; waiting for it"):

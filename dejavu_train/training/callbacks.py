@@ -155,8 +155,20 @@ class Progress(Callback):
         self.on_train_end(trainer, pl_module)
 
 
+def most_recall(density: float, active_density: float) -> float:
+    """The recall of a perfect predictor: where fewer units are selected than are active, some must be missed.
+
+    >>> most_recall(0.05, 0.1), most_recall(0.2, 0.1), most_recall(0.2, 0.0)
+    (0.5, 1.0, 1.0)
+    """
+    return 1.0 if density >= active_density else density / active_density
+
+
 def metrics_line(metrics: Mapping[str, float]) -> str:
+    """Of one validation, for people."""
+    density = metrics["val/density"]
+    most = most_recall(density, metrics["val/active_density"])
     return (
-        f"recall {metrics['val/recall']:.4f}, retained mass {metrics['val/retained_mass']:.4f}"
-        f" at density {metrics['val/density']:.3f}"
+        f"recall {metrics['val/recall']:.4f} of at most {most:.4f}, retained mass {metrics['val/retained_mass']:.4f}"
+        f" at density {density:.3f}"
     )

@@ -46,9 +46,10 @@ from dejavu_train.locks import Held, claim, ours
 from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.stages import Stage
 from dejavu_train.training.build import make_predictor
-from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line
+from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line, most_recall
 from dejavu_train.training.lit_predictor import LitPredictor
-from dejavu_train.training.trainer import as_list, build_loggers, build_trainer, count_devices, quiet, start_device
+from dejavu_train.training.loggers import SUMMARY, as_list, build_loggers
+from dejavu_train.training.trainer import build_trainer, count_devices, quiet, start_device
 
 logger = logging.getLogger(__name__)
 
@@ -321,21 +322,34 @@ def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], li
         "active",
         "density",
         "recall",
+        "at most",
         "precision",
         "retained mass",
         "steps",
         "seconds",
     ]
     columns += ["loader rows/s", "step rows/s"]
-    names = ["active_density", "density", "recall", "precision", "retained_mass", "steps", "seconds"]
+    names = ["active_density", "density", "recall", "at_most", "precision", "retained_mass", "steps", "seconds"]
     rows = []
     for job in jobs:
         if has_predictor(output, job):
             metadata = read_sealed(job_folder(output, job) / "predictor.json", "a finished predictor")
-            metrics = metadata["metrics"]
+            metrics = dict(metadata["metrics"])
+            metrics["at_most"] = most_recall(metrics["density"], metrics["active_density"])
             rates = [metrics["loader_rows_per_s"], metrics["step_rows_per_s"]]
             rows.append([job[0], job[1], metadata["rank"], *(metrics[name] for name in names), *rates])
     return columns, rows
+
+
+def mean_metrics(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """The means over the layers of what a predictor is judged by, as ``mlp/recall``."""
+    table = [dict(zip(columns, row, strict=True)) for row in rows]
+    return {
+        f"{target}/{name.replace(' ', '_')}": sum(row[name] for row in own) / len(own)
+        for target in ("mlp", "heads")
+        if (own := [row for row in table if row["target"] == target])
+        for name in ("recall", "precision", "retained mass")
+    }
 
 
 def log_summary(config: RunConfig, jobs: Sequence[Job]) -> None:
@@ -344,6 +358,7 @@ def log_summary(config: RunConfig, jobs: Sequence[Job]) -> None:
     if entries:
         columns, rows = summary_rows(config.output, jobs)
         with quiet():
-            for each in build_loggers(config, entries, Path(config.output) / "predictors", "summary")[1:]:
+            for each in build_loggers(config, entries, Path(config.output) / "predictors", SUMMARY)[1:]:
                 each.log_table("predictors", columns, rows)
+                each.log_metrics(mean_metrics(columns, rows))  # what a sweep can compare
                 each.experiment.finish()

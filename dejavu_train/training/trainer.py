@@ -7,7 +7,6 @@ signature read it, so that a mistake elsewhere is reported before Lightning, whi
 import contextlib
 import copy
 import difflib
-import importlib
 import inspect
 import logging
 import os
@@ -21,14 +20,13 @@ import lightning
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.parser import WRONG_VALUE, Parser
-from dejavu_train.stages import trained_identity
 from dejavu_train.training.callbacks import AtomicCheckpointIO
+from dejavu_train.training.loggers import as_list, build_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -187,55 +185,6 @@ def _made(arguments: dict[str, Any], **ours: Any) -> lightning.Trainer:
         return lightning.Trainer(**arguments, **ours)
     except TypeError as error:  # so Lightning refuses a number of devices
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
-
-
-def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -> list[Any]:
-    """CSV always, and the loggers of the configuration, each with run, group and folder where it takes them."""
-    use_wandb_offline_without_key()
-    group = f"{Path(config.output).name}-{trained_identity(config)[:8]}"
-    loggers: list[Any] = [CSVLogger(folder, "csv")]
-    for entry in as_list(configured):
-        if entry["class_path"].endswith("CSVLogger"):
-            continue  # CSV is there anyway
-        module_name, _, class_name = entry["class_path"].rpartition(".")
-        try:
-            kind = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"trainer.logger: there is no {entry['class_path']} ({error})") from None
-        parameters = inspect.signature(kind.__init__).parameters
-        given = dict(entry.get("init_args") or {})
-        for key, value in list(given.items()):
-            if key not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-                raise UserError(f"trainer.logger: {class_name} has no argument {key}")
-            if key in parameters and value == parameters[key].default:
-                del given[key]  # so that ours goes before a default that was written out
-        known = {"save_dir": config.output, "name": name}
-        if class_name == "WandbLogger":  # the id lets a resumed job go on with its run
-            known |= {"id": f"{group}-{name}", "group": group}
-        for key, value in known.items():
-            if key in parameters or class_name == "WandbLogger":
-                given.setdefault(key, value)
-        Path(config.output).mkdir(parents=True, exist_ok=True)
-        built = kind(**given, **(entry.get("dict_kwargs") or {}))
-        # Lightning hands wandb a setting that wandb warns about, once per job.
-        getattr(built, "_wandb_init", {}).pop("anonymous", None)
-        loggers.append(built)
-    return loggers
-
-
-def use_wandb_offline_without_key() -> None:
-    """Without a key wandb would ask for one; a run that nobody watches must not wait."""
-    os.environ.setdefault("WANDB_SILENT", "true")
-    netrc = Path.home() / ".netrc"
-    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb.ai" in netrc.read_text(errors="ignore"))
-    if not has_key:
-        os.environ.setdefault("WANDB_MODE", "offline")
-
-
-def as_list(value: Any) -> list[Any]:
-    if value is None or isinstance(value, bool):
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _build(value: Any) -> Any:

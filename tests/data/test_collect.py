@@ -8,7 +8,7 @@ from small_runs import COLLECT, activations
 
 import dejavu_train.data.collect as collect_module
 import dejavu_train.files as files
-from dejavu_train.data.collect import collect
+from dejavu_train.data.collect import _say_shortfall, collect
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
@@ -172,3 +172,13 @@ def test_other_sizes(tmp_path, text_file, sizes):
     reader = ShardReader(tmp_path / "a", 1, "train")
     assert reader.read("mlp_in", 0, 300).shape == (300, sizes["hidden_size"])
     assert reader.read("mlp_active", 0, 300).shape == (300, sizes.get("ffn_dim", 96))
+
+
+def test_a_text_that_is_shorter_than_what_was_asked_for_is_said(caplog):
+    caplog.set_level("INFO")
+    _say_shortfall("train", 90, 100)
+    assert "the set train has 90 tokens, of the 100 that collect.train_tokens asks for" in caplog.text
+    caplog.clear()
+    _say_shortfall("train", 96, 100)
+    _say_shortfall("val", 96, None)
+    assert not caplog.text

@@ -84,10 +84,10 @@ def test_rows_become_documents_in_disjoint_sets():
 
 def test_how_many_tokens_are_sampled():
     budgets = [("train", 8800), ("val", 400), ("calibration", 8000)]
-    assert tokens_needed(SampleConfig(tokens=77), budgets, True) == 77
-    assert tokens_needed(SampleConfig(), budgets, True) == 100_000  # 8,000 are 2 of 25 parts
-    assert tokens_needed(SampleConfig(), BUDGETS, True) == 1_000_000
-    assert tokens_needed(SampleConfig(), BUDGETS, False) == 200_000
+    assert tokens_needed(SampleConfig(tokens=77), budgets, True) == (77, 77)
+    assert tokens_needed(SampleConfig(), budgets, True) == (100_000, 100_000)  # 8,000 are 2 of 25 parts
+    assert tokens_needed(SampleConfig(), BUDGETS, True)[0] == 1_000_000
+    assert tokens_needed(SampleConfig(), BUDGETS, False)[0] == 200_000
     assert set(CYCLE) == {"train", "val", "calibration"}
 
 

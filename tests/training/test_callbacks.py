@@ -8,7 +8,7 @@ from small_runs import activations
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast
+from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast, metrics_line
 from dejavu_train.training.lit_predictor import LitPredictor
 
 
@@ -85,3 +85,9 @@ def test_rates_count_rows(fit):
     rates = Rates(0)
     fit(rates)
     assert rates.rows == 8 * 64 and rates.loader > 0 and rates.step > 0
+
+
+def test_the_line_of_a_validation_says_the_most_that_recall_can_be():
+    metrics = {"val/recall": 0.337, "val/retained_mass": 0.9, "val/density": 0.05, "val/active_density": 0.148}
+    assert metrics_line(metrics) == "recall 0.3370 of at most 0.3378, retained mass 0.9000 at density 0.050"
+    assert " of at most 1.0000," in metrics_line(metrics | {"val/density": 0.2})

@@ -129,7 +129,7 @@ def test_extra_callbacks_and_look_ahead(config, tmp_path):
 
 def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
     pytest.importorskip("wandb")
-    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     run = config("--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project=test")

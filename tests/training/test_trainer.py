@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 import json
 import os
@@ -10,13 +11,12 @@ from small_runs import flags
 from dejavu_train.cli import main, parse_config
 from dejavu_train.errors import UserError
 from dejavu_train.stages import trained_identity
+from dejavu_train.training.loggers import build_loggers, clean_id, use_wandb_offline_without_key
 from dejavu_train.training.trainer import (
     REFUSED,
-    build_loggers,
     build_trainer,
     count_devices,
     resolved_arguments,
-    use_wandb_offline_without_key,
 )
 
 
@@ -58,6 +58,58 @@ def test_loggers_know_run_group_and_folder(config, tmp_path, monkeypatch):
     assert made["group"] == f"run-{trained_identity(run)[:8]}" and made["id"] == f"{made['group']}-layer-00-mlp"
 
 
+WANDB = "lightning.pytorch.loggers.WandbLogger"
+
+
+def wandb_ids(run, tmp_path, *names, **init_args):
+    entry = {"class_path": WANDB, "init_args": init_args}
+    built = [build_loggers(run, entry, tmp_path, name)[1]._wandb_init for name in names]
+    return [each["id"] for each in built], built[-1]
+
+
+def test_ids_of_wandb_are_clean_and_differ(config, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    folders = [tmp_path / name for name in ("50%_a#b", "50#_a%b", " x: y? ", "é" * 120, "a" * 250)]
+    ids = [
+        wandb_ids(dataclasses.replace(config(), output=str(folder)), folder, "layer-00-mlp")[0][0] for folder in folders
+    ]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", each) for each in ids)
+    for each in ids:
+        wandb.Settings(run_id=each)
+    assert clean_id("run-12-layer-00-mlp") == "run-12-layer-00-mlp"
+    both, _ = wandb_ids(config(), tmp_path, "layer-00-mlp", "layer-01-mlp", id="mine/x")
+    assert both[0] != both[1] and all(each.startswith("mine-x-") for each in both)  # one id for all would join them
+
+
+def test_jobs_of_a_sweep_have_runs_of_their_own_and_the_summary_is_the_trial(config, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name, value in (("SWEEP_ID", "s1"), ("RUN_ID", "r1"), ("SWEEP_PARAM_PATH", "p")):
+        monkeypatch.setenv(f"DEJAVU_TRAIN_WANDB_{name}", "")  # so that both names are put back afterwards
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    ids, last = wandb_ids(config(), tmp_path, "layer-00-mlp", "layer-01-mlp", "summary")
+    assert "WANDB_SWEEP_ID" not in os.environ and "WANDB_RUN_ID" not in os.environ
+    assert ids[0].endswith("-r1-layer-00-mlp") and ids[1].endswith("-r1-layer-01-mlp") and ids[2] == "r1"
+    assert last["settings"].sweep_id == "s1"
+
+
+@pytest.mark.parametrize(
+    "init_args, words",
+    [({"project": "a/b"}, "wandb refuses.*project"), ({"projct": "a"}, "no argument projct"), ({"mode": "x"}, "mode")],
+)
+def test_what_wandb_refuses_is_known_before(config, tmp_path, init_args, words):
+    pytest.importorskip("wandb")
+    with pytest.raises(UserError, match=words):
+        wandb_ids(config(), tmp_path, "layer-00-mlp", **init_args)
+
+
+def test_nobody_has_a_home(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path))  # a folder: it cannot be read
+    use_wandb_offline_without_key()
+    assert os.environ.pop("WANDB_MODE") == "offline"
+
+
 def test_any_lightning_logger(config, tmp_path):
     run = config("--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}")
     trainer = build_trainer(run, (0, "mlp"), tmp_path, [])
@@ -66,7 +118,7 @@ def test_any_lightning_logger(config, tmp_path):
 
 
 def test_no_key_means_offline_and_a_key_does_not(monkeypatch, tmp_path):
-    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "k")
     use_wandb_offline_without_key()
@@ -92,7 +144,7 @@ def test_epochs_in_place_of_steps_are_said(caplog):
 
 
 SAMPLES = {
-    "accelerator": "cpu", "strategy": "auto", "devices": 2, "num_nodes": 1, "precision": "bf16-mixed", "logger": False,
+    "accelerator": "cpu", "strategy": "auto", "devices": 2, "precision": "bf16-mixed", "logger": False,
     "callbacks": ["lightning.pytorch.callbacks.Timer"], "max_epochs": 3, "min_epochs": 2, "max_time": "00:00:10:00",
     "limit_train_batches": 3, "val_check_interval": 5, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 1,
     "log_every_n_steps": 7, "enable_progress_bar": False, "enable_model_summary": True, "accumulate_grad_batches": 2,
