@@ -1,12 +1,15 @@
 """What the machine must have for what was asked: packages and devices, found without importing anything."""
 
 import importlib.util
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from dejavu_train.errors import UserError
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+ROOT = Path("/")  # of the file system that the kernel describes itself in
 
 
 def has_package(name: str) -> bool:
@@ -29,10 +32,77 @@ def check_device_name(name: str, key: str) -> None:
         raise UserError(f"{key} must be auto, cpu, cuda or cuda:N, got {name}")
 
 
+def cores() -> int:
+    """How many cores this process may use: those it is bound to, and no more than its control groups' quotas give.
+
+    A quota of a part of a core is rounded down: threads that wait for each other lose more when one is held back.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = []
+    for group in _control_groups("cpu"):
+        quota, period = [*_numbers(group / "cpu.max"), None, None][:2]  # version 2; "max" is no number
+        if quota is None or period is None:
+            quota = next(iter(_numbers(group / "cpu.cfs_quota_us")), None)  # version 1; -1 = none
+            period = next(iter(_numbers(group / "cpu.cfs_period_us")), None)
+        if quota and period and quota > 0:
+            quotas.append(quota // period)
+    return max(1, min([bound, *quotas]))
+
+
 def free_memory() -> int | None:
-    """Bytes that can be taken without swapping, as the kernel reckons; None where it does not say."""
+    """Bytes that can be taken without swapping, of the machine and of this process's control groups.
+
+    None where the kernel does not say.
+    """
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", (ROOT / "proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
-        return None
-    return None if found is None else 1024 * int(found[1])
+        found = None
+    free = [] if found is None else [1024 * int(found[1])]
+    for group in _control_groups("memory"):
+        for most, taken, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _numbers(group / most), _numbers(group / taken)
+            if limit and used:
+                free.append(max(0, limit[0] - used[0] + _entry(group / "memory.stat", cached)))
+    return min(free, default=None)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The folders of this process's control group and of those above it, of both versions, where they usually lie."""
+    try:
+        lines = (ROOT / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
+        if names and controller not in names.split(","):
+            continue
+        for base in (names, controller) if names else ("", "unified"):
+            top = ROOT / "sys/fs/cgroup" / base
+            folder = top / path.strip("/")
+            # In a container the path may be that of the machine outside, and the container's own group lies on top.
+            if ".." in folder.parts:
+                folder = top
+            yield folder
+            while folder != top:
+                folder = folder.parent
+                yield folder
+
+
+def _numbers(path: Path) -> list[int]:
+    """The whole numbers in a file of the kernel; none where there is no such file."""
+    try:
+        return [int(word) for word in path.read_text().split() if word.lstrip("-").isdigit()]
+    except OSError:
+        return []
+
+
+def _entry(path: Path, name: str) -> int:
+    """The number behind a name in a file of names and numbers; 0 where it is not there."""
+    try:
+        found = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return 0 if found is None else int(found[1])

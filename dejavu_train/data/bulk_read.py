@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dejavu_train.machine import cores
+
 PIECE_BYTES = 16 << 20  # of one read
 MOST_THREADS = 8
 Piece = tuple[Path, int, int, int]  # file, offset of its first byte, first row in the result, rows
@@ -75,6 +77,6 @@ def fill(result: Tensor, pieces: Iterable[Piece]) -> None:
         if on_gpu:
             place.copy_(buffer, non_blocking=True)
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(MOST_THREADS, cores())) as pool:
         for _ in pool.map(read, pieces):
             pass
