@@ -14,8 +14,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.spec import check_low_rank
+from dejavu_train.engine.cpu import load_engine
 from dejavu_train.engine.generation import EnginePool, generate
-from dejavu_train.engine.request import Request
 from dejavu_train.errors import Unsupported
 from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import OPTShape
@@ -34,10 +34,9 @@ class CpuBackend:
     ) -> None:
         if guard is not None:
             raise Unsupported("the CPU engine has no guard: its thresholds are constants")
-        try:
-            from dejavu_train.engine.cpu.engine import SUPPORTED  # imports numba and looks for a folder for its cache
-        except (ImportError, RuntimeError) as error:
-            raise Unsupported(f"the CPU engine cannot be loaded ({str(error).splitlines()[0]})") from None
+        load_engine()
+        from dejavu_train.engine.cpu.engine import SUPPORTED
+
         check_low_rank(bundle.specs, "the CPU engine")
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
@@ -83,7 +82,7 @@ class CpuBackend:
         """As :func:`dejavu_train.engine.generation.generate`, for up to 4 rows."""
         from dejavu_train.engine.cpu.engine import MAX_BATCH
 
-        return generate(self.engine, self.shape, MAX_BATCH, _refuse, *call)
+        return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
 
     def logits(self, *_: Any) -> Tensor:
         """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""
@@ -97,10 +96,3 @@ def _check_memory(needed: int) -> None:
             f"the CPU engine keeps the weights a second time, {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory"
             " are free"
         )
-
-
-def _refuse(request: Request) -> None:
-    if request.min_new_tokens:
-        raise Unsupported("generate() with a least length is not for the CPU engine")
-    if request.sampling.mode == "top_k":
-        raise Unsupported("generate() with top_k is not for the CPU engine (top_k=0 samples from all tokens)")

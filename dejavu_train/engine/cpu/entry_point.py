@@ -1,10 +1,11 @@
 """The compiled entry point, cached on disk under a hash of all the sources that it is compiled from.
 
 Numba's cache looks at the file of the entry point alone; a hash of the whole package in the closure, which is part of
-the cache's key, makes a change anywhere in it compile anew.
+the cache's key, makes a change anywhere in it compile anew. Where the cache cannot be used, every process compiles.
 """
 
 import gc
+import logging
 import sys
 import threading
 import zlib
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import NullCache
 
 from dejavu_train.engine.cpu.pipeline import Entry, operators_kept
 from dejavu_train.engine.cpu.step import N_STEPS, run
 from dejavu_train.engine.cpu.threads import barrier
 
 NOTICE_SECONDS = 0.7  # loading from the cache takes less
+logger = logging.getLogger(__name__)
 
 
 def _stamp() -> int:
@@ -28,7 +31,6 @@ def _stamp() -> int:
 def _entry_point(stamp: int) -> Any:
     @njit(
         nogil=True,
-        cache=True,
         error_model="numpy",
         _nrt=False,
         no_cfunc_wrapper=True,
@@ -52,25 +54,61 @@ def _entry_point(stamp: int) -> Any:
 
 
 enter = _entry_point(_stamp())
+_compiling = threading.Lock()
 
 
 def prepare(arguments: tuple[Any, ...]) -> None:
-    """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long."""
+    """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long.
+
+    Callers wait for each other: numba's compiler is for one thread at a time.
+    """
 
     def show_notice() -> None:
         print("compiling the CPU engine: some 15 seconds, once; later starts read it from the cache", file=sys.stderr)
 
     from numba import typeof
 
-    notice = threading.Timer(NOTICE_SECONDS, show_notice)
-    notice.daemon = True
-    notice.start()
-    collecting = gc.isenabled()
-    gc.disable()  # numba makes millions of small objects, beside those of torch: a sixth of the time
-    try:
-        with operators_kept():
-            enter.compile(tuple(typeof(argument) for argument in arguments))
-    finally:
-        if collecting:
-            gc.enable()
-        notice.cancel()
+    kinds = tuple(typeof(argument) for argument in arguments)
+    with _compiling:
+        notice = threading.Timer(NOTICE_SECONDS, show_notice)
+        notice.daemon = True
+        notice.start()
+        collecting = gc.isenabled()
+        gc.disable()  # numba makes millions of small objects, beside those of torch: a sixth of the time
+        try:
+            with operators_kept():
+                _compile(kinds)
+        finally:
+            if collecting:
+                gc.enable()
+            notice.cancel()
+
+
+def _compile(kinds: tuple[Any, ...]) -> None:
+    """``enter`` for these types, from the cache where it can be read, else compiled, and written there if possible."""
+    reason = ""
+    for damaged in (False, True):
+        try:
+            _use_cache(kinds, damaged)
+            enter.compile(kinds)
+            return
+        except Exception as error:  # no folder, a full disk, a file that ends early: numba has no one name for it
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    enter._cache = NullCache()
+    enter.compile(kinds)
+    logger.warning(
+        "the compiled CPU engine is not kept (%s), so every process compiles it for some 15 seconds; set"
+        " NUMBA_CACHE_DIR to a folder that can be written",
+        reason,
+    )
+
+
+def _use_cache(kinds: tuple[Any, ...], damaged: bool) -> None:
+    """Have ``enter`` look into numba's cache on disk; what is damaged there is forgotten."""
+    enter.enable_caching()
+    cache = enter._cache
+    # numba numbers the files of an index: two processes that compile at once would give theirs the same name.
+    key = zlib.crc32(repr(cache._index_key(kinds, enter.targetctx.codegen())).encode())
+    cache._cache_file._data_name_pattern = f"{cache._impl.filename_base}.{key:08x}-{{number:d}}.nbc"
+    if damaged:
+        cache.flush()
