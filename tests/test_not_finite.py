@@ -63,16 +63,71 @@ def test_scoring_one_text(tiny_opt):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_decoding_on_a_cpu(tiny_opt, value):
-    engine = CpuEngine(broken(tiny_opt, "final_layer_norm.bias", value), context=24)
-    with pytest.raises(UserError, match="logits of row 0 for the token at position 3 are not finite"):
-        engine.generate([[2, 5, 6]], 4)
-    with pytest.raises(UserError, match="position 1 are not finite"):
-        engine.score([[2, 5, 6]])
-    sound = CpuEngine(load_opt(str(tiny_opt)), context=24)
-    assert (
-        len(sound.generate([[2, 5, 6]], 4, stop_tokens=())[0]) == 4 and torch.isfinite(sound.score([[2, 5]])[0]).all()
-    )
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("final_layer_norm.bias", "the final LayerNorm"),
+        ("embed_tokens.weight", "the embedding"),
+        ("layers.1.fc1.weight", "layer 1"),
+        ("layers.0.self_attn.out_proj.bias", "layer 0"),
+        ("layers.1.final_layer_norm.weight", "layer 1"),
+    ],
+)
+def test_weights_for_decoding_on_a_cpu(tiny_opt, value, stored, name, words):
+    with pytest.raises(UserError, match=f"{words}\\b.*has weights that are not finite"):
+        CpuEngine(broken(tiny_opt, name, value), context=24, stored=stored)
+
+
+def overflowing(tiny_opt, name, threads=1):
+    """An engine that is sound at first; what makes the part of this name of layer 1 overflow, behind the copy."""
+    engine = CpuEngine(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.5, 0.6), context=40, threads=threads)
+
+    def overflow():
+        model = engine.weights.model
+        {
+            "MLP": model.fc2_bias[1],
+            "attention": engine.selectors.out_bias[1],
+            "embedding": model.positions[5:],
+            "LM head": model.norms[-1, 1],
+            "neurons": model.fc1_bias[1],
+        }[name][:] = math.nan if name == "neurons" else 3e38
+
+    return engine, overflow
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("MLP", "the MLP of layer 1"),
+        ("neurons", "the MLP of layer 1"),
+        ("attention", "the attention of layer 1"),
+        ("embedding", "the embedding"),
+        ("LM head", "the LM head"),
+    ],
+)
+def test_what_comes_up_while_a_cpu_decodes_names_its_layer(tiny_opt, name, words):
+    row, heard = [2, 5, 6, 7, 8, 9, 10], []
+    engine, overflow = overflowing(tiny_opt, name)
+
+    def callback(_, token):
+        heard.append(token)
+        if len(heard) == 4:
+            overflow()
+
+    sound = engine.generate([row], 10, stop_tokens=())[0]
+    found = rf"{words} gives numbers that are not finite \(row 0, position"
+    with pytest.raises(UserError, match=rf"{found} 10\)"):
+        engine.generate([row], 10, stop_tokens=(), callback=callback)
+    assert heard == sound[:4]  # nothing that follows from the numbers was given away
+    if name not in ("LM head", "neurons"):
+        with pytest.raises(UserError, match=found):  # in the prompt, many tokens at once
+            engine.generate([row], 4)
+    with pytest.raises(UserError, match=rf"{found} {3 if name == 'embedding' else 0}\)"):
+        engine.score([row])
+    for _ in range(2):
+        other = CpuEngine(load_opt(str(tiny_opt)), context=40, threads=1)
+        assert len(other.generate([row], 4, stop_tokens=())[0]) == 4 and torch.isfinite(other.score([row])[0]).all()
 
 
 @pytest.mark.parametrize(

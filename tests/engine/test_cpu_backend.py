@@ -1,6 +1,8 @@
 """``generate()`` of the public class through the CPU engine gives what ``gather`` gives, or says why it cannot."""
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,10 +54,9 @@ def test_what_the_engine_cannot_do_runs_through_gather_or_is_refused(models, cap
     expected = written(models["gather"], num_beams=2)
     assert torch.equal(written(models["auto"], num_beams=2), expected)
     assert "num_beams" in caplog.text and "gather runs instead" in caplog.text
-    for changes, words in ((dict(num_beams=2), "num_beams"), (dict(min_new_tokens=3), "least length")):
-        with pytest.raises(UserError, match=words) as caught:
-            written(models["cpu"], **changes)
-        assert "backend='gather'" in str(caught.value)
+    with pytest.raises(UserError, match="num_beams") as caught:
+        written(models["cpu"], num_beams=2)
+    assert "backend='gather'" in str(caught.value)
     ids = PROMPTS[1:2]
     with torch.no_grad():
         torch.testing.assert_close(models["auto"](ids).logits, models["gather"](ids).logits)
@@ -84,11 +85,59 @@ def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
     assert model.backend == "gather" and "float32" in caplog.text
 
 
-def test_one_engine_decodes_in_one_thread_at_a_time(models):
+def test_callers_of_one_engine_wait_for_each_other(models):
     engine = models["cpu"]._engines.engine(1, 64)
-    with engine._busy, pytest.raises(UserError, match="another thread"):
-        engine.generate([[2, 9]], 4)
-    assert len(engine.generate([[2, 9]], 4, stop_tokens=())[0]) == 4
+    prompts = [[2, 9 + i, 30 + 3 * i] for i in range(6)]
+    alone = [engine.generate([prompt], 40, stop_tokens=()) for prompt in prompts]
+    scored = engine.score([alone[0][0], alone[1][0]])
+
+    def called(i):
+        if i % 3 == 0:
+            return torch.equal(torch.stack(engine.score([alone[0][0], alone[1][0]])), torch.stack(scored))
+        callback = (lambda row, token: time.sleep(0.001)) if i % 2 else None  # others get their turn in between
+        return engine.generate([prompts[i % 6]], 40, stop_tokens=(), callback=callback) == alone[i % 6]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(called, range(16)))
+
+
+def test_an_engine_is_not_called_by_its_own_callback_and_goes_on_after_one_that_fails(models):
+    engine = models["cpu"]._engines.engine(1, 64)
+    whole = engine.generate([[2, 9]], 8, stop_tokens=())
+    with pytest.raises(UserError, match="build another engine"):
+        engine.generate([[2, 9]], 8, callback=lambda row, token: engine.generate([[2, 10]], 2))
+    with pytest.raises(UserError, match="build another engine"):
+        engine.generate([[2, 9]], 8, callback=lambda row, token: engine.score([[2, 10]]))
+    assert engine.generate([[2, 9]], 8, stop_tokens=()) == whole
+
+
+@pytest.mark.parametrize("least", [{"min_new_tokens": 7}, {"min_length": 12}, {"min_length": 12, "min_new_tokens": 3}])
+def test_no_row_stops_before_its_least_length(models, least):
+    """Each row's greedy text would stop at once: its first tokens are the stop tokens."""
+    first = written(models["gather"], max_new_tokens=2, eos_token_id=None)[:, 5:]
+    stops = first.unique().tolist()
+    expected = written(models["gather"], eos_token_id=stops, **least)
+    assert expected.shape[1] > written(models["gather"], eos_token_id=stops).shape[1]
+    assert torch.equal(written(models["cpu"], eos_token_id=stops, **least), expected)
+    many = list(range(3, 11))  # a likely start of sampled rows: none of them comes too early
+    new = least.get("min_new_tokens", 7)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        made = written(models["cpu"], eos_token_id=many, do_sample=True, temperature=3.0, **least)[:, 5 : 5 + new]
+        assert not torch.isin(made, torch.tensor(many)).any()
+
+
+def test_pipelines_defaults_stay_on_the_engine(models, tiny_opt, caplog):
+    """Sampling, top_k of 50, and a least length: what generation configs set by themselves."""
+    caplog.set_level(logging.WARNING, logger="dejavu_train")
+    generator = pipeline("text-generation", models["auto"], tokenizer=load_tokenizer(str(tiny_opt)), device="cpu")
+    made = generator("the model reads", do_sample=True, max_new_tokens=6, min_new_tokens=6)[0]["generated_text"]
+    assert len(made) > len("the model reads") and "gather" not in caplog.text
+    settings = {"do_sample": True, "max_new_tokens": 12, "temperature": 2.0}
+    greedy = written(models["gather"], max_new_tokens=12)
+    for name in ("auto", "cpu"):
+        assert torch.equal(written(models[name], top_k=1, **settings), greedy)
+    assert "gather" not in caplog.text
 
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_not_begun(tiny_opt, caplog, monkeypatch):

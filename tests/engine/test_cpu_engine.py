@@ -13,11 +13,13 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import masked_nll, random_bundle, random_opt
 from numba import njit
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import LEVELS
 from dejavu_train.engine.cpu.pipeline import Entry
 from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
+from dejavu_train.engine.cpu.sampling import top_k_cut
 from dejavu_train.engine.cpu.vector_ops import dot_list
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.errors import UserError
@@ -185,6 +187,56 @@ def test_sampling_follows_the_distribution_and_the_seed(tiny_opt):
     assert first <= set(kept) and len(first) > len(kept) // 2
     again = [engine.generate([prompt], 20, sampling=Sampling(1.0, 0.9, seed=5)) for _ in range(2)]
     assert again[0] == again[1] != engine.generate([prompt], 20, sampling=Sampling(1.0, 0.9, seed=6))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (40, 0.8), (10_000, 0.5)])
+def test_top_k_samples_as_transformers_filters(tiny_opt, top_k, top_p):
+    """Against softmax over what transformers' warpers leave; of two equal logits at the edge both stay."""
+    model, prompt = load_opt(str(tiny_opt)), tokens(5)
+    head = model.lm_head.weight
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+        edge = logits.argsort(descending=True)[min(top_k, 100) - 1]
+        outside = int(logits.argmin())
+        if top_k == 7:
+            head[outside] = head[edge]  # tied with the embedding, which the prompt does not use
+            assert outside not in prompt
+        logits = model(torch.tensor([prompt])).logits
+    scores = TemperatureLogitsWarper(0.9)(None, logits[0, -1:])
+    scores = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, scores))
+    chances = scores[0].double().softmax(-1)
+    assert (top_k != 7) or int((chances > 0).sum()) == 8
+    engine, drawn = CpuEngine(model, threads=2, batch=4), torch.zeros(len(chances))
+    for seed in range(100):
+        sampling = Sampling(0.9, top_p, top_k=top_k, seed=seed)
+        for row in engine.generate([prompt] * 4, 1, sampling=sampling, stop_tokens=()):
+            drawn[row[0]] += 1
+    assert not drawn[chances == 0].any()
+    likely = chances > 0.01
+    error = (drawn / 400 - chances)[likely] / (chances * (1 - chances) / 400 + 1e-12).sqrt()[likely]
+    assert error.abs().max() < 4.5
+
+
+@njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)
+def cut(logits, best, top_k):
+    return top_k_cut(logits, best, top_k)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "negative", "barred", "zeros"])
+def test_the_cut_of_top_k_is_the_k_th_largest_logit(kind):
+    logits = torch.randn(999, generator=torch.Generator().manual_seed(4)) * 10
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "negative":
+        logits = -logits.abs() - 1e-3
+    elif kind == "barred":
+        logits[::3] = -torch.inf
+    elif kind == "zeros":
+        logits = torch.where(logits > 5, logits, torch.zeros(()))
+    for top_k in (1, 2, 50, 666, 998, 999, 5000):
+        kth = logits.topk(min(top_k, 999)).values[-1].clamp_min(torch.finfo(torch.float32).min)
+        found = float(cut(logits.numpy(), np.float32(logits.max()), top_k))
+        assert torch.equal(logits >= found, logits >= kth)
 
 
 def test_stop_tokens_end_a_row(tiny_opt):

@@ -30,7 +30,7 @@ WEIGHTS, PREDICTORS, LM_HEAD, KV = range(4)  # columns of Scratch.bytes_read
 DONE, SPARSE, DENSE = range(3)  # State.row_state
 LINE = 64  # bytes; what two threads write again and again never lies on one cache line
 PADDED = LINE // 4  # elements between the parts of two threads
-GREEDY, TEMPERATURE, TOP_P = range(3)  # sampling modes
+GREEDY, TEMPERATURE, TOP_P, TOP_K_MODE = range(4)  # sampling modes
 LEVELS = 32767  # of an operand: int16
 
 
@@ -104,23 +104,27 @@ class Selectors(Group):
 
 
 class State(Group):
-    """Per row: tokens (B, T) int32, nll (B, T) fp32, the rest (B): see ``advance``. keys (L, B, h, e, T), values (L,
-    B, h, T, e) fp32, attn_in (layers with sparse heads, B, T, D) as operands, with attn_unit (., B, T); watermark (L,
-    B, h): K and V are valid below.
+    """Per row: tokens (B, T) int32, nll (B, T) fp32, the rest (B): see ``advance``. fault: 0, or the position before
+    which numbers were first not finite, and fault_site the half block that they came from, as `normalise` counts, 0 =
+    the LM head. keys (L, B, h, e, T), values (L, B, h, T, e) fp32, attn_in (layers with sparse heads, B, T, D) as
+    operands, with attn_unit (., B, T); watermark (L, B, h): K and V are valid below.
     """
 
     tokens: np.ndarray
     nll: np.ndarray
     position: np.ndarray
     known: np.ndarray
+    least: np.ndarray
     limit: np.ndarray
     sparse_from: np.ndarray
     row_state: np.ndarray
     stops: np.ndarray
     temperature: np.ndarray
     top_p: np.ndarray
+    top_k: np.ndarray
     seed: np.ndarray
     fault: np.ndarray
+    fault_site: np.ndarray
     keys: np.ndarray
     values: np.ndarray
     attn_in: np.ndarray
@@ -132,9 +136,10 @@ class State(Group):
 
     def clear(self) -> None:
         """Forget all rows; caches keep their content, which no watermark and no position reaches."""
-        for array, value in ((self.position, 0), (self.known, 0), (self.limit, 0), (self.sparse_from, 0)):
-            array[:] = value
-        self.row_state[:], self.stops[:], self.watermark[:], self.fault[:] = DONE, -1, 0, 0
+        zero = (self.position, self.known, self.least, self.limit, self.sparse_from, self.fault, self.fault_site)
+        for array in (*zero, self.watermark):
+            array[:] = 0
+        self.row_state[:], self.stops[:] = DONE, -1
 
 
 class Scratch(Group):
@@ -207,14 +212,17 @@ def new_state(shape: OPTShape, batch: int, context: int, n_kept: int, operand: t
         nll=floats(batch, context),
         position=ints(batch),
         known=ints(batch),
+        least=ints(batch),
         limit=ints(batch),
         sparse_from=ints(batch),
         row_state=ints(batch),
         stops=ints(8) - 1,
         temperature=floats(batch) + 1,
         top_p=floats(batch) + 1,
+        top_k=ints(batch),
         seed=ints(batch),
         fault=ints(batch),
+        fault_site=ints(batch),
         keys=floats(n_layers, batch, h, e, context),
         values=floats(n_layers, batch, h, context, e),
         attn_in=np.zeros((n_kept, batch, context, padded(h * e)), operand),

@@ -9,7 +9,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,29 +19,35 @@ from torch import Tensor
 
 from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import enter, prepare
-from dejavu_train.engine.cpu.prefill import prefill
+from dejavu_train.engine.cpu.prefill import not_finite, prefill
 from dejavu_train.engine.cpu.selectors import TargetPredictor, make_selectors, read_predictors
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.inputs import Sampling, check_rows, per_row, read_continuation, summary
 from dejavu_train.errors import UserError
+from dejavu_train.machine import cores
 
 MAX_BATCH = 4
 CALL_SECONDS = 0.05  # a call of compiled code takes at most about this long, so that Ctrl-C is heard
-MODES = {"greedy": arrays.GREEDY, "temperature": arrays.TEMPERATURE, "top_p": arrays.TOP_P}
+MODES = {
+    "greedy": arrays.GREEDY,
+    "temperature": arrays.TEMPERATURE,
+    "top_p": arrays.TOP_P,
+    "top_k": arrays.TOP_K_MODE,
+}
 Callback = Callable[[int, int], None]
 
 
 def usable_cores() -> int:
-    """How many cores this process may use: those it is bound to, and no more than torch was told to use."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(bound, torch.get_num_threads()))
+    """How many threads an engine has by itself: as many as `machine.cores`, and no more than torch was told to use."""
+    return max(1, min(cores(), torch.get_num_threads()))
 
 
 class CpuEngine:
     """Decodes up to `batch` rows of up to `context` tokens on a CPU, by the selection rules of a bundle.
 
+    Threads may share an engine: a call waits until those before it have their last token.
     K and V of skipped heads are computed when a head is next selected, so decoding equals the masked dense model.
 
     Args:
@@ -108,7 +115,8 @@ class CpuEngine:
                 target=enter, args=(*self._arguments, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
             ).start()
         self._owner = os.getpid()
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()
+        self._in_use = False  # within a call of `generate` or `score`, by the thread that holds the lock
         self._close = weakref.finalize(self, _send_home, self._arguments, self.threads, self._owner, self._busy)
 
     def describe(self) -> str:
@@ -129,19 +137,31 @@ class CpuEngine:
         """Forget all rows."""
         self.state.clear()
 
-    def _call(self, n_steps: int, mode: str, score: bool, tail_only: bool = False) -> None:
-        if not self._close.alive:
-            raise UserError("this engine was closed; build a new one")
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it no other call begins: its rows stand in the engine from the first token to the last."""
+        self._check_alive()  # a forked process may have copied the lock while it was held
+        with self._busy:
+            if self._in_use:
+                raise UserError("this engine is decoding and called this callback; build another engine for its calls")
+            self._in_use = True
+            try:
+                yield
+            finally:
+                self._in_use = False
+
+    def _check_alive(self) -> None:
         if os.getpid() != self._owner:
             raise UserError("a forked process has no threads of this engine; build a new one there")
-        if not self._busy.acquire(blocking=False):
-            raise UserError("this engine is decoding in another thread; wait for it, or build one for each thread")
-        try:
+        if not self._close.alive:
+            raise UserError("this engine was closed; build a new one")
+
+    def _call(self, n_steps: int, mode: str, score: bool, tail_only: bool = False) -> None:
+        self._check_alive()
+        with self._busy:
             command = self._command
             command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
             enter(*self._arguments, 0, self.threads)
-        finally:
-            self._busy.release()
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done."""
@@ -166,16 +186,16 @@ class CpuEngine:
         sparse_from: Sequence[int],
         prefilled: Sequence[int],
         sampler: Sampling,
+        min_new_tokens: int = 0,
     ) -> None:
         """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step."""
         check_rows(rows, total, self.batch, self.context, self.shape)
-        if sampler.mode not in MODES:
-            raise UserError("the CPU engine samples with temperature and top_p, not with top_k; use backend gather")
         state, n = self.state, len(rows)
         state.clear()
         for b, row in enumerate(rows):
             state.tokens[b, : len(row)] = row
             state.known[b], state.limit[b], state.sparse_from[b] = len(row), total[b], sparse_from[b]
+            state.least[b] = len(row) + min_new_tokens
             state.position[b] = prefilled[b] - 1
             # Not done, so that the tail gives the row its next token; whether it is sparse is decided there.
             state.row_state[b] = arrays.DENSE
@@ -184,6 +204,7 @@ class CpuEngine:
                 self.scratch.residual[b] = prefill(self.weights, self.selectors, state, b, prefilled[b]).numpy()
                 state.watermark[:, b] = prefilled[b]
         state.temperature[:n], state.top_p[:n] = sampler.temperature or 1.0, sampler.top_p
+        state.top_k[:n] = sampler.top_k
 
     def generate(
         self,
@@ -195,6 +216,7 @@ class CpuEngine:
         sparse_from: int | Sequence[int] | None = None,
         prompt_phase: str = "dense",
         callback: Callback | None = None,
+        min_new_tokens: int = 0,
     ) -> list[list[int]]:
         """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
 
@@ -204,34 +226,33 @@ class CpuEngine:
             stop_tokens: at most 8 ids; the stop token is the row's last new token.
             sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
-            callback: called as (row, token) for each new token as soon as it exists.
+            callback: called as (row, token) for each new token as soon as it exists; it cannot call this engine.
+            min_new_tokens: before so many new tokens no stop token is chosen.
         Raises:
-            UserError: see the messages; nothing is decoded then. Or logits that are not finite, while decoding.
+            UserError: see the messages; nothing is decoded then. Or numbers that are not finite, while decoding.
         """
         sampler = sampling or Sampling()
         asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
-        self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler)
-        lengths, left = asked.lengths, asked.n_steps
-        self.state.stops[: len(stop_tokens)] = list(stop_tokens)
-        self.tail(sampler.mode)
-        n, shown = len(prompts), list(lengths)
-        while True:
-            if callback is not None:
-                self._notify(callback, shown)
-            if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
-                break
-            left -= self._steps(left if callback is None else 1, sampler.mode, False)
-        self._check_logits(n)
-        ends = [int(position) + 1 for position in self.state.position[:n]]
-        return [self.state.tokens[b, lengths[b] : ends[b]].tolist() for b in range(n)]
+        lengths, left, n, shown = asked.lengths, asked.n_steps, len(prompts), list(asked.lengths)
+        with self._alone():
+            self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, min_new_tokens)
+            self.state.stops[: len(stop_tokens)] = list(stop_tokens)
+            self.tail(sampler.mode)
+            while True:
+                self._check_numbers()
+                if callback is not None:
+                    self._notify(callback, shown)
+                if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
+                    break
+                left -= self._steps(left if callback is None else 1, sampler.mode, False)
+            ends = [int(position) + 1 for position in self.state.position[:n]]
+            return [self.state.tokens[b, lengths[b] : ends[b]].tolist() for b in range(n)]
 
-    def _check_logits(self, n: int) -> None:
-        """Raise if a logit of the first n rows was not finite since `begin`."""
-        for b, position in enumerate(self.state.fault[:n].tolist()):
-            if position:
-                raise UserError(
-                    f"the logits of row {b} for the token at position {position} are not finite; check the weights"
-                )
+    def _check_numbers(self) -> None:
+        """Raise if a number of a row was not finite since `begin`."""
+        if self.state.fault.any():
+            b = int(self.state.fault.argmax())
+            raise not_finite(int(self.state.fault_site[b]) - 1, self.shape, b, int(self.state.fault[b]) - 1)
 
     def _notify(self, callback: Callback, shown: list[int]) -> None:
         for b, first in enumerate(shown):
@@ -257,13 +278,14 @@ class CpuEngine:
         for first in range(0, len(rows), self.batch):
             part = slice(first, first + self.batch)
             n = lengths[part]
-            self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
-            self.tail("greedy", score=True)
-            left = max(n) - 1
-            while left > 0:
-                left -= self._steps(left, "greedy", True)
-            self._check_logits(len(n))
-            result += [torch.from_numpy(self.state.nll[b, 1:length].copy()) for b, length in enumerate(n)]
+            with self._alone():
+                self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
+                self.tail("greedy", score=True)
+                left = max(n) - 1
+                while left > 0:
+                    left -= self._steps(left, "greedy", True)
+                    self._check_numbers()
+                result += [torch.from_numpy(self.state.nll[b, 1:length].copy()) for b, length in enumerate(n)]
         return result
 
     def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
@@ -284,7 +306,7 @@ def _rules(bundle: Any) -> tuple[list[TargetPredictor], dict[int, Tensor], dict[
     return read_predictors(bundle), bundle.head_means(), bundle.cascades()
 
 
-def _send_home(team: tuple[Any, ...], n_threads: int, owner: int, busy: threading.Lock) -> None:
+def _send_home(team: tuple[Any, ...], n_threads: int, owner: int, busy: Any) -> None:
     if os.getpid() != owner or not busy.acquire(timeout=1.0):
         return  # after a fork there are no threads; while another thread decodes, they end with the process
     team[-1][N_STEPS] = -1

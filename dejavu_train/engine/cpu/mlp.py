@@ -35,9 +35,10 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         for b in range(results.shape[0]):
             value = np.float32(0)
             if bits[i] >> b & 1:
-                value = max(results[b, i] + model.fc1_bias[layer, unit], np.float32(0))
+                value = results[b, i] + model.fc1_bias[layer, unit]
+                value = np.float32(0) if value <= np.float32(0) else value  # NaN stays, unlike with max()
             results[b, active] = value  # active <= i: what is overwritten was read
-            found = found or value > np.float32(0)
+            found = found or value != np.float32(0)
         numbers[active] = model.first[layer, FC2] + unit
         active += found
     work.partial[1, thread] = 0

@@ -7,21 +7,42 @@ from torch.nn import functional as F
 
 from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import OPTShape
+
+
+def not_finite(site: int, shape: OPTShape, row: int, position: int) -> UserError:
+    """What to raise where the input of LayerNorm ``site``, in order of use, is not finite; -1 = of the LM head."""
+    layer, half = divmod(site - 1, 2)
+    where = f"the {'MLP' if half else 'attention'} of layer {layer}"
+    if site < 1:
+        where = "the LM head" if site < 0 else "the embedding"
+    return UserError(
+        f"{where} gives numbers that are not finite (row {row}, position {position}); check the model's weights"
+    )
 
 
 @torch.no_grad()
-def prefill(weights: CpuWeights, selectors: Selectors, state: State, row: int, count: int) -> Tensor:
+def prefill(
+    weights: CpuWeights, selectors: Selectors, state: State, row: int, count: int, watched: bool = False
+) -> Tensor:
     """Run the first ``count`` tokens of one batch row densely.
 
     Writes K, V and attn_in of these positions; layers with a second stage multiply with what their planes hold.
 
+    Args:
+        watched: look for numbers that are not finite behind every half block, instead of once behind all of them.
     Returns:
         (d,) fp32, the residual stream of the last of these tokens after the last layer.
+    Raises:
+        UserError: numbers that are not finite, by layer and position.
     """
     shape, model = weights.shape, weights.model
     h, e, d, f = shape.n_heads, shape.head_dim, shape.d_model, shape.d_ffn
 
     def norm(number: int, x: Tensor) -> Tensor:
+        if watched and not (finite := x.square().sum(dim=1).isfinite()).all():
+            raise not_finite(number, shape, row, int(finite.int().argmin()))
         weight, bias = torch.from_numpy(model.norms[number])
         return F.layer_norm(x, (d,), weight, bias, model.eps)
 
@@ -48,6 +69,10 @@ def prefill(weights: CpuWeights, selectors: Selectors, state: State, row: int, c
         n = norm(2 * layer + 1, x)
         hidden = F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])).relu_()
         x = x + hidden @ weights.rows(first[FC2], f) + torch.from_numpy(model.fc2_bias[layer])
+    if not bool(x.isfinite().all()):  # what is not finite stays so, layer by layer: the sum holds it
+        if not watched:
+            return prefill(weights, selectors, state, row, count, watched=True)
+        norm(2 * shape.n_layers, x)
     return x[-1]
 
 

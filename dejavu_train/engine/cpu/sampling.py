@@ -3,6 +3,8 @@
 greedy:      the largest logit, ties to the lowest id
 temperature: id with probability softmax(logits / temperature)
 top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
+top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p
+before position `least` the tokens of `stops` are not chosen
 tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
 """
 
@@ -10,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE, TOP_P
-from dejavu_train.engine.cpu.threads import bits_from_float, compiled
+from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE, TEMPERATURE, TOP_K_MODE
+from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
 from dejavu_train.engine.cpu.vector_ops import SUMS, exp_negative
+
+LOWEST = np.finfo(np.float32).min  # a logit below it is -inf
 
 
 @compiled(fastmath=SUMS)
@@ -29,11 +33,11 @@ def largest_of(logits):
 
 
 @compiled(fastmath=SUMS)
-def to_weights(logits, best, temperature):
-    """logits (V,) -> exp((logits - best) / temperature) in place; returns their sum."""
+def to_weights(logits, best, cut, temperature):
+    """logits (V,) -> exp((logits - best) / temperature) in place, 0 of those below ``cut``; returns their sum."""
     total: Any = 0.0
     for i in range(logits.shape[0]):
-        weight = exp_negative((logits[i] - best) / temperature)
+        weight = exp_negative((logits[i] - best) / temperature) if logits[i] >= cut else np.float32(0)
         logits[i] = weight
         total += weight
     return total
@@ -63,6 +67,47 @@ def top_p_bits(weights, mass):
 
 
 @compiled()
+def bar_stops(state, b, start, logits):
+    """Where row b may not end yet: its stop tokens to -inf in logits (n,), those of the tokens from ``start`` on."""
+    if state.position[b] + 1 < state.least[b]:
+        for stop in state.stops:
+            if start <= stop < start + logits.shape[0]:
+                logits[stop - start] = -np.float32(np.inf)
+
+
+@compiled()
+def count_from(logits, cut):
+    """How many logits (V,) are at least ``cut``."""
+    count: Any = 0
+    for i in range(logits.shape[0]):
+        count += logits[i] >= cut
+    return count
+
+
+@compiled()
+def ordered(bits):
+    """The 32 bits of an fp32 number as a whole number that is larger for a larger number, and the other way round."""
+    return np.int32(bits) ^ (np.int32(bits) >> 31 & 0x7FFFFFFF)
+
+
+@compiled()
+def top_k_cut(logits, best, top_k):
+    """A number that exactly the ``top_k`` largest logits (V,) reach, the smallest of them where others equal it."""
+    low, high = ordered(bits_from_float(LOWEST)), ordered(bits_from_float(best)) + 1
+    while high - low > 1:  # low is reached by top_k or more, if any number is, and high by fewer
+        middle = low + (high - low) // 2
+        cut = float_from_bits(np.int32(ordered(middle)))
+        count = count_from(logits, cut)
+        if count == top_k:
+            return cut
+        if count > top_k:
+            low = middle
+        else:
+            high = middle
+    return float_from_bits(np.int32(ordered(low)))
+
+
+@compiled()
 def uniform(seed, at):
     """A number in [0, 1) from (seed, position): splitmix64 of both."""
     z = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(at) * np.uint64(0xD1B54A32D192ED03)
@@ -75,11 +120,11 @@ def uniform(seed, at):
 
 
 @compiled()
-def draw(logits, best, mode, temperature, top_p, seed, at):
+def draw(logits, best, mode, temperature, top_p, top_k, seed, at):
     """A random id from logits (V,), which are overwritten; best is the largest."""
-    total = to_weights(logits, best, temperature)
+    total = to_weights(logits, best, top_k_cut(logits, best, top_k) if mode == TOP_K_MODE else LOWEST, temperature)
     bits = np.int32(0)
-    if mode == TOP_P:
+    if mode != TEMPERATURE and top_p < 1:
         bits = top_p_bits(logits, total * np.float64(top_p))
         total = mass_from(logits, bits)
     rest = uniform(seed, at) * total
@@ -145,13 +190,15 @@ def advance(state, work, mode, score, n_threads):
         elif mode == GREEDY:
             token = likeliest
         else:
-            token = draw(logits, logits[likeliest], mode, state.temperature[b], state.top_p[b], state.seed[b], at)
+            token = draw(
+                logits, logits[likeliest], mode, state.temperature[b], state.top_p[b], state.top_k[b], state.seed[b], at
+            )  # fmt: skip
         state.tokens[b, at] = token
         stopped = False
         for stop in state.stops:
             stopped |= stop == token
         state.position[b] = at
-        if (stopped and not known) or at + 1 >= state.limit[b]:
+        if (stopped and not known) or state.fault[b] or at + 1 >= state.limit[b]:
             state.row_state[b] = DONE
         else:
             state.row_state[b] = DENSE if at < state.sparse_from[b] else SPARSE

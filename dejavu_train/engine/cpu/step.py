@@ -18,7 +18,7 @@ from dejavu_train.engine.cpu.attention import (
 )
 from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu.sampling import advance, head_needed, largest_of, not_finite
+from dejavu_train.engine.cpu.sampling import advance, bar_stops, head_needed, largest_of, not_finite
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
 from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, norm, round_to_levels
@@ -42,11 +42,16 @@ def embed(model, state, work, thread):
 
 @compiled()
 def normalise(model, state, work, number, thread):
-    """LayerNorm ``number`` of x into this thread's normed, and the operand of it."""
+    """LayerNorm ``number`` of x into this thread's normed, and the operand of it.
+
+    Where x is not finite, the row's fault becomes the next position and fault_site the number plus 1, the first time.
+    """
     weight, bias = model.norms[number, 0], model.norms[number, 1]
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
-            layer_norm(work.x[thread, b], weight, bias, model.eps, work.normed[thread, b])
+            squares = layer_norm(work.x[thread, b], weight, bias, model.eps, work.normed[thread, b])
+            if thread == 0 and not np.isfinite(squares) and state.fault[b] == 0 and state.position[b] >= 0:
+                state.fault[b], state.fault_site[b] = state.position[b] + 1, number + 1
             if model.rows.itemsize == 1:
                 unit = round_to_levels(work.normed[thread, b], LEVELS, work.operand[thread, b])
                 work.operand_unit[thread, b] = unit
@@ -118,9 +123,10 @@ def all_logits(model, state, work, start, stop, thread):
     dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, results)
     for b in range(state.row_state.shape[0]):
         if live >> b & 1:
+            work.faulty[thread, b] = not_finite(results[b, :n])
+            bar_stops(state, b, start, results[b, :n])
             copy(work.logits[b, start:stop], results[b, :n])
             work.best_token[thread, b] = start + largest_of(results[b, :n])
-            work.faulty[thread, b] = not_finite(results[b, :n])
     work.bytes_read[thread, LM_HEAD] += n * row_bytes(model)
 
 
@@ -147,6 +153,7 @@ def likeliest_tokens(model, state, work, start, stop, thread):
         unit, length = units[b], norm(work.normed[thread, b])
         units[b] = 1
         work.faulty[thread, b] = not_finite(results[b, :n])
+        bar_stops(state, b, start, results[b, :n])
         reached = -np.float32(np.inf)
         for i in range(n):
             off = model.screen_error[start + i, 0] * length + model.screen_error[start + i, 1] * unit
@@ -156,12 +163,13 @@ def likeliest_tokens(model, state, work, start, stop, thread):
             off = model.screen_error[start + i, 0] * length + model.screen_error[start + i, 1] * unit
             numbers[count] = model.lm_head + start + i
             count += results[b, i] + off >= reached
-        count = max(count, 1)  # none where logits are not finite
+        count = max(count, 1)  # none where logits are not finite, or all are of stop tokens
         dot_list(model.rows, model.scales, model.group, numbers, count, work.operand[thread], units, 1 << b, results)
         work.bytes_read[thread, LM_HEAD] += count * row_bytes(model)
         best = largest_of(results[b, :count])
         work.best_token[thread, b] = numbers[best] - model.lm_head
         work.logits[b, work.best_token[thread, b]] = results[b, best]
+        bar_stops(state, b, start, work.logits[b, start:stop])
 
 
 @compiled()

@@ -168,7 +168,7 @@ def half_value(bits):
 
 @compiled(fastmath=SUMS)
 def layer_norm(x, weight, bias, eps, out):
-    """x -> out, fp32, both at least as long as weight (d,)."""
+    """x -> out, fp32, both at least as long as weight (d,); returns the sum of squares around x's mean."""
     d = weight.shape[0]
     total = np.float32(0)
     for j in range(d):
@@ -180,6 +180,7 @@ def layer_norm(x, weight, bias, eps, out):
     factor = np.float32(1) / np.sqrt(squares / np.float32(d) + np.float32(eps))
     for j in range(d):
         out[j] = (x[j] - mean) * factor * weight[j] + bias[j]
+    return squares
 
 
 @compiled(fastmath=SUMS)

@@ -58,7 +58,8 @@ class CpuWeights:
                 model's group, whose scales then stand there more than once; None = CHUNK. Not of fp32.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
-            UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model.
+            UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model; weights that are
+                not finite, by layer.
         """
         shape = OPTShape.from_config(model.config)
         decoder = model.model.decoder
@@ -75,6 +76,7 @@ class CpuWeights:
         ]
         for i, norm in enumerate(norms):
             weights.model.norms[i, 0], weights.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
+        weights.check_finite(weights.model.lm_head, weights.model.norms[-1])
         weights.model.positions[:] = _array(decoder.embed_positions.weight)
         weights.put(weights.model.embedding, decoder.embed_tokens.weight)
         if coded_head and stored == "codes":
@@ -97,6 +99,8 @@ class CpuWeights:
             weights.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
             weights.out_bias[i] = _bias(attention.out_proj)
             weights.model.fc1_bias[i], weights.model.fc2_bias[i] = _bias(layer.fc1), _bias(layer.fc2)
+            small = (weights.model.qkv_bias, weights.out_bias, weights.model.fc1_bias, weights.model.fc2_bias)
+            weights.check_finite(int(first[QKV]), *(each[i] for each in small), weights.model.norms[2 * i : 2 * i + 2])
             if release:
                 for tensor in (*layer.parameters(), *layer.buffers()):
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
@@ -133,6 +137,7 @@ class CpuWeights:
         """Store weight (n, d) as the rows from number ``first`` on."""
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
+            self.check_finite(int(first) + start, part)
             rows, d = slice(int(first) + start, int(first) + start + len(part)), self.shape.d_model
             self.model.rows[rows, d:] = 0
             if self.model.rows.dtype == np.float32:
@@ -145,6 +150,7 @@ class CpuWeights:
         """Store codes and scales of rows (n, d) as they are, from number ``first`` on."""
         codes = rows.codes if isinstance(rows, Int4Rows) else rows.words
         place, d = slice(int(first), int(first) + len(codes)), self.shape.d_model
+        self.check_finite(int(first), rows.scales)
         scales = rows.scales.float().repeat_interleave(self.model.scales.shape[1] // rows.scales.shape[1], dim=1)
         self.model.rows[place, d:] = 0
         self.model.rows[place, :d], self.model.scales[place] = codes.numpy(), scales.numpy()
@@ -159,9 +165,23 @@ class CpuWeights:
         self.put_codes(first[FC1], layer.fc1.rows)
         self.put_codes(first[FC2], layer.fc2.rows)
         out, columns = attention.out_proj.rows, slice(int(first[OUT]), int(first[OUT]) + h * e)
+        self.check_finite(int(first[OUT]), out.scales)
         self.model.rows[columns, :d] = out.codes.view(h, d, e).transpose(1, 2).reshape(h * e, d).numpy()
         self.model.rows[columns, d:], self.model.scales[columns] = 0, 1
         self.model.out_scale[number, :, :d] = out.scales.float().view(h, d).numpy()
+
+    def check_finite(self, row: int, *parts: Tensor | np.ndarray) -> None:
+        """Raise :class:`UserError` where weights that belong to what ``row`` belongs to are not finite.
+
+        Positions are not looked at: a table may hold anything where no text reaches.
+        """
+        for part in parts:
+            least, most = torch.as_tensor(part).aminmax()  # both NaN where anything is
+            if not math.isfinite(float(least)) or not math.isfinite(float(most)):
+                where = "the embedding, the final LayerNorm or the LM head"
+                if row < self.model.embedding:
+                    where = f"layer {row // (self.model.embedding // self.shape.n_layers)}"
+                raise UserError(f"{where} has weights that are not finite; load the model again, or from another copy")
 
     def screen(self) -> None:
         """Round the LM head to int8 beside its fp32 rows, with bounds of what a logit of it is off by."""
