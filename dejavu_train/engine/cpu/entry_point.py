@@ -64,7 +64,8 @@ def prepare(arguments: tuple[Any, ...]) -> None:
     """
 
     def show_notice() -> None:
-        print("compiling the CPU engine: some 15 seconds, once; later starts read it from the cache", file=sys.stderr)
+        kept = "" if isinstance(enter._cache, NullCache) else ", once; later starts read it from the cache"
+        print(f"compiling the CPU engine: some 15 seconds{kept}", file=sys.stderr)
 
     from numba import typeof
 
