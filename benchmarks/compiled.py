@@ -1,5 +1,4 @@
-"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops,
-and how many of the largest loop's streamed loads into registers are on their way at once: the assembler moves them.
+"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops.
 
     python -m benchmarks.compiled                          a line for each kernel and shape, for compute capability 9.0
     python -m benchmarks.compiled --save before.json       the PTX of each, with what names source lines taken out
@@ -9,7 +8,6 @@ The public functions run on CPU tensors with a launch replaced by a compilation,
 constants are those of a real call. Weights are never read: they are allocated and left alone.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -17,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from benchmarks.rows import command_line
 from kernels import sampling
 from kernels.attention import flash_decode, out_projection, qkv
 from kernels.common import checks, launch
@@ -35,11 +35,12 @@ from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc1, sparse_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc2, sparse_mlp
 from kernels.mlp.select import PredictorWeights, Selection
 from kernels.sampling import TokenState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+Case = tuple[str, Callable[[], Any]]  # name and call
 WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
 
 
@@ -143,264 +144,159 @@ def loops(code: list[tuple[int, str, str]]) -> list[list[tuple[str, str]]]:
     return [[(name, rest) for at, name, rest in code if low <= at <= high] for low, high in inner]
 
 
-def on_their_way(loop: list[tuple[str, str]]) -> tuple[float, int, int]:
-    """Of streamed loads (evict first) into registers: how many are between their instruction and the first that reads
-    what they bring, in the mean of the loop's instructions and at the least; and how many there are."""
-    count = [0] * len(loop)
-    loads = 0
-    for place, (name, operands) in enumerate(loop):
-        found = re.match(r"\s*R(\d+),", operands)
-        if not name.startswith("LDG") or ".EF" not in name or not found:
-            continue
-        width = {"128": 4, "64": 2}.get(name.rsplit(".", 1)[-1], 1)
-        registers = {str(int(found.group(1)) + k) for k in range(width)}
-        loads += 1
-        for step in range(1, len(loop)):
-            reader, read = loop[(place + step) % len(loop)]
-            sources = read if reader.startswith(("ST", "BAR", "ATOM")) else read.partition(",")[2]
-            if registers & set(re.findall(r"\bR(\d+)\b", sources)):
-                break
-            count[(place + step) % len(loop)] += 1
-    return sum(count) / len(loop), min(count), loads
-
-
 def halves(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float16)
 
 
-def cases_of(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+def int4_rows(*shape: int) -> Int4Rows:
+    *outer, width = shape
+    return Int4Rows(torch.empty(*outer, width // 8, dtype=torch.int32), halves(*outer, width // min(128, width)))
+
+
+def pair(rank: int, d: int, n: int, kind: torch.dtype, share: int = 1) -> PredictorWeights:
+    """A predictor's two matrices, `share` numbers in each entry; scales unless they are fp16."""
+    scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
+    down, up = torch.empty(rank, d // share, dtype=kind), torch.empty(n, rank // share, dtype=kind)
+    return PredictorWeights(down, up, torch.empty(n), *scales)
+
+
+class Layer:
+    """Tensors of one layer of width d, its matrices as `matrix` makes them: halves or int4_rows."""
+
+    def __init__(self, d: int, matrix: Callable[..., Any]) -> None:
+        self.d, self.n, self.rank, hd = d, 4 * d, d // 16, 64 if d <= 2048 else 128
+        self.h = h = d // hd
+        self.x, self.y, self.hidden, self.z = (torch.empty(1, size) for size in (d, d, self.n, self.rank))
+        self.ln, self.w = LayerNormWeights(halves(d), halves(d)), matrix(self.n, d)
+        self.bias, self.out_bias = halves(self.n), halves(d)
+        self.ones, self.limit = torch.ones(1, dtype=torch.int32), torch.ones(1)
+        self.q, self.cache, self.kept = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(1, 64, d)
+        self.qkv, self.qkv_bias = matrix(h, 3, hd, d), halves(h, 3, hd)
+        self.heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
+        self.marks = torch.empty(1, h, dtype=torch.int32)
+        caches = (self.q, self.cache, self.cache)
+        self.sparse = (self.kept, self.qkv, self.qkv_bias, self.heads, self.ones, self.marks, None, *caches)
+        self.listed, self.partials = sparse_fc2.PackedSelection.empty(self.n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
+        self.bits = Selection.empty(self.n, "cpu", sparse_fc2.packed_block(d))
+
+    def sums(self) -> tuple[Any, Any]:
+        return (torch.empty(self.h),) * 2, (torch.empty(self.rank),) * 2
+
+    def shared_cases(self, mixed: Any, out: Any, predictors: dict[str, PredictorWeights]) -> Iterator[Case]:
+        """What fp16 and 4 bits have in common; mixed: what the out-projection `out` reads."""
+        x, ln, d = self.x, self.ln, self.d
+        yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
+        dense = (self.qkv, self.qkv_bias, self.ones, self.q, self.cache, self.cache)
+        yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, *dense, True)
+        yield f"qkv {d}", lambda: qkv.qkv(*self.sparse, pdl=True)
+        for name, heads in (("out", self.heads), ("out all", None)):
+            project = partial(out_projection.project_heads, mixed, out, self.out_bias, x, heads, self.y, True)
+            yield f"{name} {d}", project
+        for kind, predictor in predictors.items():
+            given = (*self.sparse, predictor, self.z, self.limit, self.ones, self.bits)
+            yield f"qkv_select {d} {kind}", partial(qkv_select.qkv_select, *given, pdl=True)
+
+    def site(self, down: torch.Tensor, scale: torch.Tensor | None) -> Any:
+        """The call of a site whose predictor has this first matrix."""
+        rows = site_predict.SiteRows(halves(self.h, self.d), down, scale, *self.sums(), False)
+        given = (torch.empty(self.h), self.limit, self.ones, self.ones, self.kept, self.heads, self.z, True)
+        return partial(site_predict.site_predict, self.x, self.ln, rows, *given)
+
+
+def cases_of(d: int) -> Iterator[Case]:
     """Calls with fp16 weights, and with int8 predictors, as the decode engine makes them, of one width."""
-    row_state, limit, position = (torch.ones(1, dtype=kind) for kind in (torch.int32, torch.float32, torch.int32))
-    n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
-    h = d // hd
-    x, y = torch.empty(1, d), torch.empty(1, d)
-    ln, w = LayerNormWeights(halves(d), halves(d)), halves(n, d)
-    hidden, z = torch.empty(1, n), torch.empty(1, rank)
-    yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, w[:, 0], "relu", hidden, True)
-    yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", hidden, True)
+    own = Layer(d, halves)
+    x, ln, w, n, rank = own.x, own.ln, own.w, own.n, own.rank
+    predictors = {str(kind): pair(rank, d, n, kind) for kind in (torch.float16, torch.int8)}
+    yield from own.shared_cases(x, halves(d, d), predictors)
+    yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", own.hidden, True)
     state = TokenState.empty(1, 64, "cpu")
     yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
     head = ScreenedHead(
         w, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
         torch.empty(396), screened_head.Chosen.empty(264, "cpu"), screened_head.screen_settings(d),
     )  # fmt: skip
-    yield (
-        f"8 bits: screened_head {d}",
-        lambda: screened_head.screened_head(x, head, state.position, state.least, state.stops, True),
-    )
-    yield f"advance chosen {d}", lambda: sampling.advance(hidden, state, pdl=True, chosen=head.best)
-    q, cache, bias = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd)
-    qkv_w = halves(h, 3, hd, d)
-    yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, bias, position, q, cache, cache, True)
-    heads = Selection(h, 1, torch.empty(h, dtype=torch.int32), torch.empty(h, dtype=torch.int32),
-                      torch.empty(h, dtype=torch.int32))  # fmt: skip
-    kept, marks = halves(1, 64, d), torch.empty(1, h, dtype=torch.int32)
-    sparse = (qkv_w, bias, heads, position, marks, None, q, cache, cache)
-    yield f"qkv {d}", lambda: qkv.qkv(kept, *sparse, pdl=True)
-    yield f"out {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, heads, y, True)
-    yield f"out all {d}", lambda: out_projection.project_heads(x, halves(d, d), halves(d), x, None, y, True)
-    rows, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
+    stops = (state.position, state.least, state.stops)
+    yield f"8 bits: screened_head {d}", lambda: screened_head.screened_head(x, head, *stops, True)
+    yield f"advance chosen {d}", lambda: sampling.advance(own.hidden, state, pdl=True, chosen=head.best)
     for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
-        source = x if norm else halves(1, d)
-        yield (
-            f"sparse_mlp {d} {'norm' if norm else 'own'} {early}",
-            lambda source=source, norm=norm, early=early: sparse_mlp.sparse_mlp(
-                source, norm, w, w[:, 0].contiguous(), w, halves(d), x, rows, y, partials, early, True
-            ),
-        )
-    yield f"sparse_fc1 {d}", lambda: sparse_fc1.sparse_fc1(halves(1, d), w, halves(n), rows, pdl=True)
-    yield f"sparse_fc2 {d}", lambda: sparse_fc2.sparse_fc2(rows, w, halves(d), x, y, partials, True)
-    for kind in (torch.float16, torch.int8):
-        down, up = torch.empty(rank, d, dtype=kind), torch.empty(n, rank, dtype=kind)
-        scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
-        sums = (torch.empty(rank), torch.empty(rank))
-        bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
-        predictor = PredictorWeights(down, up, torch.empty(n), *scales)
-        yield (
-            f"predict {d} {kind}",
-            lambda down=down, scales=scales, sums=sums: predict.predict_down(
-                x, ln, down, sums, z, scales[0], normalised_out=halves(1, d), pdl=True
-            ),
-        )
-        yield (
-            f"select {d} {kind}",
-            lambda predictor=predictor, bits=bits: select.select_rows(z, predictor, limit, bits, row_state, pdl=True),
-        )
-        yield (
-            f"qkv_select {d} {kind}",
-            lambda predictor=predictor, bits=bits: qkv_select.qkv_select(
-                kept, *sparse, predictor, z, limit, row_state, bits, pdl=True
-            ),
-        )
-    sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
-    site = site_predict.SiteRows(halves(h, d), halves(rank, d), None, *sums, False)
-    yield (
-        f"site {d}",
-        lambda site=site: site_predict.site_predict(
-            x, ln, site, torch.empty(h), limit, position, row_state, kept, heads, z, True
-        ),
-    )
-
-
-def int4_cases(d: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Those with 4-bit weights, predictors of int8 codes and of nibbles."""
-
-    def rows(*shape: int) -> Int4Rows:
-        *outer, width = shape
-        return Int4Rows(torch.empty(*outer, width // 8, dtype=torch.int32), halves(*outer, width // min(128, width)))
-
-    ones, limit = torch.ones(1, dtype=torch.int32), torch.ones(1)
-    n, rank, hd = 4 * d, d // 16, 64 if d <= 2048 else 128
-    h = d // hd
-    x, y, hidden, z = (torch.empty(1, size) for size in (d, d, n, rank))
-    ln, bias, w = LayerNormWeights(halves(d), halves(d)), halves(n), rows(n, d)
-    q, cache, qkv_bias, qkv_w = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(h, 3, hd), rows(h, 3, hd, d)
-    heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
-    sparse = (
-        halves(1, 64, d),
-        qkv_w,
-        qkv_bias,
-        heads,
-        ones,
-        torch.empty(1, h, dtype=torch.int32),
-        None,
-        q,
-        cache,
-        cache,
-    )
-    listed, partials = sparse_fc2.PackedSelection.empty(n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
-    predictors = {
-        name: PredictorWeights(
-            torch.empty(rank, d // share, dtype=kind), torch.empty(n, rank // share, dtype=kind), torch.empty(n),
-            torch.empty(rank), torch.empty(n),
-        )
-        for name, kind, share in (("int8", torch.int8, 1), ("nibbles", torch.uint8, 2))
-    }  # fmt: skip
-    for batch in (2, 8):
-        tokens, states, several = halves(batch, d), torch.ones(batch, dtype=torch.int32), Selection.empty(n, "cpu")
-        yield (
-            f"4 bits: predict_select {d} nibbles rows {batch}",
-            lambda tokens=tokens, states=states, several=several: select.predict_select(
-                tokens, predictors["nibbles"], limit, several, row_state=states, pdl=True, listed=(listed.ids, ones)
-            ),
-        )
-    bits = Selection.empty(n, "cpu", sparse_fc2.packed_block(d))
-    by_head = rows(h, d, hd)
-    scratch = flash_decode.AttentionScratch.empty(1, h, hd, cache.shape[2], "cpu")
-    yield f"4 bits: dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, w, bias, "relu", hidden, True)
-    yield f"4 bits: qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, qkv_w, qkv_bias, ones, q, cache, cache, True)
-    yield f"4 bits: qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
+        given = (x if norm else halves(1, d), norm, w, own.bias, w, own.out_bias, x, own.listed, own.y, own.partials)
+        name = f"sparse_mlp {d} {'norm' if norm else 'own'} {early}"
+        yield name, partial(sparse_mlp.sparse_mlp, *given, early, True)
+    given = (own.listed, w, own.out_bias, x, own.y, own.partials)
+    yield f"sparse_fc2 {d}", partial(sparse_fc2.sparse_fc2, *given, True)
     for kind, predictor in predictors.items():
-        sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
-        site = site_predict.SiteRows(halves(h, d), predictor.down, predictor.down_scale, *sums, False)
-        yield (
-            f"4 bits: qkv_select {d} {kind}",
-            lambda predictor=predictor: qkv_select.qkv_select(*sparse, predictor, z, limit, ones, bits, pdl=True),
-        )
-        yield (
-            f"4 bits: qkv_select {d} {kind} always",
-            lambda predictor=predictor: qkv_select.qkv_select(
-                *sparse, predictor, z, limit, ones, bits, policy="always", pdl=True
-            ),
-        )
-        yield (
-            f"4 bits: site {d} {kind}",
-            lambda site=site: site_predict.site_predict(
-                x, ln, site, torch.empty(h), limit, ones, ones, halves(1, 64, d), heads, z, True
-            ),
-        )
-    estimate, moments = torch.empty(2), torch.empty(2, dtype=torch.int64)
-    norm = LateNorm(ln, estimate, moments, torch.empty(64, 2))
-    sums = ((torch.empty(h),) * 2, (torch.empty(rank),) * 2)
-    first_half = rows(rank, d) if d >= mlp_ahead.TILED_FROM else predictors["nibbles"].down
-    ahead = mlp_ahead.HeadsAhead(halves(h, d), ln, sums[0], torch.empty(h), limit, ones, heads)
+        given = (x, ln, predictor.down, (torch.empty(rank), torch.empty(rank)), own.z, predictor.down_scale)
+        yield f"predict {d} {kind}", partial(predict.predict_down, *given, normalised_out=halves(1, d), pdl=True)
+        given = (own.z, predictor, own.limit, own.bits, own.ones)
+        yield f"select {d} {kind}", partial(select.select_rows, *given, pdl=True)
+    yield f"site {d}", own.site(halves(rank, d), None)
+
+
+def int4_cases(d: int) -> Iterator[Case]:
+    """Those with 4-bit weights, predictors of int8 codes and of nibbles."""
+    own = Layer(d, int4_rows)
+    x, ln, w, n, rank, h, bias = own.x, own.ln, own.w, own.n, own.rank, own.h, own.bias
+    mixed, by_head = halves(1, d), int4_rows(h, d, d // h)
+    predictors = {"int8": pair(rank, d, n, torch.int8), "nibbles": pair(rank, d, n, torch.uint8, 2)}
+    yield from own.shared_cases(mixed, by_head, predictors)
+    nibbles = predictors["nibbles"]
+    for batch in (2, 8):
+        given = (halves(batch, d), nibbles, own.limit, Selection.empty(n, "cpu"))
+        states, listed = torch.ones(batch, dtype=torch.int32), (own.listed.ids, own.ones)
+        call = partial(select.predict_select, *given, row_state=states, pdl=True, listed=listed)
+        yield f"predict_select {d} nibbles rows {batch}", call
+    for kind, predictor in predictors.items():
+        given = (*own.sparse, predictor, own.z, own.limit, own.ones, own.bits)
+        yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
+        yield f"site {d} {kind}", own.site(predictor.down, predictor.down_scale)
+    norm = LateNorm(ln, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2))
+    first_half = int4_rows(rank, d) if d >= mlp_ahead.TILED_FROM else nibbles.down
+    ahead = mlp_ahead.HeadsAhead(
+        halves(h, d), ln, own.sums()[0], torch.empty(h), own.limit, own.ones, own.heads
+    )  # fmt: skip
+    scratch = flash_decode.AttentionScratch.empty(1, h, d // h, own.cache.shape[2], "cpu")
     for policy, selected in (("backfill", ahead), ("always", None)):
         late = mlp_ahead.LateSite(
-            norm, sparse[0], ones, *(torch.empty(h, 3, hd) for _ in range(2)), selected, first_half,
-            *(torch.empty(rank) for _ in range(3)), False, ones,
+            norm, own.kept, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, first_half,
+            *(torch.empty(rank) for _ in range(3)), False, own.ones,
         )  # fmt: skip
-        yield (
-            f"4 bits: late qkv_select {d} {policy}",
-            lambda late=late, policy=policy: qkv_select.qkv_select(
-                sparse[0], qkv_w, late.shifts, *sparse[3:], predictors["nibbles"], z, limit, ones, bits, policy, True,
-                late,
-            ),
-        )  # fmt: skip
-        yield (
-            f"4 bits: attend_pack {d} {policy}",
-            lambda selected=selected: attend_pack.attend_pack(
-                q, cache, cache, None if selected is None else heads, ones, None if selected is None else sparse[5],
-                None, halves(1, d), scratch, bits, listed, True,
-            ),
-        )  # fmt: skip
-        yield (
-            f"4 bits: mlp_ahead {d} {policy}",
-            lambda late=late: mlp_ahead.mlp_ahead(
-                x, ln, w, bias, w, halves(d), listed, y, partials, "list", True, ahead=late
-            ),
-        )
-    mixed = halves(1, d)
-    yield f"4 bits: out {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, heads, y, True)
-    yield f"4 bits: out all {d}", lambda: out_projection.project_heads(mixed, by_head, halves(d), x, None, y, True)
-    yield (
-        f"4 bits: int4_mlp {d}",
-        lambda: int4_mlp.int4_mlp(x, ln, w, bias, w, halves(d), x, listed, y, partials, "list", True),
-    )
-    yield (
-        f"4 bits: int4_mlp {d} own",
-        lambda: int4_mlp.int4_mlp(mixed, None, w, bias, w, halves(d), x, listed, y, partials, "x", True),
-    )
+        given = (own.kept, own.qkv, late.shifts, *own.sparse[3:], nibbles, own.z, own.limit, own.ones, own.bits)
+        yield f"late qkv_select {d} {policy}", partial(qkv_select.qkv_select, *given, policy, True, late)
+        chosen = (None, own.ones, None) if selected is None else (own.heads, own.ones, own.marks)
+        given = (own.q, own.cache, own.cache, *chosen, None, halves(1, d), scratch, own.bits, own.listed)
+        yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
+        given = (x, ln, w, bias, w, own.out_bias, own.listed, own.y, own.partials)
+        yield f"mlp_ahead {d} {policy}", partial(mlp_ahead.mlp_ahead, *given, "list", True, ahead=late)
+    for name, inputs, early in (("int4_mlp {}", (x, ln), "list"), ("int4_mlp {} own", (mixed, None), "x")):
+        given = (*inputs, w, bias, w, own.out_bias, x, own.listed, own.y, own.partials)
+        yield name.format(d), partial(int4_mlp.int4_mlp, *given, early, True)
     for tokens in (1, 2, 4, 8):
-        several, eight = hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
-        yield (
-            f"4 bits: int4_fc2 {d} {tokens}",
-            lambda several=several, eight=eight: int4_fc2.int4_fc2(
-                several, w, halves(d), eight[0], eight[1], partials, True
-            ),
-        )
+        several, (residual, out) = own.hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
+        given = (several, w, own.out_bias, residual, out, own.partials)
+        yield f"int4_fc2 {d} {tokens}", partial(int4_fc2.int4_fc2, *given, True)
         if tokens > 1:
-            given = halves(tokens, d)
-            yield (
-                f"4 bits: int4_linear {d} {tokens}",
-                lambda given=given: int4_batch.int4_linear(given, w, bias, "relu", True),
-            )
-            yield (
-                f"4 bits: int4_listed {d} {tokens}",
-                lambda given=given: int4_batch.int4_listed(
-                    given, w, bias, listed.ids, listed.count, bits.row_bits, True
-                ),
-            )
-            yield (
-                f"4 bits: int4_qkv {d} {tokens}",
-                lambda given=given, tokens=tokens: int4_batch.int4_qkv(
-                    given,
-                    qkv_w,
-                    qkv_bias,
-                    torch.ones(tokens, dtype=torch.int32),
-                    torch.empty(tokens, h, hd),
-                    halves(tokens, h, 64, hd),
-                    halves(tokens, h, 64, hd),
-                    True,
-                ),
-            )
-            yield (
-                f"4 bits: int4_by_head {d} {tokens}",
-                lambda given=given, eight=eight: int4_batch.int4_by_head(
-                    given, by_head, halves(d), eight[0], eight[1], True
-                ),
-            )
+            rows, kv = halves(tokens, d), halves(tokens, h, 64, d // h)
+            yield f"int4_linear {d} {tokens}", partial(int4_batch.int4_linear, rows, w, bias, "relu", True)
+            given = (rows, w, bias, own.listed.ids, own.listed.count, own.bits.row_bits)
+            yield f"int4_listed {d} {tokens}", partial(int4_batch.int4_listed, *given, True)
+            positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)
+            given = (rows, own.qkv, own.qkv_bias, positions, q, kv, kv)
+            yield f"int4_qkv {d} {tokens}", partial(int4_batch.int4_qkv, *given, True)
+            given = (rows, by_head, own.out_bias, residual, out)
+            yield f"int4_by_head {d} {tokens}", partial(int4_batch.int4_by_head, *given, True)
 
 
-def cases(widths: Sequence[int] = WIDTHS) -> Iterator[tuple[str, Callable[[], Any]]]:
+def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
     """All of these widths."""
     for d in widths:
         yield from cases_of(d)
     for d in widths:
-        yield from int4_cases(d)
+        yield from ((f"4 bits: {name}", call) for name, call in int4_cases(d))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--save", metavar="JSON")
     parser.add_argument("--compare", metavar="JSON")
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -420,12 +316,10 @@ def main() -> int:
                 inner = loops(found.code)
                 sizes = ", ".join(str(len(loop)) for loop in inner)
                 spills = sum(name.startswith(("LDL", "STL")) for loop in inner for name, _ in loop)
-                mean, least, loads = on_their_way(max(inner, key=len)) if inner else (0.0, 0, 0)
                 print(
                     f"{key}: {found.registers} registers, {found.stack} B stack ({spills} in loops), "
                     f"{found.shared} B shared, "
                     f"loops of {sizes or 'none'} instructions"
-                    + (f"; of {loads} loads {mean:.1f} on their way, at least {least}" if loads else "")
                     + (f"; {refused} COPIES THAT A GPU REFUSES" if (refused := refused_copies(found.code)) else ""),
                     flush=True,
                 )

@@ -1,4 +1,4 @@
-"""Times one decoding step on a CPU: transformers eager and compiled, llama.cpp, our dense and sparse engine, in turns.
+"""Times one decoding step on a CPU: transformers eager and compiled, our dense and sparse engine, in turns.
 
 Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them; medians over
 all rounds. One of them reads half a gigabyte in sequence: its median is the read bandwidth that the others are compared
@@ -8,11 +8,10 @@ MB a token are counted by the engine: weights, predictors, LM head, K and V. Ran
 thresholds at the quantiles of their logits; biases of fc1 make the stated share of neurons active.
 
     python -m benchmarks.cpu_decode --model checkpoints/opt-mini --bundle checkpoints/demo/bundle
-    python -m benchmarks.cpu_decode --shape 1.3b --rivals eager llama      (see cpu_llama.py for its packages)
+    python -m benchmarks.cpu_decode --shape 1.3b --rivals eager
 """
 
 import argparse
-import datetime
 import math
 import platform
 import statistics
@@ -24,8 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.cpu_llama import bytes_per_token, llama_step
-from benchmarks.rows import append_row, commit, five_digits
+from benchmarks.decode_hf import random_opt
+from benchmarks.decode_problem import SHAPES, STD
+from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import SPARSE
@@ -34,12 +34,6 @@ from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.selectors import TargetPredictor
 from dejavu_train.models.opt import OPTShape, load_opt
 
-SHAPES = {
-    "125m": OPTShape(768, 3072, 12, 12, 50272, 2048),
-    "1.3b": OPTShape(2048, 8192, 24, 32, 50272, 2048),
-    "2.7b": OPTShape(2560, 10240, 32, 32, 50272, 2048),
-}
-STD = 0.02
 WARM_UP = 2
 COLUMNS = (
     "date commit cpu threads bandwidth_gb_s model engine stored batch prompt mlp_density head_density live_share "
@@ -51,7 +45,6 @@ COLUMNS = (
 class Rival:
     """Somebody who decodes one token a call, or reads ``n_bytes`` of memory; times in seconds.
 
-    step: returns the seconds of a token where it knows them better than a clock around it.
     engine: ours, whose bytes are counted.
     """
 
@@ -139,28 +132,15 @@ def transformers_rival(model: Any, rows: list[list[int]], steps: int, compiled: 
     return Rival("transformers-compile" if compiled else "transformers-eager", step)
 
 
-def random_transformers(shape: OPTShape) -> Any:
-    """A model of this shape; its weights are random in every layer, as the time depends on their bytes."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.d_model, word_embed_proj_dim=shape.d_model,
-        ffn_dim=shape.d_ffn, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
-        max_position_embeddings=shape.max_positions, do_layer_norm_before=True, dtype="float32",
-    )  # fmt: skip
-    return OPTForCausalLM(config).eval()
-
-
 def run_in_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
     """``rounds`` times every rival takes ``steps`` steps, the first of each turn not counted: caches are another's."""
     for _ in range(rounds):
         for rival in rivals:
             for i in range(steps + 1):
                 started = time.perf_counter()
-                told = rival.step()
-                seconds = told if isinstance(told, float) else time.perf_counter() - started
+                rival.step()
                 if i:
-                    rival.times.append(seconds)
+                    rival.times.append(time.perf_counter() - started)
                 if rival.engine is not None and (rival.engine.state.row_state == SPARSE).any():
                     note_densities(rival)
 
@@ -192,10 +172,6 @@ def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str,
     row["head_density"] = statistics.mean(rival.heads) if rival.heads else 1.0
     if rival.n_bytes:
         row["gb_s"] = rival.n_bytes / statistics.median(rival.times) / 1e9
-    if rival.name == "llama.cpp":
-        row["mb_per_token"], row["share_of_bandwidth"] = rival.n_bytes / 1e6, row["gb_s"] / bandwidth
-        row["note"] = "a Llama of random weights, its cache of K and V not counted"
-    if rival.name == "read":
         row["note"] = f"fastest pass: {rival.n_bytes / min(rival.times) / 1e9:.1f} GB/s"
     if rival.engine is not None:
         parts = {name: count / tokens / 1e6 for name, count in rival.engine.bytes_read().items()}
@@ -237,13 +213,13 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
-    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
+    parser.add_argument("--shape", choices=("1.3b", "2.7b"), help="random weights of this shape instead of a model")
     parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8", "codes"])
     parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights, or of codes")
-    parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile", "llama"])
+    parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile"])
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
     parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
@@ -267,14 +243,10 @@ def main() -> int:
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
     theirs = None
     if {"eager", "compile"} & {*args.rivals}:
-        theirs = random_transformers(shape) if args.shape else load_opt(args.model)
+        theirs = random_opt(shape, "cpu", torch.float32) if args.shape else load_opt(args.model)
     for name in args.rivals:
         try:
-            if name == "llama":
-                step = llama_step(shape, rows[0], usable_cores())
-                rival = Rival("llama.cpp", step, "Q8_0", n_bytes=bytes_per_token(shape))
-            else:
-                rival = transformers_rival(theirs, rows, tokens, name == "compile")
+            rival = transformers_rival(theirs, rows, tokens, name == "compile")
             for _ in range(WARM_UP):
                 rival.step()
             rivals.append(rival)
@@ -287,9 +259,9 @@ def main() -> int:
     run_in_turns(rivals, args.rounds, args.steps)
     bandwidth = reader.n_bytes / statistics.median(rivals[0].times) / 1e9
     conditions = {
-        "date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu_name(), "threads": usable_cores(),
-        "bandwidth_gb_s": bandwidth, "model": args.shape or Path(args.model).name, "batch": args.batch,
-        "prompt": args.prompt, "live_share": live_share,
+        **made_now(), "cpu": cpu_name(), "threads": usable_cores(), "bandwidth_gb_s": bandwidth,
+        "model": args.shape or Path(args.model).name, "batch": args.batch, "prompt": args.prompt,
+        "live_share": live_share,
     }  # fmt: skip
     print(f"{conditions['cpu']}, {usable_cores()} threads, reads {bandwidth:.1f} GB/s")
     for rival in rivals:

@@ -1,47 +1,42 @@
 """What `benchmarks.cpu_decode` does not time of the CPU engine, a row each in benchmarks/results/cpu_extra.csv.
 
     perplexity   int8 weights, and of a 4-bit model its codes, against fp32 on texts, dense and sparse:
-                 percent, with a paired standard error that takes windows of one document as they come (tokens of a
-                 window are not independent)
+                 percent, with a paired bootstrap error over windows
     start        seconds until an engine stands, in a new folder for numba's cache and again; imports are not counted
     stream       tokens a second of infer.py --backend cpu --generate, and of an engine with a callback
     two          tokens a second of one process, and of each of two at once
     interrupt    seconds from Ctrl-C to the end of a process that decodes
-    score        tokens a second of scoring rows of 512: backend gather, backend mask, the engine's decoding steps
 
-    python -m benchmarks.cpu_extra start stream two interrupt score --bundle checkpoints/demo/bundle
+    python -m benchmarks.cpu_extra start stream two interrupt --bundle checkpoints/demo/bundle
     python -m benchmarks.cpu_extra perplexity --text readmes.jsonl books.jsonl --tokens 4000
 
 Times depend on what else runs: they are for a machine that does nothing else.
 """
 
 import argparse
-import datetime
 import json
-import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.cpu_decode import cpu_name
-from benchmarks.rows import append_row, commit, five_digits
+from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.weights import how_stored
+from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.models.opt import load_opt, load_tokenizer
-from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 COLUMNS = "date commit cpu threads model mlp_density head_density what case value error unit note".split()
 WINDOW = 512
@@ -151,21 +146,10 @@ def stream(args: argparse.Namespace) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "prompt.txt"
         text.write_text("the model reads a text that nobody scores. " * 80, encoding="utf-8")
-        command = [
-            sys.executable,
-            "infer.py",
-            "--text",
-            str(text),
-            "--model",
-            args.model,
-            "--bundle",
-            args.bundle,
-            "--output",
-            folder,
-        ]
-        command += ["--tokens", "0", "--timing", "false", "--backend", "cpu", "--generate", "the model reads"]
-        command += ["--new_tokens", str(args.new_tokens), "--timing_mlp_density", str(args.mlp_density)]
-        command += ["--timing_head_density", str(args.head_density)]
+        command = [sys.executable, "infer.py", "--text", str(text), "--model", args.model, "--bundle", args.bundle]
+        command += ["--output", folder, "--tokens", "0", "--timing", "false", "--backend", "cpu"]
+        command += ["--generate", "the model reads", "--new_tokens", str(args.new_tokens)]
+        command += ["--timing_mlp_density", str(args.mlp_density), "--timing_head_density", str(args.head_density)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in done.stderr.splitlines() if "tokens a second" in line]
     rate = float(lines[-1].split(" tokens a second")[0].split()[-1])
@@ -183,15 +167,6 @@ def read_rows(path: Path, tokenizer: Any, tokens: int) -> list[list[int]]:
             if sum(map(len, rows)) >= tokens:
                 break
     return rows
-
-
-def paired(found: list[Tensor], reference: list[Tensor]) -> tuple[float, float]:
-    """Percent of perplexity above the reference's, and its standard error over windows."""
-    sums = torch.stack([(a - b).double().sum() for a, b in zip(found, reference, strict=True)])
-    lengths = torch.tensor([len(a) for a in found], dtype=torch.float64)
-    mean = sums.sum() / lengths.sum()
-    error = (sums - mean * lengths).square().sum().sqrt() / lengths.sum()
-    return 100 * math.expm1(float(mean)), 100 * float(error)
 
 
 def perplexity(args: argparse.Namespace) -> Found:
@@ -212,7 +187,8 @@ def perplexity(args: argparse.Namespace) -> Found:
             reference = reference or scored
             for text, nll in {**scored, "all": [one for some in scored.values() for one in some]}.items():
                 exact = reference[text] if text != "all" else [one for some in reference.values() for one in some]
-                value, error = paired(nll, exact)
+                sums = [np.array([float(row.double().sum()) for row in rows]) for rows in (nll, exact)]
+                value, error = (100 * (share or 0.0) for share in increase(*sums, [len(row) for row in nll]))
                 note = f"perplexity {float(torch.cat(nll).mean().exp()):.4f}, {sum(map(len, nll))} tokens"
                 row = {"case": f"{name} {form} on {text}", "value": value, "error": error}
                 if form != "fp32":
@@ -220,37 +196,13 @@ def perplexity(args: argparse.Namespace) -> Found:
     return result
 
 
-@torch.no_grad()
-def score(args: argparse.Namespace) -> Found:
-    """Rows of 512 tokens, as infer.py scores them, and token by token."""
-    model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle).at(args.mlp_density, args.head_density)
-    ids = torch.randint(3, model.config.vocab_size, (4, WINDOW))
-    ways: dict[str, Callable[[], Any]] = {}
-    for name in ("gather", "mask"):
-        sparse = SparseOPTForCausalLM.from_model(load_opt(args.model), bundle, name, sparse_from=0)
-        ways[name] = partial(sparse.forward, ids)
-    engine = CpuEngine(model, bundle, context=WINDOW, batch=4)
-    ways["decoding steps"] = partial(engine.score, ids.tolist())
-    result = []
-    for name, way in ways.items():
-        times = []
-        for _ in range(3):
-            before = time.perf_counter()
-            way()
-            times.append(time.perf_counter() - before)
-        rate = ids.numel() / statistics.median(times)
-        result.append({"case": name, "value": rate, "unit": "tokens/s", "note": "4 rows of 512, median of 3"})
-    engine.close()
-    return result
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
-    "perplexity": perplexity, "start": start, "stream": stream, "two": two, "interrupt": interrupt, "score": score,
+    "perplexity": perplexity, "start": start, "stream": stream, "two": two, "interrupt": interrupt,
 }  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
@@ -267,7 +219,7 @@ def main() -> int:
     torch.set_num_threads(usable_cores())
     torch.manual_seed(0)
     conditions = {
-        "date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu_name(), "threads": usable_cores(),
+        **made_now(), "cpu": cpu_name(), "threads": usable_cores(),
         "model": Path(args.model).name, "mlp_density": args.mlp_density, "head_density": args.head_density,
     }  # fmt: skip
     for part in args.parts:

@@ -9,9 +9,7 @@ densities and live share in a row are measured, not asked.
     python -m benchmarks.decode --models 6.7b --cells "engine=dense,sparse prompt=128,512" "batch=8 mlp_density=0.29"
 """
 
-import argparse
 import dataclasses
-import datetime
 import gc
 import math
 import statistics
@@ -20,13 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from benchmarks.best_read import best_read
 from benchmarks.decode_breakdown import breakdown
 from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_hf import hugging_face
-from benchmarks.decode_int4_rival import RIVAL, rival_operations, rival_weights
 from benchmarks.decode_problem import (
     RANKS,
     SHAPES,
@@ -36,8 +31,8 @@ from benchmarks.decode_problem import (
     set_thresholds,
     start,
 )
-from benchmarks.harness import step_times
-from benchmarks.rows import append_row, commit, five_digits
+from benchmarks.harness import best_read, step_times
+from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.weights import DecodeWeights
@@ -50,17 +45,6 @@ COLUMNS = (
     "rank options steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms "
     "share45 note"
 ).split()
-
-
-def conditions() -> dict[str, Any]:
-    """What stands in every row beside the numbers."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
-    }
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -87,11 +71,9 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
         weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
         pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
     )  # fmt: skip
-    if cell.weights == RIVAL:
-        vars(engine.core.ops).update(rival_operations())
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
     with torch.no_grad():
-        start(engine, cell.prompt, steps + EXTRA, prefilled=cell.weights != RIVAL)
+        start(engine, cell.prompt, steps + EXTRA)
         if engine.predictors:
             set_thresholds(engine, cell.mlp_density, cell.head_density)
     return engine
@@ -142,15 +124,8 @@ def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool = Fal
     return shape.n_layers * layer + 2 * (kept + (shape.vocab_size + shape.max_positions) * shape.d_model)
 
 
-def made_weights(cell: Cell, shape: OPTShape, live_share: float) -> DecodeWeights:
-    """Random weights of a cell's format, on the device."""
-    if cell.weights == RIVAL:
-        return rival_weights(shape)
-    return random_weights(shape, live_share, cell.weights == "int4", cell.lm_head == "int4")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=["6.7b"], choices=list(SHAPES))
     help_cells = "key=value[,value...] words, see benchmarks/decode_cells.py; default: those of the committed table"
     parser.add_argument("--cells", nargs="+", metavar="CELLS", help=help_cells)
@@ -163,9 +138,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
     began = time.monotonic()
-    times, size = best_read()
-    best = size / times[1] / 1e6  # TB/s, the denominator of every byte floor
-    metadata = conditions() | {"best_tb_s": best}
+    best = best_read()
+    metadata = made_now() | gpu_versions() | {"best_tb_s": best}
     for name in args.models:
         weights, kind = None, ("", "")
         for cell in asked or required_cells(name):
@@ -178,7 +152,8 @@ def main() -> int:
             gc.collect()
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):
-                weights, kind = made_weights(cell, SHAPES[name], args.live_share), wanted
+                formats = (kept == "int4" for kept in wanted)
+                weights, kind = random_weights(SHAPES[name], args.live_share, *formats), wanted
             row = metadata | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
             row |= {"mlp_density": "", "head_density": "", "rank": ""}  # asked; what a row holds is measured
             append(args.out, row | run_cell(cell, name, weights, args.steps, best))

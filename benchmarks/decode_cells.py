@@ -20,7 +20,7 @@ class Cell:
         mlp_density, head_density: of what the rows of the batch select together; 1 = no predictor, dense.
         rank: of the MLP predictors; 0 = 4 % of the dense MLP's bytes in fp16.
         predictors: dtype of the MLP predictors, float16, int8 or int4.
-        weights: of the layers, float16 or int4; torch-int4 = dense, products by PyTorch's int4 kernel.
+        weights: of the layers, float16 or int4.
         lm_head: float16 or int4.
         screen: whether the token is found through an int8 screen of the LM head.
         site: half-blocks between the site that the MLP's predictor reads and fc1.

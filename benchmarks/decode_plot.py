@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode_problem import UNION
+from benchmarks.rows import command_line
 from benchmarks.tables_decode import INT4_GOALS, int4_steps
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -71,10 +72,9 @@ def draw_four_bits(axis: Any) -> None:
 
 
 def main() -> int:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("error: plots need matplotlib: pip install matplotlib") from None
+    command_line(__doc__).parse_args()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -188,15 +188,11 @@ def _matrices(predictor: TargetPredictor) -> tuple[torch.Tensor, torch.Tensor]:
     return predictor.weights.down, predictor.weights.up
 
 
-def start(engine: DecodeEngine, prompt: int, steps: int, prefilled: bool = True) -> None:
-    """Rows of random known tokens; `prompt` of them run densely, the others are forced one by one.
-
-    prefilled: False = the prompt's K/V are zeros, where nothing can run it.
-    """
+def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
+    """Rows of random known tokens; `prompt` of them run densely, the others are forced one by one."""
     generator = torch.Generator().manual_seed(0)
     total = min(prompt + steps, engine.context)
     rows = torch.randint(3, engine.shape.vocab_size, (engine.batch, total), generator=generator).tolist()
-    dense = prompt if prefilled else 0
-    engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [dense] * len(rows), Sampling())
+    engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [prompt] * len(rows), Sampling())
     engine.state.position.fill_(prompt - 1)
     engine.core.tail("greedy", False)

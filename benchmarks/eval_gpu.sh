@@ -3,8 +3,7 @@
 #
 # FOLDER holds tasks/, wikitext2/ and general_heldout.jsonl, BUNDLE is opt-mini's. MODEL2 and BUNDLE2 name a second
 # model with its bundle, for instance the 100M one (DTYPE2 float32 or float16). GROUPS_RUN chooses of
-#   tests engine ties until   what was measured before; together 4 minutes
-#   told                      engine against mask where both select the same, fp32 and fp16
+#   tests engine              what was measured before; together 4 minutes
 #   cost                      Tables 1 to 3 with times
 #   second                    the second model: tasks through the engine and mask, LAMBADA at three shares of the heads
 #   five texts paper generation lambada
@@ -25,7 +24,7 @@ wanted() { [[ $groups == *" $1 "* ]]; }
 
 pack() {
   local kind file
-  for kind in tasks task_engine near_ties told paper; do
+  for kind in tasks task_engine paper; do
     rm -f "$out/$kind.csv"
     for file in "$out"/*/"$kind.csv"; do
       [ -s "$file" ] || continue
@@ -70,16 +69,6 @@ if wanted engine; then
       --texts '[]' --limit "$(pick 110 1)" --backend "$engine"
   done
 fi
-wanted ties && step near-ties 120 "$python" -m benchmarks.near_ties $mini --tasks "$all" --shots 0 --texts '[]' \
-  --limit "$(pick 110 1)"
-if wanted told; then
-  for dtype in $(pick "float32 float16" float32); do
-    step "told-$dtype" 150 "$python" -m benchmarks.told $(tasks checkpoints/opt-mini "$bundle" "$dtype") \
-      --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 110 1)"
-  done
-fi
-wanted until && step until 200 "$python" -m benchmarks.until --shape "$(pick 2.7b tiny)" --device "$device" \
-  --new_tokens "$(pick 64 4)" --prompt "$(pick 128 16)" --batches 1 "$(pick 16 2)" --output "$out/until.csv"
 wanted cost && step cost 40 "$python" -m dejavu_train.evaluation.observe --config configs/observe/opt-mini.yaml \
   --bundle null --parts cost --output "$out/cost" --device "$device"
 if wanted second && [ -n "${MODEL2:-}" ]; then

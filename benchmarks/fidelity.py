@@ -14,7 +14,6 @@
 Other weights' predictors may be used there (--adopt): nothing is said about their quality.
 """
 
-import argparse
 import copy
 import dataclasses
 import json
@@ -25,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import commit
+from benchmarks.rows import command_line, commit
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.evaluation.baselines import Given
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
 from dejavu_train.predictors.bit_planes import input_levels
@@ -181,7 +181,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
             wide(ids)
         nll = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         nats["mask"] += nll.double().sum().item()
-        engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
+        engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling())
         engine.core.tail("greedy", True)
         watch = Partings(engine, selector, exact, len(part))
         for t in range(len(part[0]) - 1):
@@ -222,12 +222,6 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
     }
 
 
-def _greedy() -> Any:
-    from dejavu_train.engine.inputs import Sampling
-
-    return Sampling()
-
-
 @torch.no_grad()
 def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, look_ahead: str) -> dict[str, Any]:
     """Perplexities of the engine in fp16 and of the fp32 model that it stands for, dense and by the bundle."""
@@ -239,7 +233,7 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
         half = single = 0.0
         for start in range(0, len(rows), batch):
             part = rows[start : start + batch]
-            engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), _greedy())
+            engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling())
             engine.core.tail("greedy", True)
             for _ in range(len(part[0]) - 1):
                 engine.step("greedy", True)
@@ -314,7 +308,7 @@ def adopted(bundle: Bundle, model: str) -> Bundle:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", required=True)
     parser.add_argument("--text", nargs="*", help="text files; default: the Python files of this repository")

@@ -10,7 +10,6 @@ generating, beside the weights, the caches and the predictors. Appends one JSON 
 """
 
 import argparse
-import datetime
 import json
 import math
 import statistics
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 import transformers
-import triton
 from transformers import OPTForCausalLM
 
 from benchmarks.decode_hf import Clock, random_opt
 from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
-from benchmarks.harness import commit, step_times
+from benchmarks.harness import step_times
+from benchmarks.rows import command_line, gpu_versions, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.engine.decode import DecodeEngine
@@ -144,7 +143,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", default="6.7b", choices=list(SHAPES))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -159,12 +158,9 @@ def main() -> int:
         parser.error("this benchmark needs a CUDA device")
     asked = {name: value for name, value in vars(args).items() if name != "out"}
     row = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **made_now(),
+        **gpu_versions(),
         "transformers": transformers.__version__,
-        "commit": commit(),
         "dtype": "float16",
         "batch": 1,
         **asked,

@@ -1,120 +1,49 @@
-"""Timing of kernels on a GPU: CUDA-graph replay, weights rotated past the L2, medians with p20 and p80; rows of a CSV.
+"""Timing on a GPU: kernels in a graph with weights rotated past the L2, consecutive steps, and the best read."""
 
-One graph runs the step on every set of weights in turn; the sets together exceed the L2 several times, so each step
-finds its weights in memory, as in a model of many layers. A row carries the conditions under which it was measured.
-"""
-
-import csv
-import dataclasses
-import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import triton
 
-from benchmarks.rows import append_row, commit
+from kernels.common.layer_norm import LayerNormWeights
+from kernels.dense.dense_gemv import RowSettings, dense_rows
 
-L2_BYTES = 60 * 2**20
-
-
-@dataclass
-class BenchRow:
-    """One measurement. Times in microseconds; bytes are what the algorithm must read, gb_s = bytes / p50."""
-
-    op: str
-    provider: str
-    n: int
-    d: int
-    density: float
-    live: float
-    batch: int
-    rank: int
-    dtype: str
-    p20_us: float
-    p50_us: float
-    p80_us: float
-    bytes: int
-    gb_s: float
-    conditions: str
-    gpu: str = ""
-    torch: str = ""
-    triton: str = ""
-    commit: str = ""
-    date: str = ""
+N, D = 49152, 12288
+SETS, REPEATS = 12, 10  # a dozen steps share what a graph takes to start
 
 
-class Rows:
-    """Appends rows to a CSV as they come, so that an interrupted run leaves what it measured."""
-
-    def __init__(self, path: str | Path, echo: bool = True) -> None:
-        self.path, self.echo, self.commit = Path(path), echo, commit()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.rows: list[BenchRow] = []
-
-    def add(self, row: BenchRow) -> BenchRow:
-        row.gpu, row.torch, row.triton = torch.cuda.get_device_name(), torch.__version__, triton.__version__
-        row.commit, row.date = self.commit, datetime.date.today().isoformat()
-        append_row(self.path, dataclasses.asdict(row), [field.name for field in dataclasses.fields(BenchRow)])
-        self.rows.append(row)
-        if self.echo:
-            shape = f"{row.n}x{row.d} density {row.density:<5} live {row.live:<4} rank {row.rank:<4}"
-            speed = f"{row.p50_us:8.2f} us {row.gb_s:7.0f} GB/s"
-            print(f"{row.op:8} {row.provider:17} {shape} {speed}  {row.conditions}", flush=True)
-        return row
-
-
-def read_rows(path: str | Path) -> list[dict[str, str]]:
-    with Path(path).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def sets_for(bytes_a_step: int, bytes_a_set: int, memory: int = 12 * 2**30) -> int:
-    """How many sets of weights one rotation needs: together they are read past the L2 four times over."""
-    return max(3, min(-(-4 * L2_BYTES // max(1, bytes_a_step)), memory // max(1, bytes_a_set), 64))
-
-
-def measure(
-    step: Callable[[int], None],
-    sets: int,
-    repeats: int = 25,
-    before: Callable[[], None] = lambda: None,
-    rounds: int = 1,
-) -> tuple[float, float, float]:
-    """Microseconds (p20, p50, p80) of step(i), i over the sets, captured in one graph, replayed `repeats` times.
-
-    before: called, untimed, ahead of every replay, to put back state that the step advances.
-    rounds: times that the graph goes through the sets. Its start-up takes 7-11 us, which the steps in it share.
-    """
+def measure(step: Callable[[], None]) -> float:
+    """Median microseconds of a step, SETS of them in one graph that is replayed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles what is not compiled yet, outside the capture
-        for i in range(sets):
-            step(i)
+        step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for i in range(sets):
-                step(i)
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, stop in events:
-        before()
-        start.record()
-        graph.replay()
-        stop.record()
-    torch.cuda.synchronize()
-    times = sorted(start.elapsed_time(stop) * 1000 / (sets * rounds) for start, stop in events)
-    del graph
+        for _ in range(SETS):
+            step()
+    times = sorted(step_times(graph.replay, REPEATS, warm=3))
+    return times[REPEATS // 2] * 1000 / SETS
 
-    def at(q: float) -> float:
-        return times[min(len(times) - 1, int(q * len(times)))]
 
-    return at(0.2), at(0.5), at(0.8)
+def best_read() -> float:
+    """TB/s of the best row kernel on 49152 x 12288 in fp16: the denominator of every byte floor.
+
+    The same memory is read as rows of 12288, 4096 and 8192: whatever reads fastest.
+    """
+    weight = torch.empty(N, D, dtype=torch.float16, device="cuda").normal_(0, 0.02)
+    x12, norm = torch.randn(1, D, device="cuda"), torch.ones(2, D, dtype=torch.float16, device="cuda")
+    found = []
+    for width, settings in ((12288, (4, 1, 8)), (12288, (2, 1, 16)), (4096, (8, 2, 8)), (8192, (4, 1, 8))):
+        view, x = weight.view(-1, width), x12[:, :width].contiguous()
+        ln = LayerNormWeights(*norm[:, :width].contiguous())
+        out = torch.empty(1, len(view), device="cuda")
+        step = lambda v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
+            x, ln, v, None, "none", out, False, RowSettings(*s)
+        )
+        found.append(measure(step))
+    return weight.nbytes / min(found) / 1e6
 
 
 def step_times(run: Callable[[], None], n: int, warm: int = 4) -> list[float]:

@@ -5,8 +5,8 @@
 # each of SEEDS (0) the model writes text, predictors are trained on it ("before"), GPTQ quantises with it, predictors are
 # trained on the quantised model ("after"); every report's rows are written as they come. GPUS (1) GPUs take a seed each,
 # one seed after the other: three seeds side by side on one GPU trained for 350 s and were not done within the limit.
-# PARTS ("before after moments") names what is made beside the dense rows; RANK (128) and DENSITIES are the predictors'.
-# VARIANTS=1 also compares settings of GPTQ, on documents of no report, and scores the LM head in 8 and 4 bits.
+# PARTS ("before after") names what is made beside the dense rows; RANK (128) and DENSITIES are the predictors'.
+# HEADS=1 also scores the LM head in 8 and 4 bits.
 # OUTPUT_FOLDER/hundred.tar.xz holds rows and logs, renewed every two minutes and at the end. $WORK/opt-100m with
 # $WORK/before-0/bundle is what benchmarks/eval_gpu.sh takes as MODEL2 and BUNDLE2. Each run pretrains another model: rows
 # that are put beside those of an earlier one get another name in the column `model` (`quantize show` refuses a mixture).
@@ -18,16 +18,16 @@ export work=${WORK:-$(pick /dev/shm/hundred /tmp/hundred)} python=${PYTHON:-pyth
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=true
 export limit=${LIMIT:-520} gpus=${GPUS:-1} began=$SECONDS seeds=${SEEDS:-0} model=$work/opt-100m rows=$work/rows
-export parts=${PARTS:-before after moments}
+export parts=${PARTS:-before after}
 export device=$(pick cuda cpu) tokens=$(pick 40000 200) sample=$(pick 400000 24000)
-export texts=${TEXTS:-docs,books,val_docs,wikitext,general,readmes,code,licences}
+export texts=${TEXTS:-docs,books,wikitext,general,readmes,code,licences}
 flags="--config=configs/opt-mini.yaml --model=$model --trainer.logger=false --text.sample.tokens=$sample"
 flags="$flags --text.cache=$work/text --mlp.rank=$(pick "${RANK:-128}" 8) --trainer.accelerator=$(pick gpu cpu)"
 export flags="$flags $(pick "" "--mlp.steps=20 --heads.steps=20 --calibrate.sensitivity_tokens=1024")"
 quantise="--text.cache=$work/text --text.sample.tokens=$sample --device=$device"
 export quantise="$quantise $(pick "" "--tokens=1300")"
-report="--model $model --data $data --cache $work/text --tokens $tokens --device $device --sample-tokens $sample"
-export report="$report --batch-tokens $(pick 8192 512) --calibration-tokens $(pick 128000 1300)"
+report="--model $model --data $data --tokens $tokens --device $device"
+export report="$report --batch-tokens $(pick 8192 512)"
 mkdir -p "$out" "$rows"
 
 left() { echo $((limit - SECONDS + began - ${1:-0})); }
@@ -86,15 +86,6 @@ before() {  # SEED
     --bundles "before=$work/before-$1/bundle" --densities $densities --rows before
 }
 
-moments() {  # second moments of what sparse decoding computes, against those of everything
-  local seed=${seeds%% *}
-  ready "$work/before-$seed/bundle" && ready "$work/gptq-$seed" && step masked "$python" -m benchmarks.quantize masked \
-    $report --seed "$seed" --bundles "before=$work/before-$seed/bundle" --weights "masked=$work/masked" \
-    --densities 0.1/0.85 &&
-    score masked "$seed" --weights "gptq=$work/gptq-$seed" "masked=$work/masked" --sparse gptq,masked \
-      --bundles "before=$work/before-$seed/bundle" --densities 0.1/0.85 0.1/1
-}
-
 after() {  # SEED
   train "after-$1" "$work/gptq-$1" "$1" && ready "$work/before-$1/bundle" && score after "$1" \
     --weights "gptq=$work/gptq-$1" --densities $densities --rows after \
@@ -123,10 +114,6 @@ text=$(pick "$data/general_train.jsonl.xz $data/train_docs.jsonl.xz" "$data/book
 step pretrain "$python" -m dejavu_train.training.pretrain --output "$model" --text $text \
   --heldout "$data/books.jsonl" "$data/docs.jsonl" $shape --seconds "$(pick "${PRETRAIN_SECONDS:-110}" 5)" || exit 1
 step rtn "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
-variants() {  # settings of GPTQ, on documents of no report
-  written "${seeds%% *}" && step choose "$python" -m benchmarks.quantize choose $report --csv "$rows/choose.csv" --variants \
-    "gptq;gptq, biases as they were;gptq, act_order;gptq, out_hessian per_head;gptq, asymmetric"
-}
 heads() {  # the LM head in codes as well
   local seed=${seeds%% *} kind
   ready "$work/gptq-$seed" || return 1
@@ -138,17 +125,10 @@ heads() {  # the LM head in codes as well
     "gptq, LM head int4=$work/head-int4"
 }
 jobs_=""
-if [ -n "${VARIANTS:-}" ]; then
-  variants &
-  jobs_=$!
+if [ -n "${HEADS:-}" ]; then
   heads &
-  jobs_="$jobs_ $!"
+  jobs_=$!
 fi
-case $parts in
-  *moments*)
-    moments &
-    jobs_="$jobs_ $!" ;;
-esac
 worker() {  # GPU: its seeds, one after the other
   local seed chosen
   IFS=, read -ra chosen <<< "${CUDA_VISIBLE_DEVICES:-}"

@@ -3,10 +3,10 @@
 # Tests of the engine, its fidelity on opt-mini (quantised here by rounding to nearest; BUNDLE is the fp16 model's, its
 # predictors taken as they are), then rows of decode.csv in order of worth. BUDGET seconds in all (default 600): nothing
 # starts behind them. Each row is written as it comes; OUT.tar holds everything in OUT, renewed after each step. ONLY
-# names steps to run: "tests fidelity 6.7b 66b 175b 30b rival batches".
+# names steps to run: "tests fidelity 6.7b 66b 175b 30b batches".
 set -u
 out=$1 bundle=${2:-}
-python=${PYTHON:-python3} budget=${BUDGET:-600} only=${ONLY:-tests fidelity 6.7b 66b 175b rival 30b batches}
+python=${PYTHON:-python3} budget=${BUDGET:-600} only=${ONLY:-tests fidelity 6.7b 66b 175b 30b batches}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
 mkdir -p "$out"
 began=$(date +%s)
@@ -50,7 +50,6 @@ for name in $only; do
     66b) cells 66b 66b "engine=dense weights=int4" "$ahead" "$sparse head_density=0.85 breakdown=True" \
       "engine=dense weights=int4 $head" "$ahead $head head_density=0.85" ;;
     175b) cells 175b 175b "engine=dense weights=int4" "$ahead" "$sparse" ;;
-    rival) for model in 6.7b 66b; do cells "rival-$model" "$model" "engine=dense weights=torch-int4"; done ;;
     30b) cells 30b 30b "engine=dense weights=int4" "$ahead" ;;
     batches) cells batches 66b "engine=dense weights=int4 batch=2,4,8" "$several batch=2 mlp_density=0.08" \
       "$several batch=4 mlp_density=0.116" "$several batch=8 mlp_density=0.175"

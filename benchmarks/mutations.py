@@ -15,7 +15,6 @@ stands in the row. A row is appended for every fifty mutations; with the same se
 the rows that are there.
 """
 
-import argparse
 import collections
 import contextlib
 import copy
@@ -39,6 +38,7 @@ import yaml
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # where a mutated name could be one of the hub, nobody is asked
 
+from benchmarks.rows import command_line
 from benchmarks.tiny_run import bundle_bytes, flags, make_inputs
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main as train
@@ -224,7 +224,7 @@ def mutate(run: Run, count: int, seed: int, first: int = 0) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,13 +1,10 @@
 """Quality of 4-bit weights: round to nearest and GPTQ, alone and with the sparse model, against whole-block bytes.
 
-    python -m benchmarks.quantize choose    variants of GPTQ, on the model's own text and on documents of no report
     python -m benchmarks.quantize report --bundles before=B after=A --weights rtn=FOLDER gptq=FOLDER
-    python -m benchmarks.quantize masked --bundles before=B --weights masked=FOLDER    writes weights for a report
     bash benchmarks/hundred.sh OUTPUT    the 100M model, from pretraining to its report, on one GPU
     python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
-    python -m benchmarks.quantize_plot      the rows as a picture
 
-`choose` and `report` append rows to docs/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
+`report` appends rows to docs/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
 is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
@@ -18,7 +15,6 @@ stage: with 4-bit weights fc1 itself is what it would read.
 
 import argparse
 import dataclasses
-import datetime
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,69 +23,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.quantize_tables import show
-from benchmarks.rivals import log_probabilities
-from benchmarks.rows import append_row, commit, five_digits
+from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.data.samples import SampleManifest, decode_rows, split_rows
-from dejavu_train.data.text import SampleConfig, TextSource, cut_windows, load_documents
+from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
-from dejavu_train.models.int4 import Int4Rows, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.models.shape import OPTShape
-from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.layer import LayerQuantizer, Mask
-from dejavu_train.quantize.run import calibration_windows, quantise
-from dejavu_train.quantize.source import StoredTensors
-from dejavu_train.quantize.stream import LayerMask, embed, load_block
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
 TEXTS = "docs,readmes,licences,general,books,wikitext,code"
 DENSITIES = ("0.08/1", "0.1/1", "0.2/1", "0.1/0.85", "0.2/0.85")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rtn": {"quantizer": "rtn"},
-    "gptq": {},
-    "gptq, biases as they were": {"correct_bias": False},
-    "gptq, damp_own 0.05": {"damp_own": 0.05},
-    "gptq, act_order": {"act_order": True},
-    "gptq, out_hessian per_head": {"out_hessian": "per_head"},
-    "gptq, asymmetric": {"asymmetric": True},
-    "gptq, 64,000 tokens": {"tokens": 64_000},
-}
-
-
-@dataclasses.dataclass
-class Int4Row:
-    """One set of weights with one selection, scored on one text."""
-
-    model: str
-    what: str
-    weights: str
-    predictors: str
-    text: str
-    documents: int
-    tokens: int
-    asked_mlp: float
-    asked_heads: float
-    mlp_density: float
-    head_density: float
-    block_bytes: float
-    kl: float
-    perplexity: float
-    increase: float
-    error: float | None
-    excess: float | None
-    excess_error: float | None
-    seed: int
-    versions: str
-    commit: str
-    date: str
 
 
 @dataclasses.dataclass
@@ -101,6 +52,13 @@ class Scored:
     selected: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
     hit: dict[int, float] = dataclasses.field(default_factory=dict)
     units: float = 0.0
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, batch: EvalBatch) -> Tensor:
+    """(real positions, V) fp32."""
+    hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
+    return F.log_softmax(model.lm_head(hidden[batch.real]).float(), dim=-1)
 
 
 @torch.no_grad()
@@ -177,11 +135,10 @@ class Rows:
         import transformers
 
         versions = f"torch {torch.__version__}; transformers {transformers.__version__}"
-        self.same = {"model": Path(options.model).name, "seed": options.seed, "versions": versions}
-        self.same |= {"commit": commit(), "date": datetime.date.today().isoformat()}
+        self.same = {"versions": versions, **made_now()}
 
     def add(
-        self, what: str, text: str, corpus: EvalCorpus, weights: str, predictors: str, asked: tuple[float, float],
+        self, text: str, corpus: EvalCorpus, weights: str, predictors: str, asked: tuple[float, float],
         bundle: Bundle | None, scored: Scored, dense: Scored, alone: Sequence[Scored] = (),
     ) -> None:  # fmt: skip
         """alone: where both weights and selection differ from the dense fp16 model, either alone."""
@@ -191,18 +148,18 @@ class Rows:
         if alone:
             excess = paired(scored.nats - sum(one.nats for one in alone) + dense.nats, tokens)
         read, mlp, heads = block_bytes(self.shape, bundle, scored, weights != "fp16")
-        row = Int4Row(
-            **self.same, what=what, weights=weights, predictors=predictors, text=text, documents=len(tokens),
-            tokens=corpus.tokens, asked_mlp=asked[0], asked_heads=asked[1], mlp_density=mlp, head_density=heads,
-            block_bytes=read, kl=float(scored.kl.sum() / corpus.tokens),
-            perplexity=float(np.exp(scored.nats.sum() / corpus.tokens)), increase=increase, error=error,
-            excess=excess[0], excess_error=excess[1],
-        )  # fmt: skip
-        names = [field.name for field in dataclasses.fields(Int4Row)]
-        append_row(self.options.csv, five_digits(dataclasses.asdict(row)), names)
+        row = {
+            "model": Path(self.options.model).name, "what": "report", "weights": weights, "predictors": predictors,
+            "text": text, "documents": len(tokens), "tokens": corpus.tokens, "asked_mlp": asked[0],
+            "asked_heads": asked[1], "mlp_density": mlp, "head_density": heads, "block_bytes": read,
+            "kl": float(scored.kl.sum() / corpus.tokens),
+            "perplexity": float(np.exp(scored.nats.sum() / corpus.tokens)), "increase": increase, "error": error,
+            "excess": excess[0], "excess_error": excess[1], "seed": self.options.seed, **self.same,
+        }  # fmt: skip
+        append_row(self.options.csv, five_digits(row))
         more = "" if excess[0] is None else f", excess {excess[0]:+.4f} +- {excess[1] or 0:.4f}"
         print(
-            f"{what} {text} {weights} {predictors} {asked[0]:g}/{asked[1]:g}: KL {row.kl:.5f}, nats {increase:+.5f} +-"
+            f"{text} {weights} {predictors} {asked[0]:g}/{asked[1]:g}: KL {row['kl']:.5f}, nats {increase:+.5f} +-"
             f" {error or 0:.5f}, {100 * read:.2f} % of the bytes{more}",
             flush=True,
         )
@@ -216,130 +173,6 @@ def check_texts(data: str, names: Sequence[str]) -> None:
                 f"there is no {data}/{name}.jsonl; python -m benchmarks.texts prepare --data FOLDER writes it, see"
                 " docs/texts.md"
             )
-
-
-def own_text(model: str, tokens: int) -> EvalCorpus:
-    """Samples of the model that calibrate no matrix: its set calibration."""
-    manifest = SampleManifest.load(Path(model))
-    rows = decode_rows((Path(model) / "samples.xz").read_bytes(), manifest.settings["length"])
-    windows: list[list[int]] = []
-    for document in split_rows(rows)["calibration"]:
-        windows += cut_windows(document.ids.tolist(), WINDOW)
-    there = sum(len(window) - 1 for window in windows)
-    cut = windows[:: max(1, there // tokens)]
-    return EvalCorpus(cut, list(range(len(cut))), [len(window) - 1 for window in cut], 0)
-
-
-class Asymmetric(LayerQuantizer):
-    """Groups with an offset each, the middle of their range, in fp16: what unsigned codes with a zero point reach.
-
-    An offset changes no rounding error, so the matrices less their offsets are rounded as ever.
-    """
-
-    def _solve(self, parts: list[str], hessian: Any) -> Any:
-        solved: dict[str, Any] = {}
-        offsets: dict[str, Tensor] = {}
-        for part in parts:
-            layout, linear = self.layouts[part], self.block.get_submodule(part)
-            groups = layout.to_rows(linear.weight).unflatten(1, (-1, layout.sizes.group))
-            middle = ((groups.amax(-1, keepdim=True) + groups.amin(-1, keepdim=True)) / 2).half().float()
-            offsets[part] = middle.expand_as(groups).flatten(1)
-            linear.weight.data = linear.weight - layout.from_rows(offsets[part])
-        for part, rows in super()._solve(parts, hessian).items():
-            linear = self.block.get_submodule(part)
-            linear.weight.data = linear.weight + self.layouts[part].from_rows(offsets[part])
-            solved[part] = WithOffsets(rows, offsets[part])
-        return solved
-
-
-@dataclasses.dataclass(frozen=True)
-class WithOffsets:
-    """Rows in 4 bits and what is added to them, (n, d)."""
-
-    rows: Int4Rows
-    offsets: Tensor
-
-    def dequantised(self) -> Tensor:
-        return self.rows.dequantised() + self.offsets
-
-
-def in_memory(config: QuantizeConfig, asymmetric: bool = False) -> Any:
-    """The model with its matrices as their codes say, as `quantise` would write it."""
-    device = resolve_device(config.device)
-    model, source = load_opt(config.model, device=device), StoredTensors(config.model)
-    shape = OPTShape.from_config(model.config)
-    layouts = row_layouts(shape)
-    batches = []
-    if config.quantizer == "gptq":
-        windows, _ = calibration_windows(config, shape, weight_hash(config.model))
-        batches = embed(source, windows, config.batch_size, device)
-    kind = Asymmetric if asymmetric else LayerQuantizer
-    for layer, block in enumerate(model.model.decoder.layers):
-        own = {name: tensor.detach().clone() for name, tensor in block.state_dict().items()}
-        single = load_block(model.config, own, device)
-        kind(single, layouts, config.solver(), {}).run(batches)
-        block.load_state_dict(single.state_dict())
-        print(f"{layer + 1} of {shape.n_layers} layers", flush=True)
-    return model
-
-
-def choose(options: argparse.Namespace) -> None:
-    """Rows of variants, on text that no report scores."""
-    check_texts(options.data, ["val_docs"])
-    device = resolve_device(options.device)
-    model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
-    corpora = {}
-    if (Path(options.model) / "samples.xz").is_file():
-        corpora["own"] = own_text(options.model, options.tokens)
-    documents = load_documents(TextSource(source=f"{options.data}/val_docs.jsonl"))[0]
-    corpora["val_docs"] = hold_out(documents, tokenizer, WINDOW, options.tokens, seed=1)
-    rows = Rows(options, OPTShape.from_config(model.config))
-    for name in options.variants.split(";") if options.variants else VARIANTS:
-        given = {"tokens": options.calibration_tokens, "seed": options.seed} | VARIANTS[name]
-        asymmetric = given.pop("asymmetric", False)
-        text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
-        config = QuantizeConfig(model=options.model, text=text, device=options.device, **given)
-        quantised = in_memory(config, asymmetric)
-        for text_name, corpus in corpora.items():
-            batches = list(eval_batches(corpus, options.batch_tokens, device))
-            dense = [log_probabilities(model, batch) for batch in batches]
-            plain = score(model, None, batches, dense, len(corpus.document_tokens))
-            found = score(quantised, None, batches, dense, len(corpus.document_tokens))
-            rows.add("choose", text_name, corpus, name, "none", (1.0, 1.0), None, found, plain)
-
-
-def skipping(bundle: Bundle, device: torch.device) -> LayerMask:
-    """What decoding with a bundle has in the place of what it skips: nothing of a neuron, a head's mean."""
-    selector, means = Predicted(bundle, device), bundle.head_means(device)
-
-    def of_layer(layer: int) -> Mask:
-        def sparse(target: str, site: Tensor, values: Tensor) -> Tensor:
-            spec = bundle.specs[layer, target]
-            keep = selector(layer, target, {(spec.site, spec.site_layer): site})
-            instead = means.get(layer) if target == "heads" else None
-            zero = torch.zeros((), device=values.device)
-            return (
-                values if keep is None else torch.where(keep[..., None], values, zero if instead is None else instead)
-            )
-
-        return sparse
-
-    return of_layer
-
-
-def masked(options: argparse.Namespace) -> None:
-    """Write a folder by GPTQ whose second moments leave out what the bundle skips at the first of the densities."""
-    if "before" not in options.bundles or "masked" not in options.weights:
-        raise UserError("masked needs --bundles before=FOLDER and --weights masked=FOLDER")
-    bundle = Bundle.from_pretrained(options.bundles["before"]).at(*densities(options)[0])
-    device = resolve_device(options.device)
-    text = TextSource(cache=options.cache, sample=SampleConfig(tokens=options.sample_tokens, seed=options.seed))
-    config = QuantizeConfig(
-        model=options.model, text=text, output=options.weights["masked"], tokens=options.calibration_tokens,
-        seed=options.seed, device=options.device,
-    )  # fmt: skip
-    config.check(OPTShape.from_config(load_opt(options.model).config))
-    quantise(config, skipping(bundle, device))
 
 
 def densities(options: argparse.Namespace) -> list[tuple[float, float]]:
@@ -371,7 +204,7 @@ def report(options: argparse.Namespace) -> None:
         alone = {name: scored(model, None) for name, model in models.items()}
         for name, found in alone.items():
             if "none" in written:
-                rows.add("report", text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
+                rows.add(text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
         for asked in densities(options):
             selected: Scored | None = None
             for predictors, bundle in bundles.items():
@@ -383,16 +216,14 @@ def report(options: argparse.Namespace) -> None:
                     selected = selected or found  # fp16 with its own predictors comes first
                     both = () if name == "fp16" else (alone[name], selected)
                     if predictors in written:
-                        rows.add("report", text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
+                        rows.add(text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("command", choices=("choose", "masked", "report", "show"))
+    parser = command_line(__doc__)
+    parser.add_argument("command", choices=("report", "show"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
-    parser.add_argument("--weights", nargs="*", default=[], help="NAME=FOLDER of 4-bit weights: rtn, gptq, masked")
+    parser.add_argument("--weights", nargs="*", default=[], help="NAME=FOLDER of 4-bit weights: rtn, gptq")
     parser.add_argument(
         "--bundles",
         nargs="*",
@@ -402,16 +233,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sparse", default="gptq", help="which of the weights are also scored sparsely")
     parser.add_argument("--densities", nargs="*", default=DENSITIES, help="NEURONS/HEADS")
     parser.add_argument("--rows", default="", help="predictors whose rows are written, none for dense; all by default")
-    parser.add_argument("--variants", default="", help="choose: names, with semicolons; all by default")
     parser.add_argument("--data", default=".data", help="what `benchmarks/texts.py prepare` wrote")
     parser.add_argument("--texts", default=TEXTS)
     parser.add_argument("--tokens", type=int, default=10_000, help="of every text")
-    parser.add_argument("--calibration-tokens", type=int, default=16_000, help="of variants")
-    parser.add_argument("--sample-tokens", type=int, help="of the model's own text; all that is there by default")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cache", default="checkpoints/text")
     parser.add_argument("--csv", default="docs/frontier/int4.csv")
     options = parser.parse_args(argv)
     options.weights = dict(pair.split("=", 1) for pair in options.weights)
@@ -420,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.command == "show":
         show(options.csv)
     else:
-        {"choose": choose, "masked": masked, "report": report}[options.command](options)
+        report(options)
 
 
 if __name__ == "__main__":

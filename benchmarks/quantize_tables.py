@@ -1,30 +1,38 @@
 """The rows of `quantize` as Markdown tables with verdicts, for docs/four-bits.md."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.quantize_plot import kinds_of
 from dejavu_train.errors import UserError
 
 DENSE = ("none", "1", "1")  # predictors and shares where everything is computed
 HEADS = ("gptq", "gptq, LM head int8", "gptq, LM head int4")
-Found = list[Mapping[str, str]]  # rows of one kind, one for each seed
+KIND = ("text", "weights", "predictors", "asked_mlp", "asked_heads")
+Row = Mapping[str, str]
+Found = list[Row]  # rows of one kind, one for each seed
+
+
+def kinds_of(rows: Iterable[Row], model: str) -> dict[tuple[str, ...], Found]:
+    """The report's rows of a model by what they measured: the newest of each seed."""
+    newest = {
+        (*(row[name] for name in KIND), row["seed"]): row
+        for row in rows
+        if row["what"] == "report" and row["model"] == model
+    }
+    kinds: dict[tuple[str, ...], Found] = {}
+    for (*kind, _), row in newest.items():
+        kinds.setdefault(tuple(kind), []).append(row)
+    return kinds
 
 
 def show(path: str | Path) -> None:
     """Tables and verdicts of each model: the newest row of each kind and seed, means over the seeds."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    chosen = {
-        (row["model"], row["commit"], row["weights"], row["text"]): row for row in rows if row["what"] == "choose"
-    }
-    lines = ["| model | weights | own: KL | val_docs: KL |", "| --- |" + " --- |" * 3]
-    for model, made_at, name in sorted(dict.fromkeys(key[:3] for key in chosen), key=lambda key: key[0]):
-        cells = [chosen.get((model, made_at, name, text)) for text in ("own", "val_docs")]
-        lines.append(f"| {model} | {name} | {' | '.join('' if row is None else _digits(row) for row in cells)} |")
+    lines: list[str] = []
     for model in dict.fromkeys(row["model"] for row in rows if row["what"] == "report"):
         kinds = kinds_of(rows, model)
         lines += ["", model, *_dense_table(kinds), *_head_table(kinds), *_block_table(kinds), *_sparse_table(kinds)]
@@ -132,10 +140,6 @@ def _sum_rule(both: Found) -> tuple[float, float, bool]:
 
 def _mean(found: Found, name: str) -> float:
     return sum(float(row[name]) for row in found) / len(found)
-
-
-def _digits(row: Mapping[str, str]) -> str:
-    return f"{float(row['kl']):.4f}"
 
 
 def _percent(found: Found) -> str:

@@ -4,24 +4,23 @@ Random weights of an OPT's shape in fp16, rows of 32 from ``</s>`` on through th
 temperature 1, as `text.source self` does. Appends a row to benchmarks/results/samples.csv.
 """
 
-import argparse
-import datetime
 import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.decode_problem import SHAPES, STD
-from benchmarks.rows import append_row, commit
+from benchmarks.rows import append_row, command_line, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
 
+COLUMNS = "shape rows length tokens_per_s minutes_per_million first_call_s memory_gb gpu torch commit date".split()
 RESULTS = Path(__file__).parent / "results" / "samples.csv"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="6.7b")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
@@ -50,12 +49,8 @@ def main() -> None:
         "minutes_per_million": round(1e6 / tokens_per_s / 60, 2),
         "first_call_s": round(first, 1),
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
     }
-    append_row(options.output, row, list(row))
+    append_row(options.output, row | gpu_versions() | made_now(), COLUMNS)
     print(row)
 
 

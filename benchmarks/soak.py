@@ -11,7 +11,6 @@ Most moments fall into the long phases. With --aim PHASE [PHASE ...] each interr
 and comes when the process has used a drawn part of the CPU time that the undisturbed run spent in it.
 """
 
-import argparse
 import collections
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rows import command_line
 from benchmarks.tiny_run import bundle_bytes, flags, make_inputs, start
 
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
@@ -122,7 +122,7 @@ class Soak:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--interruptions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aim", nargs="+", choices=list(PHASES), default=[], metavar="PHASE", help=", ".join(PHASES))

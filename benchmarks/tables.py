@@ -8,7 +8,6 @@ whose rows do not exist is left empty, and one line says so. Nothing in a table 
 a field of a row, or a mean, a range, a ratio or a difference of such fields.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -16,17 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rows import command_line
 from benchmarks.tables_decode import batches_table, int4_batches_table, int4_prompts_table, int4_table, prompts_table
 from benchmarks.tables_format import Row, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
-from benchmarks.tables_texts import (
-    goals_100m_table,
-    goals_table,
-    guard_table,
-    matrix_table,
-    study_heads_table,
-    study_table,
-)
+from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/texts.md", "docs/frontier.md", "benchmarks/NOTES.md", "checkpoints/opt-mini/README.md")
@@ -235,8 +228,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
     **FRONTIER_TABLES,
     "card": card_table,
-    "study": study_table,
-    "study-heads": study_heads_table,
 }
 
 
@@ -258,9 +249,7 @@ def fill(text: str, root: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where text and rows disagree")
     options = parser.parse_args(argv)
     changed = []

@@ -1,6 +1,5 @@
 """The tables of docs/texts.md, from docs/texts/*.csv: training text x test text, the goals, and what was tried."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -182,73 +181,3 @@ def guard_table(root: Path) -> str:
         )
     where = f"Rows: docs/texts/guard.csv; {provenance(list(newest.values()), 'device')}."
     return markdown(headings, table) + f"\n{where}\n"
-
-
-def study_table(root: Path) -> str:
-    """Variants on the texts they are chosen on: divergence over the default recipe's at equal bytes, in per cent."""
-    path = root / "docs/texts/study.csv"
-    if not path.is_file():
-        return "No rows yet.\n"
-    rows = read_csv(path)
-    texts = list(dict.fromkeys(row["text"] for row in rows))
-    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        key = (row["variant"], row["asked"], row["text"])
-        found.setdefault(key, []).append((float(row["mlp_bytes"]), float(row["divergence"])))
-
-    def log_point(variant: str, asked: str, text: str) -> tuple[float, float] | None:
-        points = found.get((variant, asked, text))
-        return points and (_mean_log([b for b, _ in points]), _mean_log([d for _, d in points]))  # type: ignore[return-value]
-
-    budgets = ("8.3 % of the bytes", "10.6 % of the bytes")
-
-    def ratio(variant: str, asked: str, text: str) -> float | None:
-        """Divergence over the default's where that reads as many bytes, on a line in logarithms."""
-        own, low, high = log_point(variant, asked, text), *(log_point("base", each, text) for each in budgets)
-        if own is None or low is None or high is None:
-            return None
-        slope = (high[1] - low[1]) / (high[0] - low[0])
-        return own[1] - (low[1] + slope * (own[0] - low[0]))
-
-    table = []
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        cells, values = [], {asked: [ratio(variant, asked, text) for text in texts] for asked in budgets}
-        if any(value is None for each in values.values() for value in each):
-            continue
-        of = [row for row in rows if row["variant"] == variant]
-        worst = sum(v or 0.0 for v in values[budgets[1]]) / len(texts)
-        cells += [variant, f"{max(int(row['train_tokens']) for row in of):,}", str(len({row["seed"] for row in of}))]
-        cells += [f"{100 * math.exp(sum(v or 0.0 for v in values[asked]) / len(texts)):.0f}" for asked in budgets]
-        cells += [f"{100 * math.exp(v or 0.0):.0f}" for v in values[budgets[1]]]
-        table.append((worst, cells))
-    headings = ["variant", "tokens", "runs", "at 8.3 % of the bytes, mean", "at 10.6 %, mean", *texts]
-    return markdown(headings, [cells for _, cells in sorted(table)]) + f"\n{provenance(rows, 'device')}.\n"
-
-
-def _mean_log(values: Sequence[float]) -> float:
-    return sum(math.log(max(value, 1e-9)) for value in values) / len(values)
-
-
-def study_heads_table(root: Path) -> str:
-    """What 85 % of the heads add, on the texts that variants are chosen on: mnats, and points of perplexity."""
-    path = root / "docs/texts/study.csv"
-    rows = read_csv(path) if path.is_file() else []
-    with_heads = [row for row in rows if row["asked"].startswith("heads")]
-    if not with_heads:
-        return "No rows yet.\n"
-    texts = list(dict.fromkeys(row["text"] for row in with_heads))
-    table = []
-    for variant in dict.fromkeys(row["variant"] for row in with_heads):
-        cells = [variant]
-        for text in texts:
-            pair = [[r for r in rows if (r["variant"], r["text"]) == (variant, text)], []]
-            pair[1] = [r for r in pair[0] if r in with_heads]
-            pair[0] = [r for r in pair[0] if r not in with_heads]
-            more = [
-                sum(float(r[name]) for r in pair[1]) / len(pair[1])
-                - sum(float(r[name]) for r in pair[0]) / len(pair[0])
-                for name in ("divergence", "increase")
-            ]
-            cells.append(f"{1000 * more[0]:.1f}, {100 * more[1]:+.2f}")
-        table.append(cells)
-    return markdown(["variant", *texts], table)

@@ -10,7 +10,6 @@ of `mask` and of the backend that is named, and appends how far the log-likeliho
 
 import csv
 import dataclasses
-import datetime
 import os
 import sys
 import time
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.rows import append_row, commit, five_digits
+from benchmarks.rows import append_row, device_name, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
@@ -29,6 +27,7 @@ from dejavu_train.evaluation.lm_eval.paper import PaperConfig, paper
 from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
 from dejavu_train.evaluation.lm_eval.trend import plot_trend
+from dejavu_train.models.opt import resolve_device
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
 # Nats a token, beyond which two log-likelihoods count as apart: the goals; bfloat16 has none and rounds 8 times as
@@ -38,10 +37,8 @@ GOALS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 def conditions(config: Any) -> dict[str, Any]:
     """What every row of a run shares."""
-    cuda = torch.cuda.is_available() and config.device != "cpu"
     shared = {"model": Path(config.model).name, "limit": config.limit, "dtype": config.dtype}
-    shared |= {"device": torch.cuda.get_device_name() if cuda else "CPU", **versions()}
-    return shared | {"commit": commit(), "date": datetime.date.today().isoformat()}
+    return shared | {"device": device_name(resolve_device(config.device)), **versions(), **made_now()}
 
 
 def log_likelihoods(config: TasksConfig) -> list[Any]:
@@ -50,21 +47,11 @@ def log_likelihoods(config: TasksConfig) -> list[Any]:
     return [instance for instance in instances if instance.request_type == "loglikelihood"]
 
 
-def checked_bundle(config: TasksConfig) -> Bundle:
-    """The bundle at the densities asked for. Raises UserError where it is of another model."""
-    bundle = Bundle.from_pretrained(config.bundle)
-    bundle.check_model(config.model)
-    return bundle.at(config.mlp_density, config.head_density)
-
-
-def densities(used: Bundle) -> dict[str, Any]:
-    return {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
-
-
 def selection(config: TasksConfig) -> dict[str, Any]:
     """How the sparse model of a run selects."""
     used = Bundle.from_pretrained(config.bundle).at(config.mlp_density, config.head_density)
-    return {"backend": config.backend, "sparse_from": config.sparse_from, **densities(used)}
+    found = {"backend": config.backend, "sparse_from": config.sparse_from}
+    return found | {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:

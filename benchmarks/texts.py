@@ -12,8 +12,6 @@ behind the last text that was scored.
 """
 
 import argparse
-import dataclasses
-import datetime
 import json
 import logging
 import math
@@ -24,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.rows import append_row, commit
+from benchmarks.rows import append_row, command_line, device_name, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.cli import parse_config
@@ -49,14 +47,6 @@ TEXTS = {  # name -> where prepare finds it: an installed source, or a file of -
     "wikitext": "wikitext2/valid.raw.txt",
     "lambada": "tasks/lambada_openai_test.jsonl",
 }
-VAL = {  # what variants are chosen on: documents that are in no training and not in TEXTS
-    "val_docs": INSTALLED_DOCS,
-    "val_legal": "legal_apart.jsonl",  # licences, without the paragraphs of `licences`
-    "val_news": "news_apart.jsonl",
-    "val_books": "books_apart.jsonl",
-    "val_code": "installed-code",
-}
-VAL_TOKENS = 30_000
 TRAINING = ("self", "docs", "half", "wikitext")
 PLAIN = ("--calibrate.cascade=null", "--heads.enabled=false", "--calibrate.head_density=1.0")  # MLP only, one stage
 RECIPES: dict[str, list[str]] = {
@@ -73,36 +63,6 @@ RECIPES: dict[str, list[str]] = {
 BYTES = (0.083, 0.106)  # what the default recipe reads of the MLPs' bytes at 10 % and 20 % of candidates
 TOKENS = 100_000
 WINDOW = 512
-
-
-@dataclasses.dataclass
-class TextRow:
-    """One selection scored on one text."""
-
-    model: str
-    training: str
-    recipe: str
-    seed: int
-    train_tokens: int
-    steps: int
-    text: str
-    documents: int
-    tokens: int
-    selection: str
-    asked_mlp: float
-    asked_heads: float
-    mlp_density: float
-    head_density: float
-    mlp_bytes: float | None
-    recall: float
-    retained_mass: float
-    perplexity: float
-    increase: float
-    error: float | None
-    device: str
-    torch: str
-    commit: str
-    date: str
 
 
 def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> None:
@@ -127,28 +87,6 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
     own = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
     room = sum(map(len, own)) // 2  # half the characters of either
     _write_documents(folder / "train_half.jsonl", [*_some(own, room), *_some([d.text for d in documents], room)])
-    prepare_val(data, folder, model, cache)  # last: it wants files of --data that nothing else needs
-
-
-def prepare_val(data: Path, folder: Path, model: str, cache: str) -> None:
-    """Write the texts that variants are chosen on, without the documents of the test texts."""
-    tokenizer = load_tokenizer(model)
-    tests = [path.read_text("utf-8").splitlines() for path in (folder / f"{name}.jsonl" for name in TEXTS)]
-    reported = {_beginning(json.loads(line)["text"]) for lines in tests for line in lines}
-    for name, place in VAL.items():
-        source = TextSource(source=place if place.startswith("installed") else str(data / place), cache=cache)
-        # another order of the documents than that of the test texts, and enough of them to leave those out
-        held = load_text(name, source, "val", model, {}, tokenizer, WINDOW, 4 * VAL_TOKENS, seed=1).held
-        rows: dict[int, list[int]] = {}
-        for window, document in zip(held.windows, held.document, strict=True):
-            rows.setdefault(document, []).extend(window[1:])
-        texts = [text for text in map(tokenizer.decode, rows.values()) if _beginning(text) not in reported]
-        _write_documents(folder / f"{name}.jsonl", texts)
-        print(f"{name}: {len(texts)} of {len(rows)} documents are in no test text")
-
-
-def _beginning(text: str) -> str:
-    return " ".join(text.split())[:100]
 
 
 def _some(texts: Sequence[str], characters: int) -> Iterator[str]:
@@ -225,37 +163,36 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
                 total(sums for (_, name), sums in quality.sums.items() if name == target) for target in ("mlp", "heads")
             )
             sparse = quality.row.selection != "dense"
-            row = TextRow(
-                model=Path(options.model).name,
-                training=options.label or options.training,
-                recipe=options.recipe,
-                seed=options.seed,
-                train_tokens=train_tokens,
-                steps=config.mlp.steps,
-                text=name,
-                documents=len(corpus.document_tokens),
-                tokens=corpus.tokens,
-                selection=quality.row.selection,
-                asked_mlp=round(quality.row.mlp_density, 5),
-                asked_heads=quality.row.head_density,
-                mlp_density=round(mlp.density, 5) if sparse else 1.0,
-                head_density=round(heads.density, 5) if quality.row.head_density < 1 else 1.0,
-                mlp_bytes=None if quality.mlp_bytes is None else round(quality.mlp_bytes, 5),
-                recall=round(mlp.recall, 5) if sparse else 1.0,
-                retained_mass=round(mlp.retained_mass, 5) if sparse else 1.0,
-                perplexity=round(math.exp(quality.nats.sum() / corpus.tokens), 4),
-                increase=round(value, 6),
-                error=None if error is None else round(error, 6),
-                device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-                torch=torch.__version__,
-                commit=commit(),
-                date=datetime.date.today().isoformat(),
-            )
-            append_row(options.output, dataclasses.asdict(row), [field.name for field in dataclasses.fields(TextRow)])
+            row = {
+                "model": Path(options.model).name,
+                "training": options.label or options.training,
+                "recipe": options.recipe,
+                "seed": options.seed,
+                "train_tokens": train_tokens,
+                "steps": config.mlp.steps,
+                "text": name,
+                "documents": len(corpus.document_tokens),
+                "tokens": corpus.tokens,
+                "selection": quality.row.selection,
+                "asked_mlp": round(quality.row.mlp_density, 5),
+                "asked_heads": quality.row.head_density,
+                "mlp_density": round(mlp.density, 5) if sparse else 1.0,
+                "head_density": round(heads.density, 5) if quality.row.head_density < 1 else 1.0,
+                "mlp_bytes": None if quality.mlp_bytes is None else round(quality.mlp_bytes, 5),
+                "recall": round(mlp.recall, 5) if sparse else 1.0,
+                "retained_mass": round(mlp.retained_mass, 5) if sparse else 1.0,
+                "perplexity": round(math.exp(quality.nats.sum() / corpus.tokens), 4),
+                "increase": round(value, 6),
+                "error": None if error is None else round(error, 6),
+                "device": device_name(device),
+                "torch": torch.__version__,
+                **made_now(),
+            }
+            append_row(options.output, row)
             if quality.row.selection == "predicted":
-                what = f"{row.training} {row.recipe} {row.seed}: {name} {row.asked_mlp:g}/{row.asked_heads:g}"
-                line = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * (row.mlp_bytes or 0):.1f} % of bytes"
-                print(f"{what}: {line}", flush=True)
+                asked = f"{quality.row.mlp_density:g}/{quality.row.head_density:g}"
+                line = f"{100 * value:+.2f} +- {100 * (error or 0):.2f} %, {100 * row['mlp_bytes']:.1f} % of bytes"
+                print(f"{work.name}: {name} {asked}: {line}", flush=True)
         with open(scored_before, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
     scored_before.unlink(missing_ok=True)
@@ -264,10 +201,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("command", choices=("prepare", "prepare-val", "run"))
+    parser = command_line(__doc__)
+    parser.add_argument("command", choices=("prepare", "run"))
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--config", default="configs/opt-mini.yaml")
     parser.add_argument("--data", default=".data", help="prepare: where the files lie; run: what prepare wrote")
@@ -288,8 +223,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if options.command == "prepare":
         prepare(Path(options.data), Path(options.to), options.model, options.tokens, options.cache)
-    elif options.command == "prepare-val":
-        prepare_val(Path(options.data), Path(options.to), options.model, options.cache)
     else:
         run(options, flags)
 

@@ -8,11 +8,9 @@ and export. The time of the whole model is extrapolated from the layers that wer
 stand beside those of the step. The last line is JSON.
 """
 
-import argparse
 import dataclasses
 import json
 import logging
-import platform
 import shutil
 import sys
 import time
@@ -21,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.rows import command_line, device_name
 from dejavu_train.config import PredictorConfig, RunConfig
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import write_statistics
@@ -85,7 +82,7 @@ def make_shards(folder: Path, shape: OPTShape, tokens: dict[str, int], shard_tok
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Parse, make shards, train, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="opt-6.7b")
     parser.add_argument("--layers", type=int, default=4, help="distinct layers that are made and trained")
     parser.add_argument("--tokens", type=int, default=200_000, help="train rows per layer")
@@ -137,7 +134,6 @@ def run(argv: Sequence[str] | None = None) -> None:
     print(table([*columns, "wall s"], [[*row, round(seconds[row[0], row[1]], 1)] for row in rows]))
     whole = total * all_layers / asked.layers
     print(f"{len(jobs)} predictors in {total:.1f} s; extrapolated to {all_layers} layers: {whole:.0f} s")
-    where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     metadata = {
         "shape": asked.shape,
         "layers": asked.layers,
@@ -147,7 +143,7 @@ def run(argv: Sequence[str] | None = None) -> None:
         "extrapolated_seconds": round(whole, 1),
         "loader_rows_per_s": [round(row[-2]) for row in rows],
         "step_rows_per_s": [round(row[-1]) for row in rows],
-        "device": where,
+        "device": device_name(device),
         "torch": torch.__version__,
         "config": {
             "mlp": dataclasses.asdict(mlp),

@@ -31,7 +31,7 @@ COMBINED = 16  # partial results combined at a time
 
 
 def block_positions(capacity: int, heads: int) -> int:
-    """Positions of a program, from benchmarks/sparse_attention_sweep.py: few heads leave room for many programs."""
+    """Positions of a program, swept alone: few heads leave room for many programs."""
     return BLOCK if capacity <= 1024 and heads <= 40 else 2 * BLOCK
 
 

@@ -50,7 +50,7 @@ class HeadRowSettings:
 
 
 def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
-    """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`)."""
+    """Launch settings by width, from whole steps (`benchmarks/results/int4_settings.csv`)."""
     if INTERPRET:
         return HeadRowSettings(1, 2)
     if 5120 < d <= 8192 and not all_heads:

@@ -71,10 +71,11 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
 
 def int4_qkv_settings(d: int, policy: str) -> TileSettings:
     """Launch settings of 4-bit rows by width, from whole steps with 100, 85 and 50 % of the heads
-    (`benchmarks/int4_settings.py`): eight units of a tile on their way, by two warps. With 168 registers six programs
-    fit on a multiprocessor (Triton 3.9 spills some 60 bytes for it outside the loops, 3.6 none). "always" takes 112 to
-    128: up to 5120 columns room is what keeps more of these out. Around 7168 all programs of "always" are resident at
-    once with one warp each, which selected heads do not gain by (30B with half of them: 2.70 ms, by two warps 2.50)."""
+    (`benchmarks/results/int4_settings.csv`): eight units of a tile on their way, by two warps. With 168 registers
+    six programs fit on a multiprocessor (Triton 3.9 spills some 60 bytes for it outside the loops, 3.6 none).
+    "always" takes 112 to 128: up to 5120 columns room is what keeps more of these out. Around 7168 all programs of
+    "always" are resident at once with one warp each, which selected heads do not gain by (30B with half of them:
+    2.70 ms, by two warps 2.50)."""
     warps, stages = (1 if INTERPRET or (policy == "always" and 5120 < d <= 8192) else 2), 4
     registers = 128 if policy == "always" and warps == 2 else 168
     return TileSettings(16, 2, 32 * warps, stages, warps, wide=4, registers=registers, room=20480 if d <= 5120 else 0)

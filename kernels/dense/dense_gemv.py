@@ -47,7 +47,7 @@ class RowSettings:
 
 
 def row_settings(d: int) -> RowSettings:
-    """Launch settings by width, from benchmarks/sparse_attention_sweep.py."""
+    """Launch settings by width, each swept alone."""
     if d < 2048:
         return RowSettings(4, 2, 4, 512)
     return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
@@ -68,7 +68,7 @@ class Int4RowSettings:
 
 
 def int4_row_settings(d: int) -> Int4RowSettings:
-    """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/int4_settings.py`)."""
+    """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/results/int4_settings.csv`)."""
     if INTERPRET:
         return Int4RowSettings(1, 1, 2)
     return Int4RowSettings(3 if d <= 4096 else 2, 4, 5, 288)

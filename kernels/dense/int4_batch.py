@@ -67,8 +67,8 @@ class TokenSettings:
 
 
 def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
-    """Launch settings by columns and tokens, 2, 4 or 8, of a matrix, of "heads" or of a "list", from
-    `benchmarks/int4_batch.py --sweep`. A thread of four warps holds tokens / 2 * 8 pairs of x for a pair of units."""
+    """Launch settings by columns and tokens, 2, 4 or 8, of a matrix, of "heads" or of a "list"
+    (`benchmarks/results/int4_batch.csv`). A thread of four warps holds tokens / 2 * 8 pairs of x for two units."""
     if INTERPRET:
         return TokenSettings(1, 1, 3, 2)
     if tokens == 8:

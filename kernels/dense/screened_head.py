@@ -73,7 +73,7 @@ SETTINGS = (
 
 
 def screen_settings(d: int) -> ScreenSettings:
-    """Launch settings by width, from `benchmarks/screened_head.py --sweep`."""
+    """Launch settings by width, swept alone (`benchmarks/results/screened_head.csv`)."""
     return next(settings for most, settings in SETTINGS if d <= most)
 
 

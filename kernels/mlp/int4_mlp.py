@@ -61,7 +61,7 @@ class Int4MlpSettings:
 
 
 def int4_mlp_settings(d: int) -> Int4MlpSettings:
-    """Launch settings by width, from whole steps (`benchmarks/int4_settings.py`): a program for each of 132
+    """Launch settings by width, from whole steps (`benchmarks/results/int4_settings.csv`): a program for each of 132
     multiprocessors, or two, of which one multiplies while the other has barriers; up to 5120 two would have half a
     step each.
     """
