@@ -297,9 +297,10 @@ MODEL_MISTAKES = {
     "untied head": (lambda f: damaged(f, "config.json", lambda v: v | {"tie_word_embeddings": False}), "lm_head"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no *.safetensors"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 9000), "truncated"),
-    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("{]"), "weight index"),
+    "broken index": (lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "weight index"),
     "index without a file": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        lambda f: (f / "model.safetensors").rename(f / "model-2.safetensors") and
+        (f / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'),
         "lacks b.safetensors",
     ),
 }  # fmt: skip

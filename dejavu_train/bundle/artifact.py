@@ -25,7 +25,7 @@ from dejavu_train.bundle.folder import METADATA
 from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
-from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.opt import has_hash, weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape, read_values, refuse_foreign
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
@@ -180,7 +180,10 @@ class Bundle:
                     f" {model} has {theirs[name]}; give the bundle of this model"
                 )
             refuse_foreign(values, model)
-            found = weight_hash(model, self.weight_hash.startswith("full:"), revision)
+            if has_hash(model, self.weight_hash, revision):
+                found = self.weight_hash
+            else:
+                found = weight_hash(model, self.weight_hash.startswith("full:"), revision)
         if found != self.weight_hash:
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"

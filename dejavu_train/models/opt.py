@@ -1,6 +1,7 @@
 """Reads an OPT model (Hugging Face format, folder or hub id): its weights, and a hash that names them."""
 
 import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,17 @@ from torch import Tensor
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import (
-    INT4,
-    OPT,
-    SPARSE_OPT,
-    OPTShape,
-    check_exists,
-    quant_method,
-    read_shape,
-    read_values,
-    refuse_foreign,
-)
-from dejavu_train.models.stored import read_header, weight_files
+from dejavu_train.models.hub import model_folder
+from dejavu_train.models.shape import INT4, OPT, OPTShape, quant_method, read_shape, read_values, refuse_foreign
+from dejavu_train.models.stored import EMBEDDING, HEAD, full_name, read_header, stored_files
 
 __all__ = [
     "DTYPES",
     "OPTShape",
+    "has_hash",
     "load_opt",
     "load_tokenizer",
+    "load_with_info",
     "read_shape",
     "resolve_device",
     "torch_dtype",
@@ -36,7 +30,13 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # that accelerate works out
+SPELLED = {  # as safetensors spells the dtypes of stored tensors
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 HASH_SAMPLE_BYTES = 64 * 1024
+Spelling = Callable[[str, str], tuple[str, str] | None]  # of a stored name and dtype; None leaves the tensor out
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -50,8 +50,39 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def resolve_device(name: str) -> torch.device:
-    """``auto`` is the first GPU if there is one, else the CPU.
+def chosen_dtype(asked: str | torch.dtype | None, values: Mapping[str, Any], files: Sequence[Path]) -> torch.dtype:
+    """The dtype to load a model in, asked for by any name that transformers takes.
+
+    Args:
+        asked: a torch dtype or its name, such as ``float16`` or ``half``; ``auto`` or None: the one that config.json
+            says, without one that of the first stored weights.
+        values: of config.json.
+        files: of the weights.
+    Raises:
+        UserError: not one of float32, float16, bfloat16.
+    """
+    kind: Any = asked
+    if asked in ("auto", None):
+        kind = values.get("dtype") or values.get("torch_dtype") or _stored_dtype(files[0])
+    if isinstance(kind, str):
+        kind = getattr(torch, kind.removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype) or kind not in DTYPES.values():
+        told = f"auto, which is {kind} here" if asked in ("auto", None) else asked
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)} or auto, got {told}")
+    return kind
+
+
+def _stored_dtype(file: Path) -> torch.dtype | None:
+    if file.suffix == ".safetensors":
+        by_name = {spelled: dtype for dtype, spelled in SPELLED.items()}
+        found = [by_name.get(entry.dtype) for entry in read_header(file).values()]
+    else:
+        found = [tensor.dtype for tensor in torch.load(file, map_location="meta", weights_only=True).values()]
+    return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), None)
+
+
+def resolve_device(name: str | int | torch.device) -> torch.device:
+    """``auto`` is the first GPU if there is one, else the CPU; a number is that of a GPU.
 
     Raises:
         UserError: a device that torch does not know or cannot use here.
@@ -59,20 +90,23 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
+        device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
+    except (RuntimeError, TypeError):
         raise UserError(f"device must be auto, cpu or cuda[:N], got {name}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name} was asked for, but torch sees no GPU here; use --device cpu")
+        raise UserError(f"device {name} was asked for, but torch sees no GPU here; use --device cpu (device='cpu')")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} GPUs, from cuda:0 on")
+    is_available = getattr(getattr(torch, device.type, None), "is_available", lambda: False)
+    if not is_available():
+        raise UserError(f"device {name} was asked for, but torch cannot use it here; use --device cpu (device='cpu')")
     return device
 
 
 def load_opt(
     name: str,
-    dtype: str = "float32",
-    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = "float32",
+    device: str | int | torch.device | None = "cpu",
     device_map: Any = None,
     revision: str | None = None,
 ) -> OPTForCausalLM:
@@ -80,7 +114,7 @@ def load_opt(
 
     Args:
         name: folder or hub id.
-        dtype: ``float32``, ``float16`` or ``bfloat16``.
+        dtype: as :func:`chosen_dtype` takes it.
         device: ignored when ``device_map`` is given.
         device_map: as in transformers, for models larger than one GPU; needs accelerate.
 
@@ -91,31 +125,52 @@ def load_opt(
         UserError: nothing there, not a pre-norm OPT, weights that cannot be read or do not fit the config, or that
             another package quantised.
     """
-    values = read_values(name, revision)
+    return load_with_info(name, dtype, device, device_map, revision)[0]
+
+
+def load_with_info(
+    name: str,
+    dtype: str | torch.dtype | None,
+    device: str | int | torch.device | None,
+    device_map: Any,
+    revision: str | None,
+    attributes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[OPTForCausalLM, dict[str, Any]]:
+    """As :func:`load_opt`, with what transformers says of the loading (``output_loading_info``).
+
+    Args:
+        attributes: values that replace those of config.json; none of the sizes.
+        options: keywords of ``OPTForCausalLM.from_pretrained`` that say how to load.
+    """
+    values = {**read_values(name, revision), **(attributes or {})}
     OPTShape.from_values(values, name)
     refuse_foreign(values, name)
+    files = stored_files(name, revision=revision)  # says what is missing, and that pickled weights are not read
+    options["dtype"] = torch.float32 if quant_method(values) == INT4 else chosen_dtype(dtype, values, files)
     if device_map is not None:
-        try:
-            import accelerate  # noqa: F401
-        except ImportError:
-            raise UserError("device_map needs accelerate: pip install 'dejavu-train[large]'") from None
-    kind = torch.float32 if quant_method(values) == INT4 else torch_dtype(dtype)
-    options: dict[str, Any] = {"dtype": kind, "revision": revision}
-    if values["model_type"] == SPARSE_OPT:
-        options["config"] = OPTConfig.from_dict({**values, "model_type": OPT})
-    if Path(name).is_dir():
-        stored_files(name, revision)  # says which file is missing, and that pickled weights are not read
-        options["use_safetensors"] = True
-    if device_map is not None:
-        options["device_map"] = device_map
+        options["device_map"] = _checked_map(device_map)
+    placed = resolve_device("cpu" if device is None else device)
+    folder = str(model_folder(name, revision=revision))
     try:
-        model, info = OPTForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+        options["config"] = OPTConfig.from_dict({**values, "model_type": OPT})  # also for SPARSE_OPT: the dense model
+        model, info = OPTForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"cannot load the weights of {name}: {_first_line(error)}") from None
     except SafetensorError as error:
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
+    model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
+    _check_loaded(model, info, name)
+    model.eval()
+    if device_map is None:
+        model.to(placed)
+    return model, info
+
+
+def _check_loaded(model: OPTForCausalLM, info: Mapping[str, Any], name: str) -> None:
+    """Raise :class:`UserError` for tensors that are missing, of another size, or of layers that there are not."""
     tied = bool(getattr(model.config, "tie_word_embeddings", True))  # then the head is the embedding, and not stored
-    missing = [key for key in info["missing_keys"] if key != "lm_head.weight" or not tied]
+    missing = [key for key in info["missing_keys"] if key != HEAD or not tied]
     if missing or info["mismatched_keys"]:
         raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}")
     surplus = sorted(key for key in info["unexpected_keys"] if ".layers." in key)
@@ -124,10 +179,21 @@ def load_opt(
             f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
             f" {model.config.num_hidden_layers}); give the config that belongs to them"
         )
-    model.eval()
-    if device_map is None:
-        model.to(torch.device(device))
-    return model
+    if tied and (head := model.lm_head.weight) is not model.model.decoder.embed_tokens.weight:
+        # Both are stored and differ, so the loader left them apart. What is on the meta device lies on disk: unknown.
+        model.config.tie_word_embeddings = head.is_meta
+
+
+def _checked_map(device_map: Any) -> Any:
+    """``device_map`` as it is, with devices that are there. Raises :class:`UserError` as :func:`resolve_device`."""
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise UserError("device_map needs accelerate: pip install 'dejavu-train[large]'") from None
+    for place in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
+        if place not in (*PLACEMENTS, "disk"):
+            resolve_device(place)
+    return device_map
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
@@ -136,9 +202,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     Raises:
         UserError: nothing there.
     """
-    check_exists(name)
+    folder = model_folder(name, revision=revision)
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision)
+        return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"cannot load a tokenizer from {name}: {_first_line(error)}") from None
     except Exception as error:  # so the package tokenizers, which is compiled, refuses what it cannot read
@@ -151,32 +217,56 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def stored_files(name: str, revision: str | None) -> list[Path]:
-    """The weight files of a folder or hub id, safetensors if there are any."""
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors*", "*.json"]))
-            if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(name, revision=revision, allow_patterns=["pytorch_model*"]))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"cannot fetch the weights of {name}: {str(error).splitlines()[0]}") from None
-        return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return weight_files(folder)
+def _canonical(name: str, dtype: str) -> tuple[str, str]:
+    """The name of a stored tensor in OPTForCausalLM, and its dtype as safetensors spells it."""
+    return full_name(name.removeprefix("model.")), dtype
 
 
-def _hash_safetensors(file: Path, full: bool) -> list[tuple[str, bytes]]:
+def _as_embedding(name: str, dtype: str) -> tuple[str, str] | None:
+    """The LM head alone, as if it were the embedding."""
+    return (full_name(EMBEDDING), dtype) if name == HEAD else None
+
+
+def _earlier_spellings() -> Iterator[Spelling]:
+    """What hashes of earlier versions were made over: names and dtypes as one container or the other has them."""
+    torch_names = {spelled: str(dtype) for dtype, spelled in SPELLED.items()}
+    yield lambda name, dtype: (name, dtype)
+    yield lambda name, dtype: (name, torch_names.get(dtype, dtype))
+    yield lambda name, dtype: (name.removeprefix("model."), dtype)
+    yield lambda name, dtype: (name.removeprefix("model."), torch_names.get(dtype, dtype))
+    yield lambda name, dtype: (_canonical(name, dtype)[0], torch_names.get(dtype, dtype))
+
+
+def _hash_safetensors(file: Path, full: bool, spelling: Spelling = _canonical) -> list[tuple[str, bytes]]:
     rows = []
     with open(file, "rb") as stored:
-        for name, entry in read_header(file).items():
-            digest = hashlib.sha256(f"{name} {entry.dtype} {list(entry.shape)}".encode())
+        for stored_name, entry in read_header(file).items():
+            spelled = spelling(stored_name, entry.dtype)
+            if spelled is None:
+                continue
+            name, dtype = spelled
+            digest = hashlib.sha256(f"{name} {dtype} {list(entry.shape)}".encode())
             for start, stop in _samples(entry.end - entry.begin, full):
                 stored.seek(entry.begin + start)
                 digest.update(stored.read(stop - start))
             rows.append((name, digest.digest()))
+    return rows
+
+
+def _hash_pickled(file: Path, full: bool, spelling: Spelling = _canonical) -> list[tuple[str, bytes]]:
+    # Only files of hub repositories come here (older OPT uploads have nothing else); weights_only runs no code.
+    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    rows = []
+    for stored_name, tensor in tensors.items():
+        spelled = spelling(stored_name, SPELLED.get(tensor.dtype, str(tensor.dtype)))
+        if spelled is None:
+            continue
+        name, dtype = spelled
+        digest = hashlib.sha256(f"{name} {dtype} {list(tensor.shape)}".encode())
+        flat = tensor.contiguous().flatten().view(torch.uint8)
+        for start, stop in _samples(flat.numel(), full):
+            digest.update(flat[start:stop].numpy().tobytes())
+        rows.append((name, digest.digest()))
     return rows
 
 
@@ -188,33 +278,56 @@ def _samples(n_bytes: int, full: bool) -> list[tuple[int, int]]:
     return [(last * part // 3, last * part // 3 + HASH_SAMPLE_BYTES) for part in range(4)]
 
 
-def _hash_pickled(file: Path, full: bool) -> list[tuple[str, bytes]]:
-    # Only files of hub repositories come here (older OPT uploads have nothing else); weights_only runs no code.
-    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    rows = []
-    for name, tensor in tensors.items():
-        digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        flat = tensor.contiguous().flatten().view(torch.uint8)
-        for start, stop in _samples(flat.numel(), full):
-            digest.update(flat[start:stop].numpy().tobytes())
-        rows.append((name, digest.digest()))
+def _rows(files: Iterable[Path], full: bool, spelling: Spelling) -> dict[str, bytes]:
+    """By name the digest of a tensor; where two files have it that of the later one, which the loader keeps."""
+    rows: dict[str, bytes] = {}
+    for file in files:
+        found = (_hash_safetensors if file.suffix == ".safetensors" else _hash_pickled)(file, full, spelling)
+        if len(dict(found)) < len(found):
+            raise UserError(
+                f"the weights file {file} holds a tensor twice, with and without model. before it; drop one"
+            )
+        rows |= dict(found)
     return rows
+
+
+def _digest(rows: Mapping[str, bytes], full: bool) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(rows):
+        digest.update(name.encode() + b"\0" + rows[name])
+    return ("full:" if full else "") + digest.hexdigest()
 
 
 def weight_hash(name: str, full: bool = False, revision: str | None = None) -> str:
     """A name for the exact weights: SHA-256 over the sorted (name, dtype, shape, sampled bytes) of the stored tensors.
 
-    The same for any sharding of the same tensors. With ``full`` every byte is read (``--verify full``); the two
-    kinds differ and are only compared with their own kind.
+    Names are those of OPTForCausalLM and dtypes spelled as safetensors does, whatever the files have, and an LM head
+    that equals the embedding is left out. So the hash is the same for any container and sharding of the same tensors.
+    With ``full`` every byte is read (``--verify full``); the two kinds differ and are only compared with their own.
 
     Raises:
         UserError: no weights there, or a damaged file.
     """
-    check_exists(name)
-    rows: list[tuple[str, bytes]] = []
-    for file in stored_files(name, revision):
-        rows += _hash_safetensors(file, full) if file.suffix == ".safetensors" else _hash_pickled(file, full)
-    digest = hashlib.sha256()
-    for tensor_name, tensor_digest in sorted(rows):
-        digest.update(tensor_name.encode() + b"\0" + tensor_digest)
-    return ("full:" if full else "") + digest.hexdigest()
+    files = stored_files(name, revision=revision)
+    rows = _rows(files, full, _canonical)
+    if HEAD in rows:
+        embedding = full_name(EMBEDDING)
+        head = _rows(files, full, _as_embedding)[embedding]
+        if rows.get(embedding, head) == head:
+            rows[embedding] = head
+            del rows[HEAD]
+    return _digest(rows, full)
+
+
+def has_hash(name: str, wanted: str, revision: str | None = None) -> bool:
+    """Whether a model's stored weights have the hash ``wanted``: that of :func:`weight_hash`, or one that an earlier
+    version made over the names and dtypes as they are stored, in this container or the other.
+
+    Raises:
+        UserError: as :func:`weight_hash`.
+    """
+    full = wanted.startswith("full:")
+    if weight_hash(name, full, revision) == wanted:
+        return True
+    files = stored_files(name, revision=revision)
+    return any(_digest(_rows(files, full, spelling), full) == wanted for spelling in _earlier_spellings())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.hub import model_folder
 
 TARGETS = ("mlp", "heads")
 INT4 = "dejavu_int4"  # quant_method of a config.json whose weights lie as 4-bit rows, see int4.py
@@ -111,8 +112,7 @@ def read_values(name: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         UserError: nothing there, or no model type in it.
     """
-    check_exists(name)
-    values = config_values(Path(name)) if Path(name).is_dir() else _hub_values(name, revision)
+    values = config_values(model_folder(name, revision=revision))
     if "model_type" not in values:
         raise UserError(f"the config.json of {name} names no model_type; only OPT models are supported")
     return values
@@ -152,22 +152,6 @@ def refuse_unread(values: Mapping[str, Any], name: str) -> None:
         )
 
 
-def check_exists(name: str) -> None:
-    """Raise :class:`UserError` for a path where no model folder is; a hub id is let through."""
-    folder = Path(name)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"the model folder {name} has no config.json; give a folder written by save_pretrained")
-    elif folder.exists():
-        raise UserError(f"the model {name} is a file; give the folder that holds its config.json")
-    elif _looks_like_path(name):
-        raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
-
-
 def config_values(folder: Path) -> dict[str, Any]:
     """What the config.json of a folder holds.
 
@@ -181,12 +165,3 @@ def config_values(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"cannot read the config of {folder}: config.json must hold keys and values")
     return values
-
-
-def _hub_values(name: str, revision: str | None) -> dict[str, Any]:
-    from transformers import OPTConfig  # knows the hub's cache, and takes seconds to import
-
-    try:
-        return OPTConfig.get_config_dict(name, revision=revision)[0]
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the config of {name}: {str(error).splitlines()[0]}") from None

@@ -4,16 +4,22 @@ Headers alone are read, so that a folder of any size is checked in well under a 
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.hub import fetch, in_hub_cache, model_folder, within
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes
 from dejavu_train.models.shape import INT4, OPTShape, config_values, quant_method, refuse_foreign
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER = "adapter_config.json"
+EMBEDDING, HEAD = "decoder.embed_tokens.weight", "lm_head.weight"
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
@@ -44,7 +50,7 @@ def check_folder(name: str, shape: OPTShape) -> None:
     if not folder.is_dir():
         return
     found: dict[str, Stored] = {}
-    for file in weight_files(folder):
+    for file in loaded_files(folder):
         found |= read_header(file)
     values = config_values(folder)
     refuse_foreign(values, name)
@@ -83,30 +89,115 @@ def _check_types(values: Mapping[str, Any], path: Path, shape: OPTShape) -> None
         raise UserError(f"{key} of {path} must be {wanted}, got {value!r}; give the file that belongs to the weights")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder, those that its index names where there is one.
+def candidates(folder: Path) -> list[str]:
+    """The files that transformers' loader looks for in a model's folder, in its order; the first that is there counts.
+
+    Pickled weights are read from the hub's cache alone, where older OPTs have nothing else.
 
     Raises:
-        UserError: there is none, one is missing, or the index cannot be read.
+        UserError: config.json names a file that is no safetensors file of the folder.
     """
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [folder / part for part in names]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"the weight index {index} is damaged; fetch it again, or save the model again") from None
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise UserError(f"the model folder {folder} lacks {absent[0]}, which its index names")
-    if not files:
+    named = config_values(folder).get("transformers_weights")
+    if named is None:
+        return [SINGLE, INDEX, *(PICKLED if in_hub_cache(folder) else ())]
+    inside = isinstance(named, str) and not Path(named).is_absolute() and ".." not in Path(named).parts
+    if not inside or not named.endswith((".safetensors", ".safetensors.index.json")):
         raise UserError(
-            f"the model folder {folder} has no *.safetensors (pickled weights are not read);"
-            " save the model with save_pretrained"
+            f"transformers_weights in config.json of {folder} must name a safetensors file of the folder, got"
+            f" {named!r}; leave it out"
         )
-    return files
+    return [named]
+
+
+def shards(index: Path) -> list[str]:
+    """The names of the files that an index names. Raises :class:`UserError` for an index that cannot be read."""
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+        if not isinstance(values["metadata"], dict):  # without it the loader fails
+            raise TypeError
+        return sorted({str(Path(part)) for part in values["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"the weight index {index} is damaged; fetch it again, or save the model again") from None
+
+
+def loaded_files(folder: Path) -> list[Path]:
+    """The weight files that transformers' loader takes from a model's folder. What lies beside them is not read: other
+    formats and dtypes, and shards of an earlier save.
+
+    Raises:
+        UserError: there is none, one is missing, the index cannot be read, or an adapter would be laid over them.
+    """
+    names = sorted(file.name for file in folder.iterdir())
+    if ADAPTER in names:
+        raise UserError(
+            f"the model folder {folder} holds an adapter ({ADAPTER}), which transformers lays over the weights; merge"
+            " it (peft: merge_and_unload) and save the model, or give a folder without it"
+        )
+    if any(map(_DISTRIBUTED.fullmatch, names)):
+        raise UserError(
+            f"the model folder {folder} holds a distributed checkpoint (shard-...), which is not read; save the model"
+            " with save_pretrained and distributed_checkpoint=False into another folder"
+        )
+    for candidate in candidates(folder):
+        if not (folder / candidate).is_file():
+            continue
+        if not candidate.endswith(".index.json"):
+            return [folder / candidate]
+        files = [folder / part for part in shards(folder / candidate)]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise UserError(f"the model folder {folder} lacks {absent[0]}, which its index names")
+        if files:
+            return files
+    others = [name for name in names if name.endswith(".safetensors")]
+    if others:
+        raise UserError(
+            f"the model folder {folder} has {others[0]}, and neither {SINGLE} nor {INDEX}, which are what transformers"
+            " loads; give the weights that name, or save the model with save_pretrained"
+        )
+    raise UserError(
+        f"the model folder {folder} has no *.safetensors (pickled weights are not read);"
+        " save the model with save_pretrained"
+    )
+
+
+def stored_files(name: str, subfolder: str = "", **hub: Any) -> list[Path]:
+    """:func:`loaded_files` of a folder or hub id, fetched where they are not there yet; keywords as of
+    :func:`model_folder`."""
+    folder = model_folder(name, subfolder, **hub)
+    if not Path(name).is_dir():
+        for candidate in candidates(folder):
+            fetch(name, within(subfolder, [candidate]), "the weights of", hub)
+            if (folder / candidate).is_file():
+                if candidate.endswith(".index.json"):
+                    fetch(name, within(subfolder, shards(folder / candidate)), "the weights of", hub)
+                break
+    return loaded_files(folder)
+
+
+def full_name(own: str) -> str:
+    """The name that OPTForCausalLM stores a tensor of ``own_names`` under."""
+    return own if own.startswith("lm_head.") else f"model.{own}"
+
+
+def own_names(names: Iterable[str], model: str) -> dict[str, str]:
+    """By the tensors' names in transformers' OPTModel (``decoder...``, ``lm_head...``) the names that they are stored
+    under. An embedding that is stored as the LM head alone, which is tied to it, goes by its own name.
+
+    Raises:
+        UserError: a tensor is there under two names.
+    """
+    made: dict[str, str] = {}
+    for name in names:
+        own = name.removeprefix("model.")
+        if own in made:
+            raise UserError(
+                f"the weights of {model} hold {own} twice, with and without model. before it; leave one out"
+            )
+        made[own] = name
+    if EMBEDDING not in made and HEAD in made:
+        made[EMBEDDING] = made.pop(HEAD)
+    return made
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -147,7 +238,7 @@ def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tu
     parts["self_attn.out_proj"] = parts.pop("self_attn.o_proj")
     int4 = row_sizes(shape) if quant_method(values) == INT4 else {}
     made: dict[str, tuple[int, ...]] = {
-        "decoder.embed_tokens.weight": (shape.vocab_size, d),
+        EMBEDDING: (shape.vocab_size, d),
         "decoder.embed_positions.weight": (shape.max_positions + LEARNED_POSITIONS_OFFSET, d),
     }
     norms = [] if values.get("_remove_final_layer_norm") else ["decoder.final_layer_norm"]
@@ -165,14 +256,14 @@ def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tu
     if head is not None:
         made |= {f"lm_head.{part}": found for part, found in head.stored.items()}
     elif not values.get("tie_word_embeddings", True):
-        made["lm_head.weight"] = (shape.vocab_size, d)
+        made[HEAD] = (shape.vocab_size, d)
     return made
 
 
 def _check_tensors(
     model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: OPTShape
 ) -> None:
-    stored = {name.removeprefix("model."): entry for name, entry in found.items()}
+    stored = {own: found[name] for own, name in own_names(found, model).items()}
     missing = sorted(set(expected) - set(stored))
     if missing:
         raise UserError(f"the weights of {model} lack {len(missing)} tensors of its config, first {missing[:1]}")

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import stored_files
+from dejavu_train.models.stored import full_name, own_names, stored_files
 
 
 class StoredTensors:
@@ -20,9 +20,8 @@ class StoredTensors:
 
     def __init__(self, model: str, revision: str | None = None) -> None:
         self.model = model
-        self._files: dict[str, tuple[Path, str]] = {}
-        for file in stored_files(model, revision):
-            self._files |= {name.removeprefix("model."): (file, name) for name in self._names(file)}
+        files = {name: file for file in stored_files(model, revision=revision) for name in self._names(file)}
+        self._files = {own: (files[name], name) for own, name in own_names(files, model).items()}
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix != ".safetensors":  # older uploads of the hub have nothing else; weights_only runs no code
@@ -40,8 +39,8 @@ class StoredTensors:
         return iter(self._files)
 
     def stored_name(self, name: str) -> str:
-        """The name as the file has it."""
-        return self._files[name][1]
+        """The name that OPTForCausalLM stores it under, whatever the file has."""
+        return full_name(name)
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises :class:`UserError` for a tensor that is not there."""

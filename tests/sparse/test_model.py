@@ -443,8 +443,10 @@ def test_keywords_of_transformers(tiny_opt, bundle):
         SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "mask", attn_implementation="eager")
     eager = OPTForCausalLM.from_pretrained(str(tiny_opt), attn_implementation="eager")
     assert sparse(eager, bundle, "mask").config._attn_implementation == "eager"
-    with pytest.raises(UserError, match="dtype must be one of float32, float16, bfloat16, got auto"):
-        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, torch_dtype="auto")
+    for name, dtype in (("auto", torch.float32), (None, torch.float32), ("half", torch.float16)):
+        assert SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "mask", dtype=name).dtype == dtype
+    with pytest.raises(UserError, match="dtype must be one of float32, float16, bfloat16 or auto, got float64"):
+        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, dtype="float64")
 
 
 def test_torch_compile_leaves_gather_as_it_is_and_torch_export_is_refused(dense, bundle):

@@ -1,0 +1,74 @@
+"""Says where a model or a bundle lies: a folder as it was given, or what the hub's cache holds of OWNER/NAME.
+
+Everything else reads that folder, so that what is compared, hashed and loaded are the same files.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError
+
+SMALL_FILES = ("*.json", "*.txt", "*.model", "predictors/*")  # with a tokenizer and a bundle beside the model
+KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_download")  # as in transformers
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be meant as a path; every other one is OWNER/NAME on the hub unless it is a folder."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
+
+
+def in_hub_cache(folder: Path) -> bool:
+    """Whether ``folder`` lies in a snapshot of a model in the hub's cache."""
+    return any(
+        part.parent.name == "snapshots" and part.parent.parent.name.startswith("models--")
+        for part in (folder.absolute(), *folder.absolute().parents)
+    )
+
+
+def fetch(name: str, patterns: Iterable[str], what: str, hub: Mapping[str, Any]) -> Path:
+    """The snapshot of OWNER/NAME in the hub's cache, with the files of ``patterns`` that it has.
+
+    Args:
+        what: names what is fetched in the error.
+        hub: some of ``KEYWORDS``.
+    Raises:
+        UserError: no such repository or revision, no access, no network.
+    """
+    from huggingface_hub import snapshot_download  # takes a third of a second to import
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
+    except (HTTPError, OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(f"cannot fetch {what} {name}: {reason}") from None
+
+
+def within(subfolder: str, files: Iterable[str]) -> list[str]:
+    """The names or patterns of files of a subfolder, as the repository has them."""
+    return [f"{subfolder.strip('/')}/{file}" if subfolder else file for file in files]
+
+
+def model_folder(name: str, subfolder: str = "", **hub: Any) -> Path:
+    """The folder of a model's files but the weights: ``name`` itself, or its snapshot in the hub's cache.
+
+    Args:
+        name: folder or hub id.
+        subfolder: of the folder or repository.
+        hub: some of ``KEYWORDS``.
+    Raises:
+        UserError: nothing there, no config.json in it, or as :func:`fetch`.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        folder = folder / subfolder
+    elif folder.exists():
+        raise UserError(f"the model {name} is a file; give the folder that holds its config.json")
+    elif looks_local(name):
+        raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
+    else:
+        folder = fetch(name, within(subfolder, SMALL_FILES), "the config of", hub) / subfolder
+    if not (folder / "config.json").is_file():
+        raise UserError(f"the model folder {folder} has no config.json; give a folder written by save_pretrained")
+    return folder

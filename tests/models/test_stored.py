@@ -1,0 +1,197 @@
+"""What is hashed and checked is what transformers' loader takes; a hash knows neither names nor container."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_tiny_opt
+from safetensors.torch import load_file, save_file
+from transformers import OPTForCausalLM
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import has_hash, load_opt, weight_hash
+from dejavu_train.models.shape import read_shape
+from dejavu_train.models.stored import INDEX, SINGLE, check_folder, loaded_files
+from dejavu_train.quantize.source import StoredTensors
+
+MARK = "model.decoder.final_layer_norm.bias"  # a tensor that says which file it came from
+EARLIER = Path(__file__).resolve().parents[1] / "earlier"
+EMBEDDING, HEAD = "model.decoder.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def folder(tiny_opt, tmp_path):
+    return shutil.copytree(tiny_opt, tmp_path / "model")
+
+
+@pytest.fixture
+def tensors(tiny_opt):
+    return load_file(tiny_opt / SINGLE)
+
+
+def write(path, tensors, mark=None):
+    marked = tensors if mark is None else {**tensors, MARK: torch.full_like(tensors[MARK], mark)}
+    path.parent.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in marked.items()}, path, {"format": "pt"})
+
+
+def write_shards(folder, tensors, mark, stem="model", index=INDEX):
+    names = sorted(tensors)
+    where = {}
+    for part in (0, 1):
+        file = f"{stem}-0000{part + 1}-of-00002.safetensors"
+        held = {name: tensors[name] for name in names[part::2]}
+        write(folder / file, held, mark if MARK in held else None)
+        where |= dict.fromkeys(held, file)
+    (folder / index).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+
+
+LAYOUTS = {
+    "one file": lambda f, t: write(f / SINGLE, t, 1),
+    "shards": lambda f, t: ((f / SINGLE).unlink(), write_shards(f, t, 1)),
+    "shards by other names": lambda f, t: ((f / SINGLE).unlink(), write_shards(f, t, 1, "part")),
+    "an index of an earlier save": lambda f, t: (write_shards(f, t, 2), write(f / SINGLE, t, 1)),
+    "an index that names what is gone": lambda f, t: (
+        write_shards(f, t, 2),
+        (f / "model-00001-of-00002.safetensors").unlink(),
+        write(f / SINGLE, t, 1),
+    ),
+    "shards of an earlier save": lambda f, t: (
+        (f / SINGLE).unlink(), write_shards(f, t, 1), write(f / "model-00003-of-00003.safetensors", t, 2)
+    ),
+    "another format": lambda f, t: (write(f / SINGLE, t, 1), write(f / "consolidated.safetensors", t, 2)),
+    "another dtype": lambda f, t: (write(f / SINGLE, t, 1), write(f / "model.fp16.safetensors", t, 2)),
+    "pickled beside it": lambda f, t: (
+        write(f / SINGLE, t, 1), torch.save({**t, MARK: torch.full_like(t[MARK], 2)}, f / "pytorch_model.bin")
+    ),
+    "a folder in it": lambda f, t: (write(f / SINGLE, t, 1), write(f / "original" / SINGLE, t, 2)),
+    "links, as in the hub's cache": lambda f, t: (
+        write(f.parent / "blob", t, 1), (f / SINGLE).unlink(), (f / SINGLE).symlink_to(f.parent / "blob")
+    ),
+    "named by config.json": lambda f, t: (
+        write(f / SINGLE, t, 2), write(f / "other.safetensors", t, 1),
+        (f / "config.json").write_text(
+            json.dumps(json.loads((f / "config.json").read_text()) | {"transformers_weights": "other.safetensors"})
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hash_and_check_read_what_is_loaded(folder, tensors, layout):
+    LAYOUTS[layout](folder, tensors)
+    theirs = OPTForCausalLM.from_pretrained(folder)
+    assert set(theirs.model.decoder.final_layer_norm.bias.tolist()) == {1.0}
+    found = {name: tensor for file in loaded_files(folder) for name, tensor in load_file(file).items()}
+    assert set(found[MARK].tolist()) == {1.0} and found.keys() == tensors.keys()
+    assert set(load_opt(str(folder)).model.decoder.final_layer_norm.bias.tolist()) == {1.0}
+    assert set(StoredTensors(str(folder))["decoder.final_layer_norm.bias"].tolist()) == {1.0}
+    check_folder(str(folder), read_shape(str(folder)))
+    write(folder.parent / "alone" / SINGLE, tensors, 1)
+    shutil.copy(folder / "config.json", folder.parent / "alone")
+    if layout == "named by config.json":
+        (folder.parent / "alone" / SINGLE).rename(folder.parent / "alone" / "other.safetensors")
+    assert weight_hash(str(folder)) == weight_hash(str(folder.parent / "alone"))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda f: (f / SINGLE).rename(f / "model.fp16.safetensors"), "has model.fp16.safetensors, and neither"),
+    (lambda f: (f / SINGLE).rename(f / "model-00001-of-00002.safetensors"), "and neither model.safetensors nor"),
+    (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter.*merge_and_unload"),
+    (lambda f: (f / "shard-00001-model-00001-of-00001.safetensors").touch(), "distributed checkpoint"),
+    (lambda f: (f / "config.json").write_text('{"model_type": "opt", "transformers_weights": "../a.safetensors"}'),
+     "transformers_weights"),
+])  # fmt: skip
+def test_what_the_loader_would_not_take_or_would_change_is_refused(folder, change, message):
+    change(folder)
+    for action in (weight_hash, lambda name: loaded_files(folder)):
+        with pytest.raises(UserError, match=message):
+            action(str(folder))
+
+
+def renamed(tensors):
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_hash_knows_neither_names_nor_container(folder, tensors, full, tmp_path):
+    hub = tmp_path / "models--o--n" / "snapshots" / "1" / "sub"
+    shutil.copytree(folder, hub)
+    (hub / SINGLE).unlink()
+    own = weight_hash(str(folder), full)
+    torch.save(renamed(tensors), hub / "pytorch_model.bin")
+    assert weight_hash(str(hub), full) == own
+    torch.save({**tensors, HEAD: tensors[EMBEDDING]}, hub / "pytorch_model.bin")  # as transformers pickled a tied head
+    assert weight_hash(str(hub), full) == own and load_opt(str(hub), "auto").dtype == torch.float32
+    for held in (renamed(tensors), {**tensors, HEAD: tensors[EMBEDDING].clone()}):
+        write(folder / SINGLE, held)
+        assert weight_hash(str(folder), full) == own
+        check_folder(str(folder), read_shape(str(folder)))
+    changed = {**tensors, MARK: tensors[MARK] + 1}
+    write(folder / SINGLE, renamed(changed))
+    assert weight_hash(str(folder), full) != own
+    write(folder / SINGLE, {**tensors, "decoder.final_layer_norm.bias": tensors[MARK] + 1})
+    with pytest.raises(UserError, match="twice"):
+        weight_hash(str(folder), full)
+
+
+HEADS = {
+    "head only": lambda t: {**{name: t[name] for name in t if name != EMBEDDING}, HEAD: t[EMBEDDING]},
+    "both equal": lambda t: {**t, HEAD: t[EMBEDDING].clone()},
+    "both differ": lambda t: {**t, HEAD: t[EMBEDDING] * 0.5 + 0.01},
+}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_tied_head_by_any_name(folder, tensors, heads):
+    own = weight_hash(str(folder))
+    write(folder / SINGLE, HEADS[heads](tensors))
+    check_folder(str(folder), read_shape(str(folder)))
+    assert (weight_hash(str(folder)) == own) is (heads != "both differ")
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        expected = OPTForCausalLM.from_pretrained(folder)(ids).logits
+        model = load_opt(str(folder))
+        torch.testing.assert_close(model(ids).logits, expected)
+        model.tie_weights()  # as several of transformers' functions do
+        torch.testing.assert_close(model(ids).logits, expected)
+        model.save_pretrained(folder.parent / "again")
+        torch.testing.assert_close(load_opt(str(folder.parent / "again"))(ids).logits, expected)
+    assert weight_hash(str(folder)) == weight_hash(str(folder.parent / "again"))
+    source = StoredTensors(str(folder))
+    torch.testing.assert_close(source["decoder.embed_tokens.weight"], tensors[EMBEDDING])
+
+
+def test_a_head_of_its_own_counts(tmp_path):
+    folder = save_tiny_opt(tmp_path, tie_word_embeddings=False)
+    tensors, own = load_file(folder / SINGLE), weight_hash(str(folder))
+    write(folder / SINGLE, {**tensors, HEAD: tensors[HEAD] + 1})
+    assert weight_hash(str(folder)) != own
+
+
+def test_hashes_of_earlier_versions_are_known(tmp_path):
+    """Made over names and dtypes as a container has them, of the model in ``tests/earlier``, whose names lack model."""
+    stored = "250e3619ae2c4d26af42d9b54b4ba3e69ff6fdfa077b593831324efae341d0fb"
+    others = {
+        "with model.": "9140adeda49a5f0e5aad3dbc6d7a18f055b1303a9057d7a60b3aac514730bf52",
+        "pickled": "26de14953e3a840dcf8640157ad8bd9501e16e0409baca0c98b60117dc64ff6f",
+    }
+    assert weight_hash(str(EARLIER / "model")) == others["with model."]
+    folder = shutil.copytree(EARLIER / "model", tmp_path / "model")
+    for known in (stored, *others.values()):
+        assert has_hash(str(folder), known) and has_hash(str(folder), f"full:{known}")
+    tensors = load_file(folder / SINGLE)
+    write(folder / SINGLE, {name: tensor + 1 for name, tensor in tensors.items()})
+    assert not any(has_hash(str(folder), known) for known in (stored, *others.values()))
+
+
+def test_quantised_from_any_names(tmp_path):
+    from dejavu_train.quantize.command import main
+
+    folder = save_tiny_opt(tmp_path / "m", hidden_size=64, word_embed_proj_dim=64)
+    tensors = load_file(folder / SINGLE)
+    write(folder / SINGLE, renamed(HEADS["head only"](tensors)))
+    main(["--model", str(folder), "--output", str(tmp_path / "q"), "--quantizer", "rtn"])
+    assert load_opt(str(tmp_path / "q")).lm_head.weight.shape == tensors[EMBEDDING].shape
