@@ -150,8 +150,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         backend: str = "auto",
         sparse_from: SparseFrom = 0,
         kv_policy: str = "backfill",
-        dtype: str | torch.dtype = "float32",
-        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = "float32",
+        device: str | int | torch.device | None = "cpu",
         device_map: Any = None,
         revision: str | None = None,
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
@@ -194,7 +194,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             predictors = Bundle.from_pretrained(predictors, predictor_class=predictor_class)
         bundle = predictors
         bundle.check_model(name, revision)
-        model = load_opt(name, str(dtype).removeprefix("torch."), device, device_map, revision)
+        model = load_opt(name, dtype, device, device_map, revision)
         return cls.from_model(model, bundle, backend, sparse_from, kv_policy, guard=guard)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
