@@ -44,7 +44,7 @@ def demo_table(root: Path) -> str:
     found = json.loads((root / DEMO).read_text())
     if found["schema"] != 2:
         raise ValueError(f"{DEMO} has schema {found['schema']}, expected 2")
-    quality = [row for row in found["quality"] if row["sparse_from"] == 0]
+    quality = [row for row in found["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
     predicted = [row for row in quality if row["selection"] == "predicted"]
     first = found["texts"][0]["name"]
     names = [text["name"] for text in found["texts"]]

@@ -50,6 +50,7 @@ class _ConfigParser(Parser):
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         super().__init__(description=description, usage="%(prog)s [--config FILE] [--option value ...]", **options)
         self.sections, self.types = _fields(kind)
+        self.gone: Mapping[str, str] = getattr(kind, "GONE", {})  # keys of earlier versions: what to give instead
         self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
         self.add_class_arguments(kind, None, sub_configs=False)
         for action in self._actions:
@@ -91,6 +92,8 @@ class _ConfigParser(Parser):
                 raise UserError(f"the config file {path}: {name} must hold keys and values, got {value}")
 
     def _meant(self, name: str) -> str:
+        if name in self.gone:
+            return f", which is no longer there; {self.gone[name]}"
         close = difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 

@@ -1,4 +1,4 @@
-"""Scores a text at several densities of the MLPs: python examples/densities.py MODEL BUNDLE TEXT."""
+"""Scores a text as calibrated and at other densities of the MLPs: python examples/densities.py MODEL BUNDLE TEXT."""
 
 import argparse
 import math
@@ -25,11 +25,13 @@ def main(argv: Sequence[str] | None) -> None:
     bundle = Bundle.from_pretrained(asked.bundle)
     model = SparseOPTForCausalLM.from_pretrained(asked.model, bundle, backend="mask")  # whole sequences at once
     ids = AutoTokenizer.from_pretrained(asked.model)(text, return_tensors="pt").input_ids[:, : asked.tokens]
-    for density in asked.densities:
-        model.set_bundle(bundle.at(mlp_density=density, head_density=1.0))
+    used = {"as calibrated": bundle}
+    used |= {f"density {d:.2f}": bundle.at(mlp_density=d, head_density=1.0) for d in asked.densities}
+    for name, setting in used.items():
+        model.set_bundle(setting)
         with torch.no_grad():
             loss = model(ids, labels=ids).loss.item()  # nats per token
-        print(f"density {density:.2f}: perplexity {math.exp(loss):.3f} on {ids.shape[1] - 1} tokens")
+        print(f"{name}: perplexity {math.exp(loss):.3f} on {ids.shape[1] - 1} tokens")
 
 
 if __name__ == "__main__":

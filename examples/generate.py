@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None) -> None:
     bundle = Bundle.from_pretrained(asked.bundle)
     model = SparseOPTForCausalLM.from_pretrained(asked.model, bundle, backend=asked.backend, device=asked.device)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
-    ids = tokenizer(asked.prompt, return_tensors="pt").to(model.device)
+    begins = asked.prompt.startswith(tokenizer.bos_token)  # the tokenizer puts it before every text
+    ids = tokenizer(asked.prompt, add_special_tokens=not begins, return_tensors="pt").to(model.device)
     settings = {"dense": bundle.at(mlp_density=1.0, head_density=1.0), "sparse": bundle}
     for name, setting in settings.items():
         model.set_bundle(setting)

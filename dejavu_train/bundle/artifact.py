@@ -116,12 +116,17 @@ class Bundle:
         found = [spec.density for spec in self.specs.values() if spec.target == target]
         return sum(found) / len(found) if found else 1.0
 
-    def with_densities(self, densities: Mapping[Key, float], top_k: bool = False) -> "Bundle":
+    def selects_top_k(self, target: str) -> bool:
+        """Whether ``target`` selects the k largest logits, and not those above a threshold."""
+        return any(spec.top_k is not None for spec in self.specs.values() if spec.target == target)
+
+    def with_densities(self, densities: Mapping[Key, float], top_k: bool | None = None) -> "Bundle":
         """The same predictors with thresholds for the given densities; specs not named stay as they are.
 
         Args:
             densities: in (0, 1], by (layer, target).
-            top_k: select the k largest logits of a token, density n_out of them, in place of those above a threshold.
+            top_k: select the k largest logits of a token, density n_out of them, in place of those above a threshold;
+                None: as each target selects now.
 
         Raises:
             UserError: a key or a density that cannot be.
@@ -130,10 +135,12 @@ class Bundle:
         for key, density in densities.items():
             if key not in specs:
                 raise UserError(f"this bundle has no predictor for {key[1]} of layer {key[0]}")
-            specs[key] = specs[key].at(density, top_k)
+            specs[key] = specs[key].at(density, self.selects_top_k(key[1]) if top_k is None else top_k)
         return dataclasses.replace(self, specs=specs)
 
-    def at(self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool = False) -> "Bundle":
+    def at(
+        self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool | None = None
+    ) -> "Bundle":
         """The same predictors at other mean densities, shared out over the layers as their curves ask; 1.0 is dense.
 
         Args:

@@ -444,9 +444,11 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
 def windows(tokenizer: Any, text: str, window: int) -> list[list[int]]:
     """Cut a text into windows: ``</s>`` and up to ``window`` - 1 new tokens each, no overlap, tail kept.
 
-    Every token but the leading ``</s>`` is scored once, so that perplexities of any two runs compare.
+    Every token but the leading ``</s>`` is scored once, so that perplexities of any two runs compare. A text that
+    begins with one itself gets no second one.
     """
-    return cut_windows(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], window)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return cut_windows(ids[1:] if ids[:1] == [START_TOKEN] else ids, window)
 
 
 def cut_windows(ids: Sequence[int], window: int) -> list[list[int]]:

@@ -18,7 +18,12 @@ _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 
 @dataclasses.dataclass(frozen=True)
 class InferConfig:
-    """What infer.py does. Densities are means over the layers; 1.0 is dense."""
+    """What infer.py does: with the bundle as it was calibrated, and at other densities where they are asked for.
+
+    Densities are means over the layers; 1.0 is dense. A target without predictors is dense whatever is asked.
+    """
+
+    GONE = {"curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities"}
 
     model: str = ""
     """Folder or hub id of a pre-norm OPT; empty: the one that the bundle, a folder, was made for."""
@@ -50,17 +55,15 @@ class InferConfig:
     window: int = 512
     """Tokens of a sequence, the leading </s> included."""
     selections: tuple[Selection, ...] = get_args(Selection)
-    """Rows at every one of densities."""
-    densities: tuple[float, ...] = (0.1, 0.2)
-    """Densities of the MLPs, with all heads."""
-    curve_selections: tuple[Selection, ...] = ("predicted", "oracle", "random", "static")
-    """Rows at every one of curve_densities."""
-    curve_densities: tuple[float, ...] = (0.05, 0.4)
-    """More densities of the MLPs, for the picture."""
+    """Rows of the bundle as calibrated, and at every one of densities."""
+    densities: tuple[float, ...] = ()
+    """Other densities of the MLPs, with all heads."""
+    curve_densities: tuple[float, ...] = ()
+    """More densities of the MLPs, for the picture, on the first text and without noncontextual."""
     yardstick_texts: Literal["first", "all"] = "first"
-    """all: the same rows for all texts; first: later texts have predicted and oracle rows at densities only."""
-    head_densities: tuple[float, ...] = (0.85,)
-    """Densities of the heads, with every one of densities, predicted only."""
+    """all: the same rows for all texts; first: later texts have predicted and oracle rows, none at curve_densities."""
+    head_densities: tuple[float, ...] = ()
+    """Other densities of the heads, with every one of densities or the MLPs as calibrated, predicted only."""
     sparse_from: tuple[int, ...] = (0, 128)
     """From which position on the model is sparse; starts above 0 are scored predicted only."""
     batch_tokens: int = 4096
@@ -71,10 +74,10 @@ class InferConfig:
     """Time decoding."""
     timing_backends: tuple[Timed, ...] = ()
     """What is timed; none named: dense and the engines of this device."""
-    timing_mlp_density: float = 0.2
-    """Density of the MLPs while timing and generating."""
-    timing_head_density: float = 0.85
-    """Density of the heads while timing and generating."""
+    timing_mlp_density: float | None = None
+    """Density of the MLPs while timing and generating; null: as calibrated."""
+    timing_head_density: float | None = None
+    """Density of the heads while timing and generating; null: as calibrated."""
     batch: int = 1
     """Rows while timing."""
     prompt: int = 32

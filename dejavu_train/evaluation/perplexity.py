@@ -26,6 +26,7 @@ from dejavu_train.bundle.spec import Key
 from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
+from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
 from dejavu_train.models.shape import TARGETS
 from dejavu_train.models.weight_format import WeightFormat, loaded_format
@@ -34,17 +35,25 @@ from dejavu_train.sparse.masked import Select, masking
 
 BOOTSTRAPS = 1000
 DOCUMENTS = 20  # at least so many share a budget of tokens, if there are so many
+HIGHEST_NATS = 700  # a token, on the mean: exp of more is no number
 SCORED_AT_ONCE = 1024  # positions whose logits (times V) are held at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSetting:
-    """One line of the quality table that is asked for; densities are means over the layers, 1.0 is dense."""
+    """One line of the quality table that is asked for.
+
+    Densities are means over the layers; 1.0 is dense, None as the bundle was calibrated.
+    """
 
     selection: str
-    mlp_density: float = 1.0
-    head_density: float = 1.0
+    mlp_density: float | None = 1.0
+    head_density: float | None = 1.0
     sparse_from: int = 0
+
+    @property
+    def as_calibrated(self) -> bool:
+        return self.mlp_density is None and self.head_density is None
 
 
 @dataclasses.dataclass
@@ -72,7 +81,8 @@ class EvalResult:
 
     ``nats`` are summed per document, ``sums`` per (layer, target). Predicted rows also have ``candidates``, by layer
     how many neurons passed the first stage of a cascade, and ``mlp_bytes``, what the MLPs and their predictors read
-    over what the dense MLPs read, counted on the measured positions.
+    over what the dense MLPs read, counted on the measured positions. ``calibrated``: the bundle's own densities of MLPs
+    and heads, which stand where the row asks for no other.
     """
 
     row: EvalSetting
@@ -80,6 +90,14 @@ class EvalResult:
     sums: dict[Key, SelectionSums]
     candidates: dict[int, int] = dataclasses.field(default_factory=dict)
     mlp_bytes: float | None = None
+    calibrated: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def asked(self) -> tuple[float, float]:
+        """Densities of MLPs and heads."""
+        pairs = zip((self.row.mlp_density, self.row.head_density), self.calibrated, strict=True)
+        mlp, heads = (own if asked is None else asked for asked, own in pairs)
+        return mlp, heads
 
 
 def hold_out(
@@ -169,7 +187,7 @@ def evaluate(
         UserError: logits that are not finite.
     """
     weights = weights or loaded_format(model)
-    evaluation = _Evaluation(model, bundle, rows, len(held.document_tokens), seed, progress, weights)
+    evaluation = _Evaluation(model, bundle, rows, held, seed, progress, weights)
     for batch in eval_batches(held, batch_tokens, model.device):
         evaluation.add(batch)
     return evaluation.result(rows)
@@ -221,15 +239,17 @@ class _Evaluation:
         model: OPTForCausalLM,
         bundle: Bundle,
         rows: Sequence[EvalSetting],
-        n_documents: int,
+        held: EvalCorpus,
         seed: int,
         progress: Callable[[int], object] | None,
         weights: WeightFormat,
     ) -> None:
         self.model, self.bundle, self.weights = model, bundle, weights
-        self.scored = {row: EvalResult(row, np.zeros(n_documents), _no_sums(model)) for row in rows}
+        self.tokens, n_documents = held.tokens, len(held.document_tokens)
+        own = (bundle.mean_density("mlp"), bundle.mean_density("heads"))
+        self.scored = {row: EvalResult(row, np.zeros(n_documents), _no_sums(model), calibrated=own) for row in rows}
         self.selections = {row.selection for row in rows}
-        self.groups: dict[tuple[float, float, int], dict[str, EvalSetting]] = {}
+        self.groups: dict[tuple[float | None, float | None, int], dict[str, EvalSetting]] = {}
         for row in rows:
             if row.selection != "dense":
                 key = (row.mlp_density, row.head_density, row.sparse_from)
@@ -244,6 +264,11 @@ class _Evaluation:
     def result(self, rows: Sequence[EvalSetting]) -> list[EvalResult]:
         """The sums of all batches added, in the order of ``rows``."""
         for row, quality in self.scored.items():
+            if quality.nats.sum() > HIGHEST_NATS * self.tokens:
+                raise UserError(
+                    f"{row.selection} loses {quality.nats.sum() / self.tokens:.3g} nats a token, of which no perplexity"
+                    " is a number; check the model's weights"
+                )
             if row.selection == "predicted":
                 moved = self.bundles[row.mlp_density, row.head_density]
                 quality.mlp_bytes = measured_mlp_share(moved, quality.sums, self.weights, quality.candidates)
@@ -323,7 +348,7 @@ class _Evaluation:
 
 
 def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
-    """Summed nats of each window's real tokens: (B,) float64."""
+    """Summed nats of each window's real tokens: (B,) float64. Raises UserError for logits that are not finite."""
     hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
     real = batch.real.flatten()
     flat, targets = hidden.flatten(0, 1)[real.to(hidden.device)], batch.targets.flatten()[real]
@@ -331,12 +356,9 @@ def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
     for states, next_tokens in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
         logits = model.lm_head(states).float()
         pieces.append(F.cross_entropy(logits, next_tokens.to(logits.device), reduction="none"))
-    losses = torch.cat(pieces).double().cpu().numpy()
-    if not np.isfinite(losses).all():
-        raise UserError(
-            f"the logits of the model in {str(model.dtype).removeprefix('torch.')} are not finite; check its weights,"
-            " or score with --dtype float32 or bfloat16"
-        )
+    found = torch.cat(pieces).double()
+    check_logits(found, model, batch.ids)
+    losses = found.cpu().numpy()
     window = np.repeat(np.arange(len(batch.ids)), batch.real.sum(dim=1).cpu().numpy())
     return np.bincount(window, weights=losses, minlength=len(batch.ids))
 

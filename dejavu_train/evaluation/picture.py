@@ -16,12 +16,13 @@ CURVES = {
     "noncontextual": ("#CC79A7", "D", "-.", "non-contextual (embedding only)"),
     "static": ("#E69F00", "^", "-", "static (most often active)"),
     "random": ("#D55E00", "v", ":", "random"),
+    "as calibrated": ("black", "*", "", "the bundle as calibrated (its heads too)"),
 }
 _YARDSTICKS = ("noncontextual", "static", "random")
 COLUMNS = 3
 LINEAR_UP_TO = 1.0  # per cent; above it the scale of the increase is logarithmic
 _TICKS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-_NEAR = ("predicted", "oracle")  # the others lie beyond any scale on which these two differ
+_NEAR = ("predicted", "oracle", "as calibrated")  # the others lie beyond any scale on which these two differ
 
 
 def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
@@ -42,7 +43,10 @@ def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
         import matplotlib.pyplot as plt
     except ImportError:
         return False
-    rows = [row for row in found["quality"] if row["asked_head_density"] == 1 and row["sparse_from"] == 0]
+    scored = [row for row in found["quality"] if row["sparse_from"] == 0]
+    rows = [row for row in scored if row["asked_head_density"] == 1 and not row.get("as_calibrated")]
+    own = [row for row in scored if row.get("as_calibrated") and row["selection"] == "predicted"]
+    rows += [row | {"selection": "as calibrated"} for row in own]
     by_text = {text["name"]: [row for row in rows if row["text"] == text["name"]] for text in found["texts"]}
     wide_texts = [name for name, own in by_text.items() if any(row["selection"] in _YARDSTICKS for row in own)]
     panels = len(by_text) + len(wide_texts) + 1  # the last holds the legend

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, increase
+from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, increase
 from dejavu_train.evaluation.provenance import versions
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.files import read_json, write_json
+from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.metrics import SelectionSums, total
 
 SCHEMA = 2
@@ -23,7 +24,6 @@ def results(
     bundle: str,
     scored: Scored,
     timings: Sequence[Timing],
-    layers_at: float | None = None,
     read_gb_s: float | None = None,
 ) -> dict[str, Any]:
     """Everything that was measured, as results.json (schema 2) holds it.
@@ -32,7 +32,6 @@ def results(
         model, bundle: folders or hub ids.
         scored: every text with its rows, in the order of the tables.
         timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
-        layers_at: asked density of the MLPs to which the metrics per layer belong.
     """
     return {
         "schema": SCHEMA,
@@ -41,7 +40,7 @@ def results(
         "versions": versions(),
         "texts": [_text_row(text) for text, _ in scored],
         "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
-        "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities, layers_at)],
+        "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities)],
         "timing": [dataclasses.asdict(timing) for timing in timings],
         "read_gb_s": None if read_gb_s is None else round(read_gb_s, 1),
     }
@@ -82,16 +81,18 @@ def _quality_rows(text: EvalText, qualities: Sequence[EvalResult]) -> list[dict[
 
 def _quality_row(quality: EvalResult, dense: EvalResult | None, held: EvalCorpus) -> dict[str, Any]:
     row, nats = quality.row, float(quality.nats.sum())
+    asked_mlp, asked_heads = quality.asked
     change, error = (None, None)
     if dense is not None:
         change, error = increase(quality.nats, dense.nats, held.document_tokens)
     mlp, heads = _of_target(quality, "mlp"), _of_target(quality, "heads")
     sparse = row.selection != "dense"
-    sparse_heads = sparse and row.head_density < 1
+    sparse_heads = sparse and asked_heads < 1
     return {
         "selection": row.selection,
-        "asked_mlp_density": row.mlp_density,
-        "asked_head_density": row.head_density,
+        "as_calibrated": row.as_calibrated,
+        "asked_mlp_density": _rounded(asked_mlp),
+        "asked_head_density": _rounded(asked_heads),
         "mlp_candidate_density": _rounded(_candidate_density(quality)) if row.selection == "predicted" else None,
         "mlp_density": _rounded(mlp.density if sparse else 1.0),
         "head_density": _rounded(heads.density if sparse_heads else 1.0),
@@ -119,13 +120,11 @@ def _candidate_density(quality: EvalResult) -> float:
     return passed / units if units else math.nan
 
 
-def layer_rows(scored: Sequence[EvalResult], mlp_density: float | None = None) -> list[dict[str, Any]]:
-    """Density, recall, precision and mass per layer, of each target's first predicted row (at ``mlp_density``)."""
+def layer_rows(scored: Sequence[EvalResult]) -> list[dict[str, Any]]:
+    """Density, recall, precision and mass per layer, of the first predicted row in which each target is sparse."""
     rows: list[dict[str, Any]] = []
-    for target in ("mlp", "heads"):
-        chosen = next(
-            (q for q in scored if q.row.selection == "predicted" and _in_table(q.row, target, mlp_density)), None
-        )
+    for place, target in enumerate(TARGETS):
+        chosen = next((q for q in scored if q.row.selection == "predicted" and q.asked[place] < 1), None)
         if chosen is None:
             continue
         for (layer, name), sums in chosen.sums.items():
@@ -138,12 +137,6 @@ def layer_rows(scored: Sequence[EvalResult], mlp_density: float | None = None) -
                 }
                 rows.append({"layer": layer, "target": target} | {k: _rounded(v) for k, v in metrics.items()})
     return sorted(rows, key=lambda row: (row["target"] != "mlp", row["layer"]))
-
-
-def _in_table(row: EvalSetting, target: str, mlp_density: float | None) -> bool:
-    """Whether the table per layer is about this row: sparse in the target, and at the density that is asked for."""
-    density = row.mlp_density if target == "mlp" else row.head_density
-    return density < 1 and (mlp_density is None or row.mlp_density == mlp_density)
 
 
 def _of_target(quality: EvalResult, target: str) -> SelectionSums:
@@ -210,9 +203,10 @@ def layer_table(found: dict[str, Any], text: str) -> Table:
 
 def timing_table(found: dict[str, Any]) -> Table:
     """Milliseconds per decoded token, a row for each backend."""
-    headings = ["backend", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80", "MB/token"]
+    headings = ["backend", "mlp", "heads", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80", "MB/token"]
     cells = [
-        [t["backend"], t["device"], *(str(t[name]) for name in ("batch", "prompt", "new_tokens"))]
+        [t["backend"], *(_number(t.get(name), 3) for name in ("mlp_density", "head_density")), t["device"]]
+        + [str(t[name]) for name in ("batch", "prompt", "new_tokens")]
         + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
         + [_number(t.get("megabytes_per_token"), 1)]
         for t in found["timing"]
@@ -242,39 +236,52 @@ def text_table(found: dict[str, Any]) -> Table:
 
 def drift_table(found: dict[str, Any]) -> Table:
     """Predicted rows of all texts, with the yardsticks at the same counts beside them."""
-    headings = ["increase of perplexity on", "candidates", "selected", "recall", "mass", "heads", "mass", "mlp bytes"]
-    headings += ["predicted", "+-"]
+    headings = ["increase of perplexity on", "densities", "candidates", "selected", "recall", "mass", "heads", "mass"]
+    headings += ["mlp bytes", "predicted", "+-"]
     yardsticks = [
         name
         for name in ("oracle", "noncontextual", "static", "random")
         if any(row["selection"] == name for row in found["quality"])
     ]
-    asked = ("text", "asked_mlp_density", "asked_head_density", "sparse_from")
-    increases = {(*(row[k] for k in asked), row["selection"]): row["increase"] for row in found["quality"]}
-    cells = []
-    for row in found["quality"]:
-        if row["selection"] == "predicted" and row["sparse_from"] == 0:
-            cells.append(
-                [
-                    row["text"],
-                    f"{_number(row['mlp_candidate_density'], 3)} of {row['asked_mlp_density']:g}",
-                    *(_number(row[name], 3) for name in ("mlp_density", "mlp_recall", "mlp_retained_mass")),
-                    *(_number(row[name], 3) for name in ("head_density", "head_retained_mass", "mlp_bytes")),
-                    _percent(row["increase"]),
-                    _percent(row["increase_error"]),
-                    *(_percent(increases.get((*(row[k] for k in asked), name))) for name in yardsticks),
-                ]
-            )
-    cells.sort(key=lambda line: (line[5] != "1.000", float(line[1].split()[-1])))  # one density's texts side by side
+    asked = ("text", "as_calibrated", "asked_mlp_density", "asked_head_density", "sparse_from")
+    increases = {(*(row.get(k) for k in asked), row["selection"]): row["increase"] for row in found["quality"]}
+    rows = [row for row in found["quality"] if row["selection"] == "predicted" and row["sparse_from"] == 0]
+    # As calibrated first; then one density's texts side by side.
+    rows.sort(key=lambda row: (not row.get("as_calibrated"), row["head_density"] < 1, row["asked_mlp_density"]))
+    cells = [
+        [
+            row["text"],
+            densities_of(row),
+            *(_number(row[name], 3) for name in ("mlp_candidate_density", "mlp_density", "mlp_recall")),
+            *(_number(row[name], 3) for name in ("mlp_retained_mass", "head_density", "head_retained_mass")),
+            _number(row["mlp_bytes"], 3),
+            _percent(row["increase"]),
+            _percent(row["increase_error"]),
+            *(_percent(increases.get((*(row.get(k) for k in asked), name))) for name in yardsticks),
+        ]
+        for row in rows
+    ]
     return Table("increase of perplexity", [*headings, *yardsticks], cells)
+
+
+def densities_of(row: Mapping[str, Any]) -> str:
+    """The densities of MLPs and heads that a quality row stands for.
+
+    >>> densities_of({"as_calibrated": True, "asked_mlp_density": 0.2, "asked_head_density": 0.85})
+    'as calibrated (20 %, 85 %)'
+    """
+    asked = f"{100 * row['asked_mlp_density']:.3g} %, {100 * row['asked_head_density']:.3g} %"
+    return f"as calibrated ({asked})" if row.get("as_calibrated") else asked
 
 
 def full_table(found: dict[str, Any], text: str) -> Table:
     """Every row of one text."""
-    headings = ["selection", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte", "recall", "mass"]
+    headings = ["selection", "densities", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte"]
+    headings += ["recall", "mass"]
     rows = [
         [
             row["selection"],
+            "-" if row["selection"] == "dense" else densities_of(row),
             _number(row["mlp_density"], 3),
             _number(row["head_density"], 3),
             str(row["sparse_from"]),

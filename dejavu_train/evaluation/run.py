@@ -16,14 +16,16 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.data.text import import_text
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
+from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
 from dejavu_train.evaluation.check import check, text_source
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
+from dejavu_train.evaluation.finite import FiniteLogits
 from dejavu_train.evaluation.further import measure, plan
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.provenance import hashes, new_run
-from dejavu_train.evaluation.texts import EvalText, load_text, trained_text
+from dejavu_train.evaluation.texts import EvalText, behind_start, load_text, trained_text
 from dejavu_train.evaluation.timing import (
     CPU,
     DENSE_CPU,
@@ -36,6 +38,7 @@ from dejavu_train.evaluation.timing import (
     time_engine,
 )
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
@@ -44,27 +47,30 @@ from kernels.common.checks import runs_on
 logger = logging.getLogger(__name__)
 
 
-def quality_rows(config: InferConfig, first: bool = True) -> list[EvalSetting]:
-    """The quality rows in the order of the table, the dense one first (it is the reference of all).
+def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: bool = True) -> list[EvalSetting]:
+    """The quality rows in the order of the table: dense, the reference of all, as calibrated, what else is asked for.
 
     Args:
-        first: of the first text. Later ones take predicted and oracle rows at ``densities``, and the heads'
-            densities at the largest of these, unless ``yardstick_texts`` is ``all``: each row is a pass.
+        targets: of the bundle; no row stands at densities of others.
+        first: of the first text. Later ones take predicted and oracle rows only, and the heads' densities at the
+            largest of ``densities``, unless ``yardstick_texts`` is ``all``: each row is a pass.
     """
-    rows = [EvalSetting("dense")]
-    if not first and config.yardstick_texts == "first":
-        few = [name for name in ("predicted", "oracle") if name in config.selections]
-        rows += [EvalSetting(name, density) for density in sorted(config.densities) for name in few]
-        if "predicted" in few and config.densities:
-            rows += [EvalSetting("predicted", max(config.densities), heads) for heads in config.head_densities]
-        return list(dict.fromkeys(rows))
-    for density in sorted({*config.densities, *config.curve_densities}):
-        names = config.selections if density in config.densities else config.curve_selections
-        rows += [EvalSetting(name, density) for name in names if name != "dense"]
-    if "predicted" in config.selections:
-        rows += [EvalSetting("predicted", mlp, heads) for mlp in config.densities for heads in config.head_densities]
-        later = [start for start in config.sparse_from if start]
-        rows += [EvalSetting("predicted", density, 1.0, start) for start in later for density in config.densities]
+    whole = first or config.yardstick_texts == "all"
+    names = [name for name in config.selections if name in ("predicted", "oracle") or (whole and name != "dense")]
+    own = sorted(config.densities) if "mlp" in targets else []
+    curve = set(config.curve_densities if "mlp" in targets and whole else ()) - set(own)
+    heads = config.head_densities if "heads" in targets else ()
+    rows = [EvalSetting("dense"), *(EvalSetting(name, None, None) for name in names)]
+    for density in sorted({*own, *curve}):
+        kept = [name for name in names if density in own or name != "noncontextual"]
+        rows += [EvalSetting(name, density) for name in kept]
+    if "predicted" in names:
+        beside: list[float | None] = [*(own if whole else own[-1:])] or [None]
+        rows += [EvalSetting("predicted", mlp, share) for mlp in beside for share in heads]
+    if "predicted" in names and whole:
+        for start in (start for start in config.sparse_from if start):
+            rows += [EvalSetting("predicted", None, None, start)]
+            rows += [EvalSetting("predicted", density, 1.0, start) for density in own]
     return list(dict.fromkeys(rows))
 
 
@@ -74,13 +80,14 @@ def run(config: InferConfig) -> None:
     torch.manual_seed(config.seed)
     bundle, device = checked(config)
     further = plan(config)
+    for line in (opening(config, bundle, device), *ignored(config, bundle)):
+        logger.info("%s", line)
     tokenizer = load_tokenizer(config.model, config.revision)
     texts = _load_texts(config, bundle, tokenizer) if config.tokens != 0 or config.timing else []
     dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
     prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
     if config.timing:
         _check_room(config, dense, texts[0].held)
-    shown = config.densities[0] if config.densities else None
     about = {
         "run": new_run(),
         "config": dataclasses.asdict(config),
@@ -89,7 +96,7 @@ def run(config: InferConfig) -> None:
     scored = _score(config, dense, bundle, texts, about) if config.tokens != 0 else []
     not_measured: list[dict[str, str]] = []
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
-    found = report.results(config.model, config.bundle, scored, timings, shown, _bandwidth(timings)) | about
+    found = report.results(config.model, config.bundle, scored, timings, _bandwidth(timings)) | about
     found["not_measured"] = not_measured
     if timings:  # kept, whatever comes after, as what was scored is
         report.write_results(found, config.output)
@@ -151,11 +158,13 @@ def print_plan(config: InferConfig) -> None:
     Raises:
         UserError: as :func:`checked`.
     """
-    _, device = checked(config)
+    bundle, device = checked(config)
+    for line in (opening(config, bundle, device), *ignored(config, bundle)):
+        print(line)
     names = list(name_texts(config.text)) + (["a text of your own"] if config.own_text is not None else [])
     tokens = "all" if config.tokens is None else f"about {config.tokens:,}"
     for number, name in enumerate(names if config.tokens != 0 else []):
-        rows = quality_rows(config, first=number == 0)
+        rows = quality_rows(config, bundle.targets, first=number == 0)
         print(f"score {name}: {tokens} tokens, {len(rows)} rows, {passes(rows)} passes of the model")
     if config.timing:
         asked = config.timing_backends or ("dense", "the engines of this device")
@@ -167,13 +176,12 @@ def print_plan(config: InferConfig) -> None:
 
 def _check_densities(config: InferConfig, bundle: Bundle) -> None:
     """Let impossible densities, and a guard that cannot be, fail before anything slow starts."""
-    pairs = {(row.mlp_density, row.head_density) for row in quality_rows(config)} if config.tokens != 0 else set()
-    if config.timing:
-        pairs.add((config.timing_mlp_density, config.timing_head_density))
-    for pair in sorted(pairs):
+    rows = quality_rows(config, bundle.targets) if config.tokens != 0 else []
+    for pair in {(row.mlp_density, row.head_density): row for row in rows}:
         bundle.at(*pair)
+    used = _moved(config, bundle)
     if config.guard.every:
-        GuardState(config.guard, _moved(config, bundle).specs, "cpu")
+        GuardState(config.guard, used.specs, "cpu")
 
 
 def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) -> None:
@@ -207,7 +215,7 @@ def _score(
     config: InferConfig, dense: Any, bundle: Bundle, texts: Sequence[EvalText], about: dict[str, Any]
 ) -> list[tuple[EvalText, list[EvalResult]]]:
     """Score every text, writing results.json after each: what was scored is kept, whatever comes after."""
-    asked = [quality_rows(config, first=text is texts[0]) for text in texts]
+    asked = [quality_rows(config, bundle.targets, first=text is texts[0]) for text in texts]
     total = sum(text.held.tokens * passes(rows) for text, rows in zip(texts, asked, strict=True))
     scored = []
     with Progress("scoring", total, "token") as bar:
@@ -215,13 +223,13 @@ def _score(
             bar.describe(f"scoring {text.name}")
             qualities = evaluate(dense, bundle, text.held, rows, config.batch_tokens, config.seed, bar.update)
             scored.append((text, qualities))
-            shown = config.densities[0] if config.densities else None
-            report.write_results(report.results(config.model, config.bundle, scored, [], shown) | about, config.output)
+            report.write_results(report.results(config.model, config.bundle, scored, []) | about, config.output)
     return scored
 
 
 def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
-    return bundle.at(config.timing_mlp_density, config.timing_head_density)
+    """The bundle that is timed and generated with."""
+    return moved(bundle, config.timing_mlp_density, config.timing_head_density)
 
 
 def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
@@ -232,7 +240,7 @@ def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard
 
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
     """(1, T) token ids of ``--generate``."""
-    ids = torch.tensor([[2, *tokenizer(config.generate, add_special_tokens=False)["input_ids"]]])
+    ids = torch.tensor([behind_start(tokenizer, str(config.generate), "--generate")])
     room = dense.config.max_position_embeddings
     if ids.shape[1] >= room:
         raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
@@ -256,9 +264,12 @@ def _generate(
     ids = ids.to(model.device)
     clock = Clock()
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1, "streamer": clock}
+    if config.backend == "dense":
+        settings["logits_processor"] = [FiniteLogits(model)]
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     if len(clock.times) > 2:
-        logger.info("%s generated %.1f tokens a second", config.backend, clock.rate)
+        at = "" if config.backend == "dense" else f" at {described(model.bundle)}"
+        logger.info("%s generated %.1f tokens a second%s", config.backend, clock.rate, at)
     watched = model.guard_report() if config.guard.every else None
     return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched
 
@@ -305,13 +316,15 @@ def _time(
 
 
 def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, prompt: torch.Tensor) -> Timing:
+    used = None if backend in ("dense", DENSE_ENGINE, DENSE_CPU) else _moved(config, bundle)
     if backend in (DENSE_ENGINE, "triton"):
-        used = _moved(config, bundle) if backend == "triton" else None
-        return time_engine(dense, used, backend, prompt, config.new_tokens)
-    if backend in (DENSE_CPU, CPU):
-        used = _moved(config, bundle) if backend == CPU else None
-        return time_cpu_engine(dense, used, backend, prompt, config.new_tokens)
-    return time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
+        timing = time_engine(dense, used, backend, prompt, config.new_tokens)
+    elif backend in (DENSE_CPU, CPU):
+        timing = time_cpu_engine(dense, used, backend, prompt, config.new_tokens)
+    else:
+        timing = time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
+    densities = (1.0, 1.0) if used is None else (used.mean_density("mlp"), used.mean_density("heads"))
+    return dataclasses.replace(timing, mlp_density=densities[0], head_density=densities[1])
 
 
 def _check_room(config: InferConfig, dense: Any, held: EvalCorpus) -> None:

@@ -16,6 +16,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.data.text import (
     INSTALLED,
     INSTALLED_DOCS,
+    START_TOKEN,
     Document,
     TextSource,
     hash_paragraphs,
@@ -139,6 +140,19 @@ def load_spread(
     trained = trained_text(bundle, config.bundle) if bundle else {}
     options = (config.model, trained, tokenizer, window, tokens, config.seed, ONE_WINDOW_EACH)
     return load_text(config.text, text_source(config, config.text), set_name, *options)
+
+
+def behind_start(tokenizer: Any, text: str, flag: str) -> list[int]:
+    """Token ids of a text behind one ``</s>``, which is added where the text does not begin with it; says so.
+
+    Args:
+        flag: that gave the text.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if ids[:1] != [START_TOKEN]:
+        return [START_TOKEN, *ids]
+    logger.info("%s begins with </s>: no other is put before it", flag)
+    return ids
 
 
 def _is_file(source: TextSource) -> bool:

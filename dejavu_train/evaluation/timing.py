@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.evaluation.finite import check_logits
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,10 @@ class Timing:
     ms_per_token: dict[str, float]
     megabytes_per_token: float | None = None
     """1e6 bytes that a step read, counted by the CPU engine."""
+    mlp_density: float | None = None
+    """Of the bundle that was timed, a mean over the layers as calibrated; 1.0: dense."""
+    head_density: float | None = None
+    """The same of the heads."""
 
 
 class Clock(BaseStreamer):
@@ -68,17 +73,22 @@ def time_decoding(model: OPTForCausalLM, backend: str, prompt: Tensor, new_token
         model: a dense OPTForCausalLM or a SparseOPTForCausalLM with ``sparse_from="prompt"``.
         backend: its name, for the result.
         prompt: (B, P) token ids; P + new_tokens + 3 must fit the model's positions.
+    Raises:
+        UserError: logits that are not finite at the prompt or at the last step.
     """
     assert prompt.shape[1] + new_tokens + WARM_UP <= model.config.max_position_embeddings, "the prompt is too long"
     options: dict[str, Any] = {"use_cache": True}
     out = model(prompt.to(model.device), logits_to_keep=1, **options)
+    check_logits(out.logits, model, prompt)
 
     def step() -> None:
         nonlocal out
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
         out = model(token, past_key_values=out.past_key_values, **options)
 
-    return Timing(backend, *_conditions(model.device, prompt, new_tokens), _per_step(step, model.device, new_tokens))
+    times = _per_step(step, model.device, new_tokens)
+    check_logits(out.logits, model, prompt)
+    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
 
 
 @torch.no_grad()
@@ -97,6 +107,7 @@ def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prom
     engine.begin(rows, [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
     engine.core.tail("greedy", score=False)
     times = _per_step(engine.step, model.device, max(1, new_tokens - 1))  # one new token came with the prompt
+    engine._check_logits(batch)
     return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
 
 
@@ -128,6 +139,7 @@ def time_cpu_engine(
     engine.bytes_read()
     n = max(1, new_tokens - 1)  # the first new token came with the prompt
     times = _per_step(engine.step, model.device, n)
+    engine._check_numbers()
     megabytes = sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6
     engine.close()
     return Timing(backend, "cpu", batch, length, new_tokens, times, round(megabytes, 3))

@@ -1,6 +1,7 @@
 """Generation under sparsity: measures against plain loops, the command end to end, its section in report.html."""
 
 import csv
+import dataclasses
 import json
 import math
 import shutil
@@ -132,7 +133,7 @@ def test_the_command_writes_rows_pictures_and_a_section(settings, tmp_path, caps
     assert 0 < found["rows"][-1]["retained_mass"] <= 1 and found["rows"][0]["retained_mass"] is None
     with open(tmp_path / "generation/positions.csv", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 9 * len(found["rows"])
-    assert "| greedy | 10 | prompt | 1 in 3, still |" in capsys.readouterr().out
+    assert "| greedy | 10 | 100 | prompt | 1 in 3, still |" in capsys.readouterr().out
     alone = tmp_path / "alone"
     alone.mkdir()
     with pytest.raises(UserError, match="rows.csv is missing"):
@@ -147,12 +148,21 @@ def test_the_command_writes_rows_pictures_and_a_section(settings, tmp_path, caps
     assert "<h2>Generation</h2>" in page and "picture-generation" in page and "3 prompts of 12 tokens" in page
 
 
-def test_what_is_compared():
-    asked = variants(GenerationConfig(densities=(0.1,), every=(8, 16)))
+def test_what_is_compared(bundle_folder):
+    from dejavu_train import Bundle
+
+    bundle = Bundle.from_pretrained(bundle_folder)
+    asked = variants(GenerationConfig(densities=(0.1,), every=(8, 16)), bundle)
     assert [(v.sparse_from, v.guard_every, v.thresholds) for v in asked] == [
         ("prompt", 0, "still"), ("0", 0, "still"), ("prompt", 8, "still"), ("prompt", 16, "still"),
         ("prompt", 8, "moved"), ("prompt", 16, "moved"),
     ]  # fmt: skip
+    as_it_is = GenerationConfig(every=(8,))  # of a bundle that is dense there is nothing to guard
+    assert [(v.mlp_density, v.guard_every) for v in variants(as_it_is, bundle)] == [(None, 0), (None, 0)]
+    fixed = variants(as_it_is, bundle.at(0.1, top_k=True))
+    assert [(v.guard_every, v.thresholds) for v in fixed] == [(0, "still"), (0, "still"), (8, "still")]
+    heads = dataclasses.replace(bundle, specs={k: v for k, v in bundle.specs.items() if k[1] == "heads"})
+    assert {v.mlp_density for v in variants(GenerationConfig(densities=(0.1,)), heads)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def quality(row, nats, tp=8, fp=2, fn=2, kept=9.0):
 
 @pytest.fixture
 def found():
-    scored = [quality(EvalSetting("dense"), [8.0, 8.0])]
+    scored = [quality(EvalSetting("dense"), [8.0, 8.0]), quality(EvalSetting("predicted", None, None), [8.1, 8.1])]
+    scored[1].calibrated = (0.05, 0.5)
     for density in (0.1, 0.2):
         scored += [
             quality(EvalSetting(name, density), [8.1, 8.1]) for name in ("predicted", "oracle", "random", "static")
@@ -40,7 +41,9 @@ def found():
 
 
 def test_rows(found):
-    dense, predicted = found["quality"][:2]
+    dense, own, predicted = found["quality"][:3]
+    assert own["as_calibrated"] and (own["asked_mlp_density"], own["asked_head_density"]) == (0.05, 0.5)
+    assert own["head_recall"] == 0.8 and not predicted["as_calibrated"] and not dense["as_calibrated"]
     assert dense["perplexity"] == pytest.approx(np.exp(2.0), rel=1e-5)
     assert dense["bits_per_byte"] == pytest.approx(16 / np.log(2) / 30, rel=1e-5)
     assert predicted["increase"] == pytest.approx(np.expm1(0.2 / 8), rel=1e-5)
@@ -71,8 +74,10 @@ def test_table(found):
     assert "2.53%" in text and "1.250" in text and "heads 0" in text
     drift = next(part for part in text.split("\n\n") if part.startswith("increase of perplexity on"))
     lines = [line.split() for line in drift.splitlines()[1:]]
-    assert [line[0] for line in lines] == ["docs", "docs", "prose", "docs"]  # texts of one density side by side
-    assert lines[2][1:4] == ["0.250", "of", "0.2"] and "11.91%" in lines[2] and lines[2][-1] == "-"
+    # as calibrated, then texts of one density side by side
+    assert [line[0] for line in lines] == ["docs", "docs", "docs", "prose", "docs"]
+    assert lines[0][1:6] == ["as", "calibrated", "(5", "%,", "50"]
+    assert lines[3][1:6] == ["20", "%,", "100", "%", "0.250"] and "11.91%" in lines[3] and lines[3][-1] == "-"
     found |= {"texts": [], "quality": [], "layers": [], "timing": []}
     assert report.tables(found).count("\n") == 0
     assert report.table(["a", "b"], [["x", "10"], ["yyy", "5"]]).splitlines() == ["a     b", "x    10", "yyy   5"]

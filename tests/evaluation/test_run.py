@@ -1,5 +1,6 @@
 """infer.py from its command line: results.json, table, picture; every mistake is one line and exit code 2."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dejavu_train.files import sha256_text
 ROW_KEYS = {
     "text",
     "selection",
+    "as_calibrated",
     "asked_mlp_density",
     "asked_head_density",
     "mlp_candidate_density",
@@ -115,11 +117,16 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
         assert row["increase"] == pytest.approx(row["perplexity"] / dense["perplexity"] - 1, abs=2e-5)
         assert row["increase_error"] is None or row["increase_error"] >= 0
         assert row["tokens"] == text["tokens"]
-        assert (row["head_recall"] is None) == (row["head_density"] == 1)
+        assert (row["head_recall"] is None) == (row["asked_head_density"] == 1)
         assert (row["mlp_bytes"] is None) == (row["selection"] not in ("dense", "predicted"))
     for name in ("predicted", "oracle", "random", "static", "noncontextual"):
         assert sum(row["selection"] == name and row["head_density"] == 1 for row in rows) >= 2
     assert {row["sparse_from"] for row in rows} == {0, 16}
+    own = [row for row in rows if row["as_calibrated"]]
+    assert rows[1] == own[0] and own[0]["selection"] == "predicted"
+    assert {(row["asked_mlp_density"], row["asked_head_density"]) for row in own} == {(0.1, 0.85)}
+    kinds = ["predicted", "oracle", "random", "static", "noncontextual"]
+    assert [(row["selection"], row["sparse_from"]) for row in own] == [*((k, 0) for k in kinds), ("predicted", 16)]
     assert [(row["layer"], row["target"]) for row in found["layers"]] == [
         (i, t) for t in ("mlp", "heads") for i in (0, 1)
     ]
@@ -129,8 +136,11 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert megabytes[0] is None and megabytes[1] > 0 and megabytes[2] > 0 and found["read_gb_s"] > 0.1
     for row in found["timing"]:
         assert row.keys() == {
-            "backend", "device", "batch", "prompt", "new_tokens", "ms_per_token", "megabytes_per_token"
+            "backend", "device", "batch", "prompt", "new_tokens", "ms_per_token", "megabytes_per_token",
+            "mlp_density", "head_density",
         }  # fmt: skip
+        own_densities = (0.1, 0.85) if row["backend"] == "cpu" else (1.0, 1.0)
+        assert (row["mlp_density"], row["head_density"]) == pytest.approx(own_densities)
         assert 0 < row["ms_per_token"]["p20"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p80"]
     for row in rows:
         assert f"{row['perplexity']:.5g}" in printed
@@ -163,7 +173,7 @@ def test_observations_and_generation_appear_in_the_report(arguments, short_text,
     assert "<h2>Observations</h2>" in page and "<h2>Generation</h2>" in page
     assert "2 prompts of 8 tokens" in page and "there is no paper/paper.json" in page
     assert json.loads((tmp_path / "out/observations/observations.json").read_text())["model"] == arguments["model"]
-    assert "| greedy | 50 | prompt |" in capsys.readouterr().out
+    assert "| greedy | 50 | 85 | prompt |" in capsys.readouterr().out
 
 
 def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
@@ -173,7 +183,7 @@ def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
     environment = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 2 and "matplotlib is not installed" in done.stderr
+    assert done.stderr.count("\n") == 3 and "matplotlib is not installed" in done.stderr
     assert (tmp_path / "out/results.json").is_file() and not (tmp_path / "out/curve.png").exists()
 
 
@@ -192,6 +202,7 @@ def error_line(capsys) -> str:
         ({"text": "./nowhere.txt"}, "no text file ./nowhere.txt"),
         ({"config": "./nowhere.yaml"}, "no config file nowhere.yaml"),
         ({"densty": "0.1"}, "--densty"),
+        ({"curve_selections": "oracle"}, "--curve_selections, which is no longer there; give --selections"),
         ({"densities": "0.1,2"}, "--densities"),
         ({"densities": "much"}, "a number"),
         ({"selections": "predicted,magic"}, "magic"),
@@ -349,23 +360,22 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
     assert {row["asked_mlp_density"] for row in by_text["short"]} == {1.0, 0.1, 0.3, 0.5}
     kinds = {(row["selection"], row["asked_mlp_density"], row["asked_head_density"]) for row in by_text["stories"]}
     expected = {(name, density, 1.0) for name in ("predicted", "oracle") for density in (0.1, 0.3)}
-    assert kinds == {("dense", 1.0, 1.0), *expected, ("predicted", 0.3, 0.85)}
+    own = {(name, 0.1, 0.85) for name in ("predicted", "oracle")}  # as calibrated
+    assert kinds == {("dense", 1.0, 1.0), *own, *expected, ("predicted", 0.3, 0.85)}
     for rows in by_text.values():
         for row in rows[1:]:
             assert row["increase"] == pytest.approx(row["perplexity"] / rows[0]["perplexity"] - 1, abs=2e-5)
     assert {row["text"] for row in found["layers"]} == {"short", "stories"}
-    assert printed.count("stories") == 4 and "whole" in printed and f"{second['tokens']:,}" in printed
+    assert printed.count("stories") == 5 and "whole" in printed and f"{second['tokens']:,}" in printed
     assert (tmp_path / "out/curve.png").read_bytes()[:4] == b"\x89PNG"
     # A text is scored alike whatever stands beside it, and all of them get all rows on request.
     assert run(arguments, **changes | {"text": texts[1], "yardstick_texts": "all", "output": tmp_path / "alone"}) == 0
     alone = json.loads((tmp_path / "alone/results.json").read_text())["quality"]
     assert len(alone) == len(by_text["short"])
-    same = {
-        (row["selection"], row["asked_mlp_density"], row["asked_head_density"], row["sparse_from"]): row
-        for row in alone
-    }
+    names = ("selection", "as_calibrated", "asked_mlp_density", "asked_head_density", "sparse_from")
+    same = {tuple(row[name] for name in names): row for row in alone}
     for row in by_text["stories"]:
-        again = same[row["selection"], row["asked_mlp_density"], row["asked_head_density"], row["sparse_from"]]
+        again = same[tuple(row[name] for name in names)]
         assert again == row
 
 
@@ -384,8 +394,11 @@ def test_texts_in_yaml_are_one_or_a_list(value, expected, tmp_path):
     assert read_config(["--config", str(tmp_path / "config.yaml")]).text == expected
 
 
-def test_defaults_are_those_of_the_shipped_config():
-    assert read_config([]) == read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
+def test_defaults_are_those_of_the_shipped_config_but_for_other_densities():
+    shipped = read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
+    curve = {name: getattr(shipped, name) for name in ("densities", "curve_densities", "head_densities")}
+    assert curve == {"densities": (0.1, 0.2), "curve_densities": (0.05, 0.4), "head_densities": (0.85,)}
+    assert dataclasses.replace(read_config([]), **curve) == shipped
     assert read_config(["--tokens", "null"]).tokens is None
     assert read_config(["--timing"]).timing is True
     shipped = ["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")]

@@ -6,6 +6,7 @@ from typing import Literal
 from dejavu_train.bundle.folder import named_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
+from dejavu_train.ranges import SHARE, check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,10 @@ class GenerationConfig:
     """Of sampling."""
     top_p: float = 1.0
     """Of sampling."""
-    densities: tuple[float, ...] = (0.05, 0.1)
-    """Of the MLPs' candidates, means over the layers."""
-    head_density: float = 1.0
-    """Of the heads."""
+    densities: tuple[float, ...] = ()
+    """Of the MLPs' candidates, means over the layers; none named: as the bundle was calibrated."""
+    head_density: float | None = None
+    """Of the heads; null: as calibrated."""
     sparse_from: tuple[Literal["prompt", 0], ...] = ("prompt", 0)
     """Where sparsity begins: prompt keeps prompts dense, 0 has every token sparse. Guards are compared at prompt."""
     every: tuple[int, ...] = (8, 16, 32)
@@ -74,11 +75,10 @@ class GenerationConfig:
         for name, least in {"prompts": 2, "prompt": 2, "new_tokens": 8, "batch": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("decodings", "densities", "sparse_from"):
+        for name in ("decodings", "sparse_from"):
             if not getattr(self, name):
                 raise UserError(f"--{name} is empty; name one")
-        if not all(0 < density <= 1 for density in (*self.densities, self.head_density)):
-            raise UserError("--densities and --head_density must lie above 0 and at most at 1")
+        check_ranges(self, "--", {"densities": SHARE, "head_density": SHARE})
         if self.temperature <= 0 or not 0 < self.top_p <= 1:
             raise UserError("--temperature must lie above 0, --top_p above 0 and at most at 1")
         if 0 in self.every:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import OPTForCausalLM
 
+from dejavu_train.evaluation.finite import check_logits
+
 NGRAM = 4
 
 
@@ -51,11 +53,16 @@ def score(model: OPTForCausalLM, prompts: Tensor, tokens: Tensor) -> tuple[Tenso
     Args:
         prompts: (P, T) ids. tokens: (P, N) ids that were generated behind them.
     Returns: (P, N) fp64 nats of each token, and (P, N) bool, whether it is the model's greedy choice; on the CPU.
+
+    Raises:
+        UserError: logits that are not finite.
     """
     ids, width = torch.cat([prompts, tokens], 1), prompts.shape[1]
     nats, greedy = [], []
     for row in ids:  # a row at a time: logits are as wide as the vocabulary
-        logits = model(row[None, :-1].to(model.device), use_cache=False).logits[0, width - 1 :]
+        given = row[None, :-1].to(model.device)
+        logits = model(given, use_cache=False).logits[0, width - 1 :]
+        check_logits(logits, model, given)
         wanted = row[width:].to(logits.device)
         nats.append(-logits.double().log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
         greedy.append((logits.argmax(-1) == wanted).cpu())

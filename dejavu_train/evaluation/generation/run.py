@@ -22,8 +22,10 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import require_model
+from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.calibrated import described, moved
 from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.picture import draw
@@ -33,6 +35,7 @@ from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.shape import TARGETS
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -46,9 +49,10 @@ NO_GUARD = Guard(every=0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A sparse model; ``thresholds`` are ``still`` (the bundle's) or ``moved``; ``guard_every`` 0 is no guard."""
+    """A sparse model. ``mlp_density``: as asked, None as calibrated; ``thresholds``: ``still`` (the bundle's) or
+    ``moved``; ``guard_every`` 0 is no guard."""
 
-    mlp_density: float
+    mlp_density: float | None
     sparse_from: str
     guard_every: int
     thresholds: str
@@ -123,11 +127,21 @@ def read_config(argv: Sequence[str] | None) -> GenerationConfig:
     return config
 
 
-def variants(config: GenerationConfig) -> list[Variant]:
-    """All that is compared: without a guard from every start, then with guards from the prompt on."""
-    made = [Variant(d, str(start), 0, "still") for d in config.densities for start in config.sparse_from]
-    guards = [(every, control) for control in config.control for every in config.every]
-    return made + [Variant(d, "prompt", n, "moved" if c else "still") for d in config.densities for n, c in guards]
+def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
+    """All that is compared: without a guard from every start, then with guards from the prompt on.
+
+    A bundle without predictors of neurons has no densities of them. A guard watches what is sparse, and moves no
+    thresholds where the largest logits are selected.
+    """
+    densities: list[float | None] = [*(config.densities if "mlp" in bundle.targets else ())] or [None]
+    made = [Variant(d, str(start), 0, "still") for d in densities for start in config.sparse_from]
+    controls = [control for control in config.control if not (control and bundle.selects_top_k("mlp"))]
+    guards = [(every, control) for control in controls for every in config.every]
+    for density in densities:
+        specs = moved(bundle, density, config.head_density).specs.values()
+        if not all(spec.dense for spec in specs):
+            made += [Variant(density, "prompt", n, "moved" if c else "still") for n, c in guards]
+    return made
 
 
 def find_backend(config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle) -> str:
@@ -140,8 +154,10 @@ def find_backend(config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle
     if config.prompt + config.new_tokens > dense.config.max_position_embeddings:
         raise UserError(f"--prompt {config.prompt} and --new_tokens {config.new_tokens} exceed the model's"
                         f" {dense.config.max_position_embeddings} positions")  # fmt: skip
-    for density in config.densities:
-        bundle.at(density, config.head_density)
+    for variant in variants(config, bundle):
+        used = moved(bundle, variant.mlp_density, config.head_density)
+        if variant.guard_every:
+            GuardState(_guard(variant), used.specs, "cpu")
     if config.backend == "auto":
         return "triton" if dense.device.type == "cuda" else "gather"
     return config.backend
@@ -159,7 +175,7 @@ def compare_generation(
         UserError: what :func:`find_backend` raises.
     """
     backend = find_backend(config, dense, bundle)
-    asked = variants(config)
+    asked = variants(config, bundle)
     with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
         reference = SparseOPTForCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
         own = {decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in config.decodings}
@@ -170,8 +186,11 @@ def compare_generation(
                 model.reset_guard()
                 model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
                 made = _continue(config, model, dense, prompts, decoding, shown)
-                rows.append(_row(config, variant, decoding, made, own[decoding], model.guard_report()))
-                positions += _positions(variant, decoding, made, own[decoding])
+                used = {target: model.bundle.mean_density(target) for target in TARGETS}
+                about = dataclasses.asdict(variant) | {"mlp_density": used["mlp"]}
+                watched = model.guard_report()
+                rows.append(_row(about, used["heads"], decoding, made, own[decoding], watched))
+                positions += _positions(about, decoding, made, own[decoding])
             yield rows, positions
 
 
@@ -179,14 +198,19 @@ def _models(
     config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle, backend: str, asked: Sequence[Variant]
 ) -> Iterator[tuple[Variant, SparseOPTForCausalLM]]:
     """A model for every variant; two that differ in where sparsity begins share one."""
-    before: tuple[float, Guard] | None = None
+    before: tuple[float | None, Guard] | None = None
     for variant in asked:
-        guard = Guard(variant.guard_every, variant.thresholds == "moved") if variant.guard_every else NO_GUARD
+        guard = _guard(variant)
         if before != (variant.mlp_density, guard):
             before = (variant.mlp_density, guard)
-            moved = bundle.at(variant.mlp_density, config.head_density)
-            model = SparseOPTForCausalLM.from_model(dense, moved, backend, guard=guard)
+            used = moved(bundle, variant.mlp_density, config.head_density)
+            logger.info("%s: %s", config.bundle, described(used))
+            model = SparseOPTForCausalLM.from_model(dense, used, backend, guard=guard)
         yield variant, model
+
+
+def _guard(variant: Variant) -> Guard:
+    return Guard(variant.guard_every, variant.thresholds == "moved") if variant.guard_every else NO_GUARD
 
 
 def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tuple[EvalText, Tensor]:
@@ -223,8 +247,8 @@ def _continue(
 
 
 def _row(
-    config: GenerationConfig,
-    variant: Variant,
+    about: dict[str, Any],
+    head_density: float,
     decoding: str,
     made: Continued,
     dense: Continued,
@@ -238,8 +262,8 @@ def _row(
     measured = (watched or {}).get("mlp", {})
     return GenerationRow(
         decoding=decoding,
-        **dataclasses.asdict(variant),
-        head_density=config.head_density,
+        **about,
+        head_density=head_density,
         prompts=n_prompts,
         new_tokens=n,
         agreement=float(same.mean()),
@@ -258,7 +282,7 @@ def _row(
     )
 
 
-def _positions(variant: Variant, decoding: str, made: Continued, dense: Continued) -> list[PositionRow]:
+def _positions(about: dict[str, Any], decoding: str, made: Continued, dense: Continued) -> list[PositionRow]:
     columns = {
         "agreement": measures.agreement(made.tokens, dense.tokens),
         "same_so_far": measures.same_so_far(made.tokens, dense.tokens),
@@ -270,7 +294,7 @@ def _positions(variant: Variant, decoding: str, made: Continued, dense: Continue
     for i in range(made.tokens.shape[1]):
         values: dict[str, Any] = {name: float(column[i]) for name, column in columns.items()}
         values |= {"position": i, "dense_choice": None if chosen is None else float(chosen[i])}
-        rows.append(PositionRow(decoding=decoding, **dataclasses.asdict(variant), **values))
+        rows.append(PositionRow(decoding=decoding, **about, **values))
     return rows
 
 
@@ -316,13 +340,14 @@ def write_generation(
 
 def table(rows: Sequence[GenerationRow]) -> str:
     """Rows as Markdown."""
-    heads = ["decoding", "neurons, %", "sparse from", "guard", "same tokens, %", "median divergence"]
+    heads = ["decoding", "neurons, %", "heads, %", "sparse from", "guard", "same tokens, %", "median divergence"]
     heads += ["dense's choice, %", "perplexity", "over dense's own, %", "repeated, %", "dense, %"]
     lines = ["| " + " | ".join(heads) + " |", "| --- |" + " --- |" * (len(heads) - 1)]
     for row in rows:
         guard = f"1 in {row.guard_every}, {row.thresholds}" if row.guard_every else ""
         choice = "" if row.dense_choice is None else f"{100 * row.dense_choice:.1f}"
-        cells = [row.decoding, f"{100 * row.mlp_density:g}", row.sparse_from, guard, f"{100 * row.agreement:.1f}"]
+        cells = [row.decoding, f"{100 * row.mlp_density:.3g}", f"{100 * row.head_density:.3g}", row.sparse_from, guard]
+        cells += [f"{100 * row.agreement:.1f}"]
         cells += [f"{row.median_divergence:g}", choice, f"{row.perplexity:.3g}"]
         cells += [f"{100 * row.change:+.1f} ± {100 * (row.error or 0):.1f}", f"{100 * row.repetition:.1f}"]
         lines.append("| " + " | ".join([*cells, f"{100 * row.dense_repetition:.1f}"]) + " |")

@@ -20,6 +20,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.finite import FiniteLogits, check_logits
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.progress import Progress
@@ -192,6 +193,7 @@ class DejavuLM(HFLM):
                     answered.append(i)
         b_, c_, targets, owners = torch.tensor(taken, device=logits.device).T
         chosen = logits[b_, c_].float()
+        check_logits(chosen, self.model, packed.ids)
         token_nats = chosen.log_softmax(-1).gather(1, targets[:, None])[:, 0].double()
         zeros = torch.zeros(len(answered), dtype=torch.float64, device=logits.device)
         nats = zeros.index_add(0, owners, token_nats).tolist()
@@ -202,6 +204,8 @@ class DejavuLM(HFLM):
         """As HFLM; an engine goes on behind a stop string, which HFLM cuts off afterwards."""
         if isinstance(self.model, SparseOPTForCausalLM):
             self.model.sparse_from = self.sparse_from
+        else:
+            settings = {**settings, "logits_processor": [FiniteLogits(self.model)]}
         if getattr(self.model, "backend", None) not in ENGINES:
             return super()._model_generate(context, max_length, stop, **settings)
         if not settings.get("do_sample"):

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 TABLES = ("table4", "fig7", "structures")
 TABLE4 = ((0.15, 1.0), (1.0, 0.5))
+DENSITIES = {"mlp": "mlp_density", "heads": "head_density"}  # of a variant, by target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ class PaperRow:
 
 
 def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
-    """All that is asked, in the order of the tables."""
+    """All that is asked, in the order of the tables, less what the bundle has no predictors for."""
     result = [Variant("table4", "predicted", "sequential", *pair) for pair in TABLE4 if "table4" in config.tables]
     if "fig7" in config.tables:
         for sparsity in config.sparsities:
@@ -149,7 +150,12 @@ def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
         for structure in config.structures:
             result.append(Variant("structures", "dense", structure))
             result.append(Variant("structures", "predicted", structure, *own))
-    return result
+    lacking = [
+        v for v in result if any(getattr(v, name) < 1 for t, name in DENSITIES.items() if t not in bundle.targets)
+    ]
+    for variant in lacking:
+        logger.info("left out, the bundle has predictors for %s only: %s", " and ".join(bundle.targets), variant)
+    return [variant for variant in result if variant not in lacking]
 
 
 def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:

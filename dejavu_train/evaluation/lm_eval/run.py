@@ -18,6 +18,7 @@ import transformers
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import named_model, require_model
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.calibrated import described
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
 from dejavu_train.evaluation.lm_eval.tasks import (
     TASKS,
@@ -131,6 +132,7 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model)
     common: dict[str, Any] = {"batch_size": config.batch_size, "dtype": config.dtype, "device": config.device}
+    logger.info("%s: %s", config.bundle, described(bundle.at(config.mlp_density, config.head_density)))
     questions = all_questions(config)
     dense = DejavuLM(config.model, backend=DENSE, **common)
     selected = (config.backend, config.mlp_density, config.head_density, config.sparse_from)

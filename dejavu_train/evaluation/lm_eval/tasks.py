@@ -159,6 +159,9 @@ def ask(lm: DejavuLM, questions: Questions, use_cache: str | None = None) -> Tas
     for kind, instances in by_kind.items():
         for instance, answer in zip(instances, getattr(asked, kind)(instances), strict=True):
             instance.resps = [answer]
+            nats = answer[0] if isinstance(answer, tuple) else answer
+            if isinstance(nats, float) and not math.isfinite(nats):  # kept by an earlier version
+                raise UserError(f"the cache of answers {use_cache}.db holds one that is not a number; delete it")
     seconds = time.perf_counter() - began
     logged = {name: _samples(task) for name, task in questions.tasks.items()}
     tokens = {n: [_tokens(lm, sample) for sample in samples] for n, samples in logged.items() if n in TEXTS}

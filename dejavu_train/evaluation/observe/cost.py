@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import OPTForCausalLM
 
+from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.opt import OPTShape
 
@@ -126,6 +127,7 @@ def _measure(model: OPTForCausalLM, ids: Tensor, steps: int) -> dict[tuple[str, 
     for step in range(steps + 3):
         token = out.logits[:, -1].argmax(-1, keepdim=True)
         out = call("generating", keep=step >= 3, input_ids=token, past_key_values=out.past_key_values)
+    check_logits(out.logits, model, ids)
     return {key: float(np.median(values)) for key, values in taken.items()}
 
 

@@ -121,7 +121,7 @@ def neighbour_rows(
         selectors += [("hnsw", ef, Graph(model, density, ef)) for ef in efs]
     except ImportError:
         missing = "hnswlib is not installed (pip install 'dejavu-train[neighbours]')"
-    if bundle is not None:
+    if bundle is not None and "mlp" in bundle.targets:
         selectors.append(("predictor", None, Predicted(bundle.at(density, 1.0), model.device)))
     inputs = _inputs(model, held, batch_tokens)
     dense = _score(model, held, batch_tokens, None)[0]

@@ -15,6 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.bundle.spec import Key
 from dejavu_train.evaluation.baselines import keep_top, ranks
+from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.predictors.metrics import SelectionSums
@@ -73,7 +74,8 @@ def predictor_rows(
     for batch in eval_batches(held, batch_tokens, model.device):
         real = batch.real
         with record(model, {"attn_in", "mlp_in", "activation", "head_out"}, on_layer=add):
-            model.model.decoder(input_ids=batch.ids, use_cache=False)
+            hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
+        check_logits(hidden[real.to(hidden.device)], model, batch.ids)
         sites.clear()
         progress(int(real.sum()))
     return [_row(*key, sums[key], bundle.shape.units(key[1])) for key in sorted(keys, key=lambda key: key[::-1])]

@@ -13,6 +13,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.evaluation.observe.attention import Attention, map_rows
 from dejavu_train.evaluation.observe.config import PARTS, PASS_PARTS, ObserveConfig
 from dejavu_train.evaluation.observe.cost import Peaks, cost_rows, measure_peaks
@@ -26,7 +27,7 @@ from dejavu_train.evaluation.observe.union import Unions
 from dejavu_train.evaluation.observe.units import Units
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
-from dejavu_train.evaluation.texts import EvalText, load_spread
+from dejavu_train.evaluation.texts import EvalText, behind_start, load_spread
 from dejavu_train.files import write_json
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.progress import Progress
@@ -123,6 +124,8 @@ def _measure(
                 rows = _neighbours(config, model, bundle, held, missing)
             elif bundle is None:
                 missing.append({"what": TITLES[part].title, "why": "no bundle was given (--bundle)"})
+            elif part == "selections" and "mlp" not in bundle.targets:
+                missing.append({"what": TITLES[part].title, "why": "the bundle has no predictors for mlp"})
             elif part == "selections":
                 with Progress(part, (1 + len(config.densities) * len(COMPARED)) * held.tokens, "token") as shown:
                     options = (config.densities, config.batch_tokens, config.seed, shown.update)
@@ -164,7 +167,8 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
     with Progress("observing", held.tokens, "token") as bar, torch.no_grad(), record(model, recorded, on_layer=add):
         for batch in eval_batches(held, config.batch_tokens, model.device):
             real = batch.real
-            model.model.decoder(input_ids=batch.ids, use_cache=False)
+            hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
+            check_logits(hidden[real.to(hidden.device)], model, batch.ids)
             bar.update(int(real.sum()))
     rows: Rows = {}
     if "residual" in config.parts:
@@ -229,7 +233,7 @@ def _about(text: EvalText) -> dict[str, Any]:
 
 def _sentence(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any) -> tuple[list[int], list[str]]:
     """Ids of the sentence, from </s> on, and each as it is shown."""
-    ids = [2, *tokenizer(config.sentence, add_special_tokens=False)["input_ids"]]
+    ids = behind_start(tokenizer, config.sentence, "--sentence")
     if not SENTENCE[0] <= len(ids) <= SENTENCE[1]:
         low, high = SENTENCE
         raise UserError(f"--sentence must have {low} to {high} tokens, </s> included; it has {len(ids)}")

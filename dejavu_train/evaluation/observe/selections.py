@@ -49,6 +49,6 @@ def selection_rows(
         change, error = increase(result.nats, scored[0].nats, held.document_tokens)
         perplexity = math.exp(float(result.nats.sum()) / held.tokens)
         rows.append(
-            SelectionRow(result.row.selection, result.row.mlp_density, sparsity, perplexity, change, error, held.tokens)
+            SelectionRow(result.row.selection, result.asked[0], sparsity, perplexity, change, error, held.tokens)
         )
     return rows

@@ -1,0 +1,83 @@
+"""The bundle that infer.py scores, times and generates with: as it was calibrated, or as the user asked.
+
+Nothing else moves a bundle, and what it is moved to is said.
+"""
+
+import torch
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.models.shape import INT4, TARGETS, quant_method, read_values
+
+UNITS = {"mlp": "neurons", "heads": "heads"}
+KEYS = {
+    "mlp": ("densities", "curve_densities", "timing_mlp_density"),
+    "heads": ("head_densities", "timing_head_density"),
+}
+
+
+def moved(bundle: Bundle, mlp_density: float | None, head_density: float | None) -> Bundle:
+    """The bundle at the densities that are asked for, None as it was calibrated; a target that it lacks stays dense.
+
+    Raises:
+        UserError: as :meth:`Bundle.at`.
+    """
+    mlp = mlp_density if "mlp" in bundle.targets else None
+    heads = head_density if "heads" in bundle.targets else None
+    return bundle if mlp is None and heads is None else bundle.at(mlp, heads)
+
+
+def described(bundle: Bundle) -> str:
+    """What the bundle selects of neurons and of heads, in words."""
+    return " and ".join(_described(bundle, target) for target in TARGETS)
+
+
+def _described(bundle: Bundle, target: str) -> str:
+    units, density = UNITS[target], bundle.mean_density(target)
+    if target not in bundle.targets:
+        return f"all {units} (it has no predictors for them)"
+    if density == 1.0:
+        return f"all {units}"
+    sparse = [spec for spec in bundle.specs.values() if spec.target == target and not spec.dense]
+    how = ["the largest logits of each token"] if bundle.selects_top_k(target) else []
+    how += ["candidates of a second stage"] if any(spec.kind == "cascade" for spec in sparse) else []
+    return f"{100 * density:.3g} % of the {units}" + (f" ({', '.join(how)})" if how else "")
+
+
+def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
+    """The first line of infer.py: the bundle, its densities, the backend, how the weights lie."""
+    line = f"{config.bundle}: as calibrated, {described(bundle)}"
+    used = moved(bundle, config.timing_mlp_density, config.timing_head_density)
+    if used is not bundle:
+        line += f"; timed and generated at {described(used)}"
+    coded = quant_method(read_values(config.model, config.revision)) == INT4
+    weights = "weights in 4 bits, the rest in float32" if coded else config.dtype
+    backend = _backend(config, device, coded)
+    line += f"; backend {backend}{'' if device.type == 'cpu' else f' on {device}'}, {weights}"
+    if not any(_asked(config, target) for target in TARGETS):
+        line += "; others are asked for, such as --densities 0.1,0.2 or --timing_mlp_density 0.2"
+    return line
+
+
+def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
+    """What ``auto`` tries first for a prompt; whatever is refused then is told."""
+    if config.backend != "auto":
+        return config.backend
+    if device.type != "cpu":
+        return "gather" if config.device_map is not None else "triton"
+    return "cpu" if (coded or config.dtype == "float32") and not config.guard.every else "gather"
+
+
+def ignored(config: InferConfig, bundle: Bundle) -> list[str]:
+    """A line for each target without predictors of which densities are asked for all the same."""
+    given = {target: _asked(config, target) for target in TARGETS if target not in bundle.targets}
+    return [
+        f"{config.bundle} has no predictors for {target}: {', '.join(flags)} change nothing, all {UNITS[target]} run"
+        for target, flags in given.items()
+        if flags
+    ]
+
+
+def _asked(config: InferConfig, target: str) -> list[str]:
+    """The flags that ask for densities of a target below 1."""
+    return [f"--{name}" for name in KEYS[target] if getattr(config, name) not in (None, (), 1.0, (1.0,))]

@@ -1,0 +1,71 @@
+"""Ends an evaluation whose numbers are not finite, by the name of the layer where that began."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, OPTForCausalLM
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.hooks import decoder_layers
+
+
+def check_logits(logits: Tensor, model: OPTForCausalLM, ids: Tensor, **inputs: Any) -> None:
+    """Refuse logits, or what was made of them, that hold a NaN or an infinity.
+
+    Args:
+        logits: of any shape.
+        ids: (B, T) that they were computed of; read once more, after a fault alone, to find the layer.
+        inputs: whatever else the model was given.
+    Raises:
+        UserError: one that is not finite.
+    """
+    if bool(torch.isfinite(logits).all()):
+        return
+    kind = str(model.dtype).removeprefix("torch.")
+    wider = ", or take --dtype float32 or bfloat16" if model.dtype == torch.float16 else ""
+    place = first_fault(model, ids, **inputs)
+    began = "" if place is None else f", from {place} on"
+    raise UserError(f"the logits of the model in {kind} are not finite{began}; check its weights{wider}")
+
+
+@torch.no_grad()
+def first_fault(model: OPTForCausalLM, ids: Tensor, **inputs: Any) -> str | None:
+    """The first part of the model whose output for ids (B, T) is not finite; None where no one is known."""
+    decoder = model.model.decoder
+    parts: list[tuple[str, nn.Module]] = [("the embeddings", decoder.embed_tokens)]
+    parts += [("the positions", decoder.embed_positions)]
+    for layer, block in enumerate(decoder_layers(model)):
+        parts += [(f"the attention of layer {layer}", block.self_attn), (f"the MLP of layer {layer}", block.fc2)]
+    parts += [("the final LayerNorm", decoder.final_layer_norm)]
+    found: list[str] = []
+
+    def looks(name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            values = output[0] if isinstance(output, tuple) else output
+            if not bool(torch.isfinite(values).all()):
+                found.append(name)
+
+        return hook
+
+    handles = [part.register_forward_hook(looks(name)) for name, part in parts if part is not None]
+    try:
+        decoder(input_ids=ids.to(model.device), use_cache=False, **inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not found and not bool(torch.isfinite(model.lm_head.weight).all()):
+        return "the LM head"
+    return found[0] if found else None
+
+
+class FiniteLogits(LogitsProcessor):
+    """Refuses logits that are not finite within ``generate()`` of a dense model."""
+
+    def __init__(self, model: OPTForCausalLM) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns scores (B, V) as they are. Raises :class:`UserError` as :func:`check_logits`."""
+        check_logits(scores, self.model, input_ids)
+        return scores

@@ -1,0 +1,109 @@
+"""infer.py runs the bundle as it was calibrated, and says so; other densities are asked for."""
+
+import dataclasses
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import REPOSITORY
+from four_bit_models import four_bits
+from transformers import OPTConfig, OPTForCausalLM
+
+from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
+from dejavu_train.evaluation.cli import read_config
+from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.perplexity import EvalSetting
+from dejavu_train.evaluation.run import _moved, quality_rows
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_opt):
+    return make_bundle(tiny_opt, cascade=True).at(0.05, 0.5)
+
+
+def only(bundle, target):
+    return dataclasses.replace(bundle, specs={key: spec for key, spec in bundle.specs.items() if key[1] == target})
+
+
+def config(tiny_opt, **changes):
+    return InferConfig(model=str(tiny_opt), bundle="mine", output="out", **changes)
+
+
+def test_nothing_moves_a_bundle_unless_it_is_asked_for(tiny_opt, bundle):
+    assert _moved(config(tiny_opt), bundle) is bundle
+    fixed = bundle.at(0.2, 0.5, top_k=True)
+    assert _moved(config(tiny_opt), fixed) is fixed
+    other = _moved(config(tiny_opt, timing_mlp_density=0.1, timing_head_density=0.75), fixed)
+    assert other.mean_density("mlp") == pytest.approx(0.1) and other.mean_density("heads") == pytest.approx(0.75)
+    assert all(spec.threshold is None for spec in other.specs.values())  # top-k stays top-k
+    assert any(spec.top_k for spec in other.specs.values())
+
+
+def test_a_bundle_moves_within_its_own_way_of_selecting(bundle):
+    mixed = bundle.at(0.2, top_k=True)  # its heads have thresholds
+    assert mixed.selects_top_k("mlp") and not mixed.selects_top_k("heads")
+    again = mixed.at(0.3, 0.8)
+    assert again.selects_top_k("mlp") and not again.selects_top_k("heads")
+    assert not mixed.at(0.3, top_k=False).selects_top_k("mlp")
+
+
+@pytest.mark.parametrize(("target", "lacks"), [("mlp", "heads"), ("heads", "mlp")])
+def test_a_target_without_predictors_stays_dense_and_is_named(tiny_opt, bundle, target, lacks):
+    one = only(bundle, target)
+    asked = config(tiny_opt, densities=(0.1,), timing_mlp_density=0.2, head_densities=(0.5,), timing_head_density=0.8)
+    used = _moved(asked, one)
+    assert used.mean_density(lacks) == 1.0
+    assert used.mean_density(target) == pytest.approx({"mlp": 0.2, "heads": 0.8}[target])
+    (line,) = ignored(asked, one)
+    flags = {"mlp": "--densities, --timing_mlp_density", "heads": "--head_densities, --timing_head_density"}[lacks]
+    assert line.startswith(f"mine has no predictors for {lacks}: {flags} change nothing")
+    assert not ignored(config(tiny_opt), one) and moved(one, None, None) is one
+    rows = quality_rows(asked, one.targets)
+    mlp, heads = ({row.mlp_density for row in rows}, {row.head_density for row in rows})
+    assert (mlp, heads) == (({None, 1.0, 0.1}, {None, 1.0}) if target == "mlp" else ({None, 1.0}, {None, 1.0, 0.5}))
+
+
+def test_rows_are_as_calibrated_unless_others_are_asked_for(tiny_opt):
+    names = ("predicted", "oracle", "random", "static", "noncontextual")
+    rows = quality_rows(config(tiny_opt))
+    own = [EvalSetting(name, None, None) for name in names]
+    assert rows == [EvalSetting("dense"), *own, EvalSetting("predicted", None, None, 128)]
+    assert quality_rows(config(tiny_opt), first=False) == [EvalSetting("dense"), *own[:2]]
+    asked = quality_rows(config(tiny_opt, densities=(0.2, 0.1), head_densities=(0.85,), sparse_from=(0,)))
+    assert asked[:6] == rows[:6]
+    assert asked[6:] == [
+        *(EvalSetting(name, density) for density in (0.1, 0.2) for name in names),
+        *(EvalSetting("predicted", density, 0.85) for density in (0.1, 0.2)),
+    ]
+    heads = quality_rows(config(tiny_opt, head_densities=(0.85,), sparse_from=(0,)))
+    assert heads[6:] == [EvalSetting("predicted", None, 0.85)]
+
+
+def test_the_shipped_config_keeps_the_rows_of_the_readme():
+    shipped = read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
+    rows = {(row.selection, row.mlp_density, row.head_density, row.sparse_from) for row in quality_rows(shipped)}
+    curve = {(name, d, 1.0, 0) for name in ("predicted", "oracle", "random", "static") for d in (0.05, 0.1, 0.2, 0.4)}
+    rest = {("noncontextual", d, 1.0, 0) for d in (0.1, 0.2)} | {("predicted", d, 0.85, 0) for d in (0.1, 0.2)}
+    assert curve | rest <= rows and ("noncontextual", 0.05, 1.0, 0) not in rows
+    assert shipped.timing_mlp_density is None and shipped.timing_head_density is None
+
+
+def test_the_first_line_says_what_runs(tiny_opt, bundle, tmp_path):
+    plain = "mine: as calibrated, 5 % of the neurons (candidates of a second stage) and 50 % of the heads"
+    line = opening(config(tiny_opt), bundle, CPU)
+    assert line.startswith(f"{plain}; backend cpu, float32; others are asked for")
+    asked = config(tiny_opt, timing_mlp_density=0.1, backend="mask", dtype="bfloat16")
+    used = "timed and generated at 10 % of the neurons (candidates of a second stage) and 50 % of the heads"
+    assert opening(asked, bundle, CPU) == f"{plain}; {used}; backend mask, bfloat16"
+    assert "backend gather, float16" in opening(config(tiny_opt, dtype="float16"), bundle, CPU)
+    assert described(make_bundle(tiny_opt).at(0.2, 1.0, top_k=True)) == (
+        "20 % of the neurons (the largest logits of each token) and all heads"
+    )
+    assert described(only(bundle, "mlp")).endswith("and all heads (it has no predictors for them)")
+    widths = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_attention_heads": 4}
+    coded = four_bits(OPTForCausalLM(OPTConfig(num_hidden_layers=1, vocab_size=40, **widths)))
+    coded.config.quantization_config = {"quant_method": "dejavu_int4", "bits": 4}
+    coded.config.save_pretrained(tmp_path)
+    assert "backend cpu, weights in 4 bits" in opening(config(tmp_path), bundle, CPU)
