@@ -263,7 +263,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
                 " to tune at the densities of this bundle",
                 ", ".join(map(str, untuned)),
             )
-    bundle = dataclasses.replace(bundle, metadata=bundle.metadata | about)
+    bundle = dataclasses.replace(bundle, model=config.model, metadata=bundle.metadata | about)
     bundle.save_pretrained(output / config.bundle)
     columns, rows = summary_rows(output, jobs)
     with replacing(output / "predictors" / "summary.csv") as path:

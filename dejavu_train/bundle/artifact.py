@@ -8,6 +8,7 @@ predictors, so one bundle serves every density (``Bundle.at``).
 
 import dataclasses
 import logging
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
-from dejavu_train.bundle.folder import METADATA
+from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
 from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.models.hub import fetch, looks_local
 from dejavu_train.models.opt import has_hash, weight_hash
 from dejavu_train.models.shape import TARGETS, OPTShape, read_values, refuse_foreign
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
@@ -35,17 +37,18 @@ from dejavu_train.predictors.quantization import row_codes
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 TENSORS = "predictors.safetensors"
 CARD = "README.md"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Bundle:
     """All predictors of one model.
 
     Args:
-        model: folder or hub id it was made from (a name to show; ``weight_hash`` decides).
+        model: what it was made from: a folder, as an absolute path, an id on the hub, or a bare name of a folder that
+            is not here (all to show; ``weight_hash`` decides).
         weight_hash: of the model's stored tensors, see ``opt.weight_hash``.
         shape: sizes of the model.
         specs: by (layer, target). A target is there for every layer or for none.
@@ -70,6 +73,17 @@ class Bundle:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     classes: Mapping[str, PredictorClass] = dataclasses.field(default_factory=dict, compare=False)
     tokenizer_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        if Path(self.model).is_dir():  # what is a folder now is none elsewhere, and could be taken for an id on the hub
+            object.__setattr__(self, "model", os.path.abspath(self.model))
+
+    def __repr__(self) -> str:
+        """One line: the model, its sizes, and each target with its mean density."""
+        shape = self.shape
+        sizes = f"{shape.n_layers} layers, d_model {shape.d_model}, d_ffn {shape.d_ffn}, {shape.n_heads} heads"
+        targets = "".join(f", {target} at {self.mean_density(target):.3g}" for target in self.targets)
+        return f"Bundle({self.model}: {sizes}{targets})"
 
     @property
     def targets(self) -> list[str]:
@@ -213,15 +227,17 @@ class Bundle:
         The card may be changed or removed afterwards: no digest covers it. The metadata is written last: a kill in
         between leaves a folder without ``bundle.json``, which is no bundle.
         """
-        folder = Path(folder)
+        self._write(Path(folder), model_reference(self.model, Path(folder)))
+
+    def _write(self, folder: Path, model: str) -> None:
         _check_parts(self, "this bundle")
         (folder / METADATA).unlink(missing_ok=True)
         with replacing(folder / TENSORS) as temporary:
             save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, temporary)
-        write_text(folder / CARD, card(self.model, self.weight_hash, self.shape, self.specs, self.metadata))
+        write_text(folder / CARD, card(model, self.weight_hash, self.shape, self.specs, self.metadata))
         metadata: dict[str, Any] = {
             "schema": SCHEMA,
-            "model": self.model,
+            "model": model,
             "weight_hash": self.weight_hash,
             "tokenizer_hash": self.tokenizer_hash,
             "shape": dataclasses.asdict(self.shape),
@@ -238,6 +254,7 @@ class Bundle:
         name: str | Path,
         revision: str | None = None,
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
+        **hub: Any,
     ) -> "Bundle":
         """Read a bundle from a folder or a hub id.
 
@@ -246,20 +263,23 @@ class Bundle:
             revision: commit or tag on the hub.
             predictor_class: of custom predictors: the class, or classes by the names that the bundle gives them. The
                 bundle names its classes and none is ever imported for it.
+            hub: ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``, as in transformers.
 
         Raises:
             UserError: anything that is not exactly as it was written, naming the part.
         """
         folder = Path(name)
         if not folder.is_dir():
-            folder = _download(str(name), revision)
+            if looks_local(str(name)):
+                raise UserError(f"there is no bundle folder {name}; python train.py makes one")
+            folder = fetch(str(name), [METADATA, TENSORS], "the bundle", {"revision": revision, **hub})
         where = f"the bundle {name}"
         metadata = read_json(folder / METADATA, f"{where}: {METADATA}")
         if not isinstance(metadata, dict) or "schema" not in metadata:
             raise UserError(f"{where}: {METADATA} is not a bundle's")
-        if metadata["schema"] not in (1, SCHEMA):
+        if metadata["schema"] not in (1, 2, SCHEMA):
             raise UserError(
-                f"{where} has schema {metadata['schema']}, this version reads 1 and {SCHEMA}; make the bundle anew"
+                f"{where} has schema {metadata['schema']}, this version reads 1 to {SCHEMA}; make the bundle anew"
             )
         if metadata.pop("sha256", None) != json_digest(metadata):
             raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
@@ -281,7 +301,7 @@ class Bundle:
             found = [PredictorSpec(**spec) for spec in metadata["predictors"]]
             shape = OPTShape(**metadata["shape"])
             bundle = cls(
-                metadata["model"],
+                referenced_model(metadata, folder),
                 metadata["weight_hash"],
                 shape,
                 {e.key: e for e in found},
@@ -330,7 +350,7 @@ class Bundle:
                 f"{repo_id!r} is no repository of the hub ({_first_line(error)}); give OWNER/NAME"
             ) from None
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self._write(Path(folder), published_name(self.model))
             if dry_run:
                 files = [f"{path.name}: {path.stat().st_size:,} bytes" for path in sorted(Path(folder).iterdir())]
                 return "\n".join([f"{repo_id} ({'private' if private else 'public'} if it is new)", *files])
@@ -358,17 +378,6 @@ def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
     ]
     renamed = {re.sub(r"\.bar$", ".stage2_threshold", name): tensor for name, tensor in tensors.items()}
     return metadata | {"predictors": specs, "metadata": metadata["facts"]}, renamed
-
-
-def _download(name: str, revision: str | None) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir():
-        raise UserError(f"there is no bundle folder {name}; python train.py makes one")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[METADATA, TENSORS]))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot fetch the bundle {name}: {_first_line(error)}") from None
 
 
 def _check_parts(bundle: Bundle, where: str) -> None:

@@ -1,21 +1,75 @@
 """What a bundle's folder says before torch is imported: that its files are there, and which model it is of."""
 
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json
+from dejavu_train.models.hub import looks_local
 from dejavu_train.models.stored import read_header
 
 METADATA = "bundle.json"
 BUNDLE_FILES = (METADATA, "predictors.safetensors")
+PREDICTORS_FOLDER = "predictors"  # of a model's folder, where a bundle lies beside its model
+
+
+def model_reference(model: str, folder: Path) -> str:
+    """How the bundle.json in ``folder`` names a model: one on the hub by its id, a folder by the way from ``folder``.
+
+    So both may be moved together. Where they share no folder but the root the path is absolute.
+    """
+    if not os.path.isabs(model):
+        return model
+    here = os.path.abspath(folder)
+    if os.path.dirname(os.path.commonpath([model, here])) == os.path.commonpath([model, here]):
+        return model
+    way = os.path.relpath(model, here)
+    return way if way.startswith(os.pardir) else os.path.join(os.curdir, way)
+
+
+def published_name(model: str) -> str:
+    """How a bundle that leaves this machine names a model: one on the hub by its id, a folder by its last name."""
+    if not os.path.isabs(model):
+        return model
+    temporary = os.path.realpath(model).startswith(os.path.realpath(tempfile.gettempdir()) + os.sep)
+    return "local-model" if temporary else os.path.basename(model)
+
+
+def referenced_model(metadata: Any, folder: Path) -> str:
+    """The model that a bundle.json in ``folder`` names: an absolute path, an id on the hub, or a bare name, which is
+    neither, for a folder that is not here; "" where nothing can be read.
+
+    Up to schema 2 a path was relative to where train.py ran: it is looked for there and above the bundle. Where it is
+    not found it may have been an id, and is one only if the hub's cache has it.
+    """
+    name = metadata.get("model") if isinstance(metadata, dict) else None
+    if not isinstance(name, str) or not name:
+        return ""
+    here = Path(os.path.abspath(folder))
+    if metadata.get("schema") in (1, 2):
+        found = [base / name for base in (Path.cwd(), *here.parents) if (base / name / "config.json").is_file()]
+        if found or os.path.isabs(name) or (not looks_local(name) and _in_cache(name)):
+            return os.path.abspath(found[0]) if found else name
+        return os.path.basename(os.path.normpath(name))
+    if not name.startswith(os.curdir):
+        return name
+    ways = [os.path.normpath(base / name) for base in (here, folder.resolve())]
+    return next((way for way in ways if os.path.isdir(way)), os.path.basename(ways[0]))
+
+
+def _in_cache(name: str) -> bool:
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
 
 
 def check_bundle(name: str) -> None:
     """Raise :class:`UserError` for a folder that cannot hold a bundle; a hub id passes."""
     folder = Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.parent.is_dir()
     if not folder.is_dir():
-        if looks_local:
+        if looks_local(name):
             raise UserError(f"there is no bundle folder {name}; python train.py makes one")
         return
     absent = [part for part in BUNDLE_FILES if not (folder / part).is_file()]
@@ -27,22 +81,30 @@ def check_bundle(name: str) -> None:
 
 
 def named_model(bundle: str | None) -> str:
-    """The model that a bundle's folder was made for, as train.py was told it; "" where that cannot be read."""
+    """The model that a bundle's folder was made for, as a path or an id on the hub; "" where that is not known here."""
     if bundle is None:
         return ""
+    name = referenced_model(_metadata(bundle), Path(bundle))
+    if os.path.isabs(name):
+        way = os.path.relpath(name)
+        return name if way.startswith(os.pardir) else way
+    return "" if looks_local(name) else name
+
+
+def _metadata(bundle: str) -> Any:
     try:
-        metadata = read_json(Path(bundle) / METADATA, "the bundle")
+        return read_json(Path(bundle) / METADATA, "the bundle")
     except (UserError, OSError):
-        return ""
-    name = metadata.get("model") if isinstance(metadata, dict) else None
-    return name if isinstance(name, str) else ""
+        return None
 
 
 def require_model(model: str, bundle: str | None) -> None:
-    """Raise :class:`UserError` where neither the user nor the bundle named a model."""
+    """Raise :class:`UserError` where neither the user nor the bundle named a model that is known here."""
     if model:
         return
     if bundle is None:
         raise UserError("without a bundle nothing names the model; give --model")
     check_bundle(bundle)
-    raise UserError(f"the bundle {bundle} does not say here which model it was made for; give --model")
+    name = referenced_model(_metadata(bundle), Path(bundle))
+    named = f" (its name is {name})" if name else ""
+    raise UserError(f"the bundle {bundle} does not say where the model is that it was made for{named}; give --model")

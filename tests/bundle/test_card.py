@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -35,7 +36,8 @@ def table(text) -> list[dict[str, str]]:
 
 def test_the_card_says_what_and_of_what_and_how_good(bundle, tmp_path, tiny_opt):
     text = written(bundle, tmp_path / "bundle")
-    for words in (f"model: `{tiny_opt}`", bundle.weight_hash, "`notes.txt`", "f" * 64, "`train` `70`", "**In domain**",
+    model = os.path.relpath(tiny_opt, tmp_path / "bundle")
+    for words in (f"model: `{model}`", bundle.weight_hash, "`notes.txt`", "f" * 64, "`train` `70`", "**In domain**",
                   f"dejavu_train {dejavu_train.__version__}", "2 layers, d_model 48", '"calibrate.mlp_density": 0.2',
                   "Bundle.from_pretrained", "python infer.py --model"):  # fmt: skip
         assert words in text
