@@ -6,8 +6,10 @@
     stream       tokens a second of infer.py --backend cpu --generate, and of an engine with a callback
     two          tokens a second of one process, and of each of two at once
     interrupt    seconds from Ctrl-C to the end of a process that decodes
+    pipeline     milliseconds a token of pipeline("text-generation") with all defaults (256 tokens, sampled with
+                 top_k=50) and the bundle as calibrated, beside transformers' dense model: medians of calls in turns
 
-    python -m benchmarks.cpu_extra start stream two interrupt --bundle checkpoints/demo/bundle
+    python -m benchmarks.cpu_extra start stream two interrupt pipeline --bundle checkpoints/demo/bundle
     python -m benchmarks.cpu_extra perplexity --text readmes.jsonl books.jsonl --tokens 4000
 
 Times depend on what else runs: they are for a machine that does nothing else.
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,9 +40,13 @@ from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.weights import how_stored
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 COLUMNS = "date commit cpu threads model mlp_density head_density what case value error unit note".split()
 WINDOW = 512
+PROMPTS = (
+    "The package was", "He said that", "In the year", "To install it", "The first", "When the rain", "A function",
+)  # fmt: skip
 SECONDS = 4.0  # of decoding, where two processes share the machine
 
 WORKER = """
@@ -196,8 +203,44 @@ def perplexity(args: argparse.Namespace) -> Found:
     return result
 
 
+def defaults(args: argparse.Namespace) -> Found:
+    """A pipeline of the dense model and one of ours, each prompt through both; the first call of each is not timed."""
+    from transformers import OPTForCausalLM, pipeline
+
+    bundle, tokenizer = Bundle.from_pretrained(args.bundle), load_tokenizer(args.model)
+    models = {
+        "transformers dense": OPTForCausalLM.from_pretrained(args.model),
+        "sparse": SparseOPTForCausalLM.from_pretrained(args.model, bundle),
+    }
+    writers = {
+        name: pipeline("text-generation", model, tokenizer=tokenizer, device="cpu") for name, model in models.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in writers}
+    for turn, prompt in enumerate(("Once", *PROMPTS)):
+        for name, write in writers.items():
+            torch.manual_seed(turn)
+            before = time.perf_counter()
+            (made,) = write(prompt, return_tensors=True)
+            seconds = time.perf_counter() - before
+            new = len(made["generated_token_ids"]) - len(tokenizer(prompt)["input_ids"])
+            times[name].append(1e3 * seconds / new)
+    kept = {}
+    for target in ("mlp", "heads"):
+        shares = [entry.density for (_, which), entry in bundle.specs.items() if which == target and entry.density]
+        kept["mlp_density" if target == "mlp" else "head_density"] = statistics.mean(shares) if shares else 1.0
+    dense, sparse = (taken[1:] for taken in times.values())
+    ratios = [slow / fast for slow, fast in zip(dense, sparse, strict=True)]
+    note = f"{len(ratios)} pairs, {min(ratios):.3g} to {max(ratios):.3g}; load {os.getloadavg()[0]:.1f}"
+    return [
+        kept | {"case": "transformers dense", "value": statistics.median(dense), "unit": "ms/token"},
+        kept | {"case": "sparse", "value": statistics.median(sparse), "unit": "ms/token"},
+        kept | {"case": "sparse over dense", "value": statistics.median(ratios), "unit": "times", "note": note},
+    ]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "perplexity": perplexity, "start": start, "stream": stream, "two": two, "interrupt": interrupt,
+    "pipeline": defaults,
 }  # fmt: skip
 
 

@@ -50,8 +50,10 @@ def check_settings(config: GenerationConfig) -> None:
     for name, value in config.to_dict().items():
         if name in HONOURED or name.startswith("_") or (name in SAMPLING_ONLY and not config.do_sample):
             continue
-        if value is not None and value is not False and value != neutral.get(name):
-            raise Unsupported(f"generate({name}={value}) is not for the decode engine")
+        usual = neutral.get(name)
+        if value is not None and value is not False and value != usual:
+            remedy = f"leave {name} out" if usual is None else f"pass {name}={usual}"
+            raise Unsupported(f"generate({name}={value}) is not for the decode engine; {remedy} to stay on it")
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
@@ -65,7 +67,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
             continue
         if isinstance(value, (list, tuple)) and not value:  # an empty list of processors
             continue
-        raise Unsupported(f"generate() with {name} is not for the decode engine")
+        raise Unsupported(f"generate() with {name} is not for the decode engine; leave {name} out to stay on it")
 
 
 def check_forward(**asked: Any) -> None:
@@ -78,7 +80,9 @@ def check_forward(**asked: Any) -> None:
     """
     for name, value in asked.items():
         if value is not None and value is not False:
-            raise Unsupported(f"a forward pass with {name} is not for the decode engine")
+            raise Unsupported(
+                f"a forward pass with {name} is not for the decode engine; leave {name} out to stay on it"
+            )
 
 
 def token_list(value: Any) -> list[int]:
@@ -123,10 +127,16 @@ def read_request(
     repeats = config.num_return_sequences or 1
     n_rows, width = input_ids.shape
     if n_rows * repeats > max_rows:
-        raise Unsupported(f"the decode engine generates at most {max_rows} rows at once, got {n_rows * repeats}")
+        raise Unsupported(
+            f"the decode engine generates at most {max_rows} rows at once, got {n_rows * repeats}; pass"
+            f" {max_rows} at a time to stay on it"
+        )
     stops = token_list(config.eos_token_id)
     if len(stops) > MAX_STOPS:
-        raise Unsupported(f"the decode engine knows at most {MAX_STOPS} stop tokens, got {len(stops)}")
+        raise Unsupported(
+            f"the decode engine knows at most {MAX_STOPS} stop tokens, got {len(stops)}; pass so many of them in"
+            " eos_token_id to stay on it"
+        )
     longest = config.max_length
     if config.max_new_tokens is not None:
         longest = width + config.max_new_tokens

@@ -41,11 +41,17 @@ class CpuBackend:
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
         if kv_policy != "backfill":
-            raise Unsupported(f"the CPU engine knows the policy backfill only, got {kv_policy}")
+            raise Unsupported(
+                f"the CPU engine knows the policy backfill only, got {kv_policy}; pass kv_policy='backfill' to stay"
+                " on it"
+            )
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
         if model.dtype != torch.float32:
-            raise Unsupported(f"the CPU engine keeps weights in float32, and this model is in {model.dtype}")
+            raise Unsupported(
+                f"the CPU engine keeps weights in float32, and this model is in {model.dtype}; pass dtype='float32' to"
+                " stay on it"
+            )
         if model.model.decoder.final_layer_norm is None:
             raise Unsupported("the CPU engine needs a final LayerNorm")
         self._model, self.bundle, self.shape = weakref.ref(model), bundle, OPTShape.from_config(model.config)
