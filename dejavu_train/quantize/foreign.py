@@ -7,7 +7,8 @@
     bitsandbytes         NF4: weight uint8 in blocks of 64, absmax in 8 bits with scales of its own or in fp32
 
 Codes that lie around a zero point of 8, or mirrored around 7, in groups that our rows can have are taken over as they
-are; every other matrix is dequantised, to be quantised anew. Nothing of these packages is imported.
+are; every other matrix is dequantised, to be quantised anew. A matrix that was left out of the quantisation is a weight
+alone, and is read as it is. Nothing of these packages is imported.
 
 Letters: n outputs, m inputs.
 """
@@ -23,10 +24,18 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.shape import quant_method
+from dejavu_train.models.int4_sizes import MATRICES
+from dejavu_train.models.shape import OPTShape, quant_method
 from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 
+WEIGHT = "weight"
+STORED: dict[str, tuple[str, ...]] = {  # what a method stores of every matrix, by the last parts of the names
+    "gptq": ("qweight", "qzeros", "scales"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
+    "bitsandbytes": (WEIGHT, "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"),
+}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Parts = Mapping[str, Tensor]
 
@@ -47,24 +56,58 @@ class MatrixReader:
         source: its tensors.
         values: its config.json.
     Raises:
-        UserError: a method, or a form of one, that is not read.
+        UserError: a method, or a form of one, that is not read; anything but a layer's matrices in its codes.
     """
 
     def __init__(self, source: StoredTensors, values: Mapping[str, Any]) -> None:
         check_readable(values, source.model)
         self.source, self.method = source, quant_method(values)
+        self._shape = OPTShape.from_values(values, source.model)
         self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
+        self._stored = STORED.get(self.method or "", (WEIGHT,))
+        codes = {part for part in self._stored if part != WEIGHT}
+        for name in source:
+            if ".layers." not in name and any(name.endswith(f".{part}") for part in codes):
+                raise UserError(
+                    f"{source.model} holds {name}: of {self.method} checkpoints only the layers' matrices are read in"
+                    " codes; quantise it with the others left out"
+                )
+        self._held: dict[str, dict[str, str]] = {}
+        for prefix in (f"decoder.layers.{i}.{part}" for i in range(self._shape.n_layers) for part in MATRICES):
+            held = {name.removeprefix(f"{prefix}."): name for name in source if name.startswith(f"{prefix}.")}
+            held.pop("bias", None)
+            alone = WEIGHT in held and not codes & held.keys()  # left out of the quantisation
+            missing = [] if alone else [part for part in self._stored if part not in held]
+            if missing:
+                stores = "" if self.method is None else f", which {self.method} stores"
+                raise UserError(
+                    f"the weights of {source.model} lack the tensor {prefix}.{missing[0]}{stores}; fetch or quantise"
+                    " the model again"
+                )
+            self._held[prefix] = {WEIGHT: held[WEIGHT]} if alone else held
 
     def is_part(self, name: str) -> bool:
         """Whether a tensor of a layer belongs to one of its matrices."""
         return "norm" not in name and not name.endswith(".bias")
 
     def read(self, prefix: str, layout: RowLayout) -> tuple[Tensor, Int4Rows | None]:
-        """The matrix (n, m) of the module ``prefix``, and its rows where the checkpoint holds them exactly."""
-        if self._decode is None:
-            return self.source[f"{prefix}.weight"], None
-        names = [name for name in self.source if name.startswith(f"{prefix}.") and not name.endswith(".bias")]
-        decoded = self._decode({name.removeprefix(f"{prefix}."): self.source[name] for name in names})
+        """The matrix (n, m) of the module ``prefix``, and its rows where the checkpoint holds them exactly.
+
+        Raises:
+            UserError: a matrix of another size, or one that is no floating point where it is not in codes.
+        """
+        parts = {part: self.source[name] for part, name in self._held[prefix].items()}
+        alone = parts.keys() == {WEIGHT}
+        decoded = Decoded(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
+        d, f = self._shape.d_model, self._shape.d_ffn
+        size = {"fc1": (f, d), "fc2": (d, f)}.get(prefix.rpartition(".")[2], (d, d))
+        if tuple(decoded.weight.shape) != size or not decoded.weight.is_floating_point():
+            how = "stored as" if alone else f"by {self.method} with 4 bits"
+            found = f"{str(decoded.weight.dtype).removeprefix('torch.')} {list(decoded.weight.shape)}"
+            raise UserError(
+                f"{prefix} of {self.source.model} is {how} {found}, where its config.json asks for numbers"
+                f" {list(size)}; give the config that belongs to these weights"
+            )
         return decoded.weight, exact_rows(decoded, layout)
 
 
@@ -136,8 +179,6 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]
         _require(four and bool(weights.get("symmetric", True)), name, "anything but symmetric integers of 4 bits")
 
     def decode(parts: Parts) -> Decoded:
-        if "weight" in parts:  # left out of the quantisation
-            return Decoded(parts["weight"].float())
         n, m = parts["weight_shape"].tolist()
         stored = _nibbles(parts["weight_packed"])[:, :m]
         scales = parts["weight_scale"].view(n, -1)
@@ -153,8 +194,6 @@ def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     _require(four, "bitsandbytes", "anything but NF4")
 
     def decode(parts: Parts) -> Decoded:
-        if "weight.absmax" not in parts:  # left out of the quantisation
-            return Decoded(parts["weight"].float())
         state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
         packed = parts["weight"].flatten()
         values = parts["weight.quant_map"][torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()]

@@ -182,3 +182,104 @@ def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
 
 def test_what_an_error_offers_is_read():
     assert set(foreign.DECODERS) == set(CONVERTED)
+
+
+def foreign_folder(tmp_path, method, store, config, change=lambda tensors: tensors):
+    """A folder whose matrices are stored by ``store(stored, scales)``, and by name the weights that they stand for."""
+    source = save_tiny_opt(tmp_path / "dense", hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+    folder = shutil.copytree(source, tmp_path / "foreign")
+    tensors, expected = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("weight") and any(f".{part}." in name for part in MATRICES)]:
+        if ".fc" in name:  # left out of the quantisation
+            expected[name] = tensors[name]
+            continue
+        stored, scales, expected[name] = weights(*tensors.pop(name).shape)
+        tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in store(stored, scales).items()}
+    save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": method, **config}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder, values, expected
+
+
+def awq(stored, scales):
+    parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
+    return parts | {"qzeros": packed(torch.full((scales.shape[1], len(stored)), 8), foreign.AWQ_ORDER)}
+
+
+def compressed(stored, scales):
+    shape = torch.tensor(list(stored.shape))
+    return {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": shape}
+
+
+def nf4(stored, scales):
+    n, m = stored.shape
+    state = {"blocksize": GROUP, "shape": [n, m], "dtype": "float16", "quant_type": "nf4"}
+    flat, table = stored.flatten(), torch.arange(-8.0, 8.0)
+    return {
+        "weight": (flat[::2] << 4 | flat[1::2]).to(torch.uint8)[:, None],
+        "weight.quant_map": table,
+        "weight.absmax": scales.float().flatten(),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+FORMS = {
+    "gptq": (gptq, {"bits": 4, "modules_in_block_to_quantize": [["self_attn.q_proj"]]}),
+    "awq": (awq, {"bits": 4, "modules_to_not_convert": ["fc1", "fc2"]}),
+    "compressed-tensors": (compressed, {"format": "pack-quantized", "ignore": ["re:.*fc[12]", "lm_head"]}),
+    "bitsandbytes": (
+        nf4,
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["fc1", "fc2"]},
+    ),
+}
+
+
+def reader_of(folder, values):
+    return MatrixReader(StoredTensors(str(folder)), values)
+
+
+@pytest.mark.parametrize("method", CONVERTED)
+def test_matrices_that_were_left_out_are_read_as_they_are(tmp_path, method):
+    folder, values, expected = foreign_folder(tmp_path, method, *FORMS[method])
+    reader, layouts = reader_of(folder, values), row_layouts(OPTShape.from_values(values))
+    for name, weight in expected.items():
+        prefix = name.removeprefix("model.").removesuffix(".weight")
+        found, _ = reader.read(prefix, layouts[prefix.split(".", 3)[3]])
+        torch.testing.assert_close(found, weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", CONVERTED)
+def test_a_part_that_is_missing_is_named_before_anything_is_read(tmp_path, method):
+    lost = {"compressed-tensors": "weight_shape", "bitsandbytes": "weight.quant_map"}.get(method, "qzeros")
+    name = f"model.decoder.layers.1.self_attn.k_proj.{lost}"
+    folder, values, _ = foreign_folder(tmp_path, method, *FORMS[method], lambda tensors: {
+        key: value for key, value in tensors.items() if key != name
+    })  # fmt: skip
+    with pytest.raises(UserError, match=f"lack the tensor {name.removeprefix('model.')}, which {method} stores"):
+        reader_of(folder, values)
+
+
+def test_what_is_no_matrix_of_4_bits_is_refused_by_name(tmp_path):
+    def eight_bits(stored, scales):
+        return gptq(torch.cat([stored, stored], 1), torch.cat([scales, scales], 1))
+
+    folder, values, _ = foreign_folder(tmp_path / "a", "gptq", eight_bits, {"bits": 4})
+    layouts = row_layouts(OPTShape.from_values(values))
+    with pytest.raises(UserError, match=r"q_proj of .* is by gptq with 4 bits float32 \[64, 128\], where .*64\]"):
+        reader_of(folder, values).read("decoder.layers.0.self_attn.q_proj", layouts["self_attn.q_proj"])
+
+    def whole(tensors):
+        key = "model.decoder.layers.0.fc1.weight"
+        return tensors | {key: tensors[key].to(torch.int8)}
+
+    folder, values, _ = foreign_folder(tmp_path / "b", "gptq", gptq, {"bits": 4}, whole)
+    with pytest.raises(UserError, match=r"fc1 of .* is stored as int8 \[128, 64\]"):
+        reader_of(folder, values).read("decoder.layers.0.fc1", layouts["fc1"])
+
+    def head(tensors):
+        return tensors | {"lm_head.qweight": torch.zeros(8, 320, dtype=torch.int32)}
+
+    folder, values, _ = foreign_folder(tmp_path / "c", "gptq", gptq, {"bits": 4}, head)
+    with pytest.raises(UserError, match="holds lm_head.qweight: of gptq checkpoints only the layers' matrices"):
+        reader_of(folder, values)

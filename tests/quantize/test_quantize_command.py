@@ -23,7 +23,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, read_shape, weight_hash
-from dejavu_train.models.shape import INT4
+from dejavu_train.models.shape import INT4, read_values
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream
@@ -152,7 +152,7 @@ def test_layers_see_what_the_quantised_model_computes(settings):
     windows = [*windows[:3], windows[3][:20]]
     source, config = StoredTensors(settings.model), OPTForCausalLM.config_class.from_pretrained(settings.model)
     batches = stream.embed(source, windows, 4, torch.device("cpu"))
-    reader = stream.MatrixReader(source, {})
+    reader = stream.MatrixReader(source, read_values(settings.model))
     model = OPTForCausalLM.from_pretrained(settings.model).eval()
     layers = stream.quantised_layers(
         source, reader, config, run.row_layouts(shape), Solver(), batches, torch.device("cpu")
