@@ -1,6 +1,9 @@
 """What train.py looks at before it imports torch and Lightning: all that needs neither a model nor a GPU."""
 
+from pathlib import Path
+
 from dejavu_train.config import RunConfig
+from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_sets
 from dejavu_train.errors import UserError
 from dejavu_train.files import probe_folder
@@ -28,8 +31,31 @@ def check(config: RunConfig) -> OPTShape:
     config.check(shape)
     check_folder(config.model, shape)
     check_sets(config.text, config.model, config.collect.window, ("train", "calibration", "val"))
-    probe_folder(config.output)
+    check_output(config)
     return shape
+
+
+def check_output(config: RunConfig) -> None:
+    """Write into every folder that the run will write into, so that what cannot be is known before any work.
+
+    Raises:
+        UserError: something else stands in a folder's place, or in the bundle's folder.
+        OSError: what the system says.
+    """
+    output = Path(config.output)
+    probe_folder(output)
+    bundle = output / config.bundle
+    names = [".holders", "activations", "predictors", config.bundle, *(["tuned"] if config.tune.steps else [])]
+    for name in names:
+        probe_folder(output / name)
+    if bundle.is_dir() and not (bundle / "bundle.json").is_file():
+        others = [path.name for path in bundle.iterdir() if not path.name.startswith(".tmp-")]
+        foreign = sorted(set(others) - {"predictors.safetensors", "README.md"})  # those a killed run may leave
+        if foreign:
+            raise UserError(f"{bundle} holds {foreign[0]}, which is no part of a bundle; choose another --bundle")
+    if not (output / "activations" / "manifest.json").is_file():
+        if config.text.source == SELF and not (Path(config.model) / "samples.json").is_file():
+            probe_folder(config.text.cache)
 
 
 def check_packages() -> None:

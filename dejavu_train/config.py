@@ -5,7 +5,7 @@ import json
 from typing import Any, Literal
 
 from dejavu_train.bundle.allocation import parse_budget
-from dejavu_train.calibration.config import CalibrateConfig
+from dejavu_train.calibration.config import CalibrateConfig, check_reachable
 from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
@@ -227,13 +227,27 @@ class RunConfig:
                     f"collect.{name}_tokens is {tokens}, fewer than one sequence of collect.window"
                     f" {self.collect.window}; raise the one or lower the other"
                 )
-        self.calibrate.check(shape)
+        self.calibrate.check(shape, [target for target in TARGETS if self.predictor(target).enabled])
         self._check_budget(shape)
         self.tune.check()
-        if not self.bundle or "/" in self.bundle or self.bundle in ("activations", "predictors", "tuned", ".", ".."):
-            raise UserError(f"bundle must name a folder of its own within the output, got {self.bundle!r}")
+        check_bundle_name(self.bundle)
+        self._check_tune(shape)
         if self.tune.steps and (not self.mlp.enabled or self.calibrate.selection != "threshold"):
             raise UserError("tune.steps needs predictors of the mlp and calibrate.selection threshold")
+
+    def _check_tune(self, shape: OPTShape) -> None:
+        """A bundle whose MLPs are all dense has nothing to tune, which would be found out after training."""
+        if not self.tune.steps:
+            return
+        if self.tune.density is not None:
+            check_reachable(self.tune.density, "tune.density", "mlp", self.calibrate.dense_layers, shape)
+        open_density = self.tune.density is None and (self.calibrate.budget or self.calibrate.retained_mass)
+        dense = not open_density and (self.tune.density or self.calibrate.mlp_density) == 1
+        if dense or len(set(self.calibrate.dense_layers)) == shape.n_layers:
+            raise UserError(
+                "tune.steps has nothing to tune where every MLP is dense; ask for a density below 1, or set tune.steps"
+                " to 0"
+            )
 
     def _check_budget(self, shape: OPTShape) -> None:
         """A budget that the predictors alone exceed is known before anything is collected."""
@@ -271,6 +285,26 @@ class RunConfig:
         """Plain values that JSON and YAML can hold; ``parse_config`` reads them again."""
         values = dataclasses.asdict(self)
         return json.loads(json.dumps(values))
+
+
+_TAKEN = (  # what else lies in an output folder
+    "activations", "predictors", "tuned", "run.json", "config.yaml", "tuning.ckpt", "wandb", "results.json",
+    "report.html", "curve.png", "observations", "generation",
+)  # fmt: skip
+_LONGEST_NAME = 200  # bytes; file systems take 255
+
+
+def check_bundle_name(name: str) -> None:
+    """Refuse what cannot be the name of a folder within the output, or is that of something else there.
+
+    Raises:
+        UserError: such a name.
+    """
+    wrong = not name.strip() or name != name.strip() or name.startswith(".") or not name.isprintable()
+    if wrong or "/" in name or "\\" in name or len(name.encode()) > _LONGEST_NAME:
+        raise UserError(f"bundle must be the name of a folder within the output, got {name!r}; choose a plain one")
+    if name.lower() in _TAKEN:
+        raise UserError(f"bundle must name a folder of its own within the output: {name} is that of something else")
 
 
 def parse_layers(text: str | int | None, n_layers: int) -> list[int]:

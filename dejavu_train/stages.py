@@ -55,7 +55,7 @@ class Stage:
 
     def flags_of(self, stored: Any) -> str:
         """What to type for the keys of the stored stage that differ; those that are no flags are left out."""
-        before = stored.get("keys") if isinstance(stored, dict) else {}
+        before = (stored.get("keys") if isinstance(stored, dict) else None) or {}
         return " ".join(
             f"--{key} {_typed(value)}"
             for key, value in sorted(before.items())

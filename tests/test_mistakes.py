@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from small_runs import activations, flags
 
 from dejavu_train import files, machine
-from dejavu_train.cli import main
+from dejavu_train.check import check_output
+from dejavu_train.cli import main, parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError, describe, exit_on_user_error
 from dejavu_train.evaluation.check import check
@@ -357,6 +358,52 @@ def test_a_package_that_is_missing(package, more, words, run, capsys, monkeypatc
 def test_trainer_arguments_that_cannot_be(more, run, capsys, tmp_path):
     line = one_line(capsys, run(*(f"--trainer.{flag}" for flag in more)), "trainer")
     assert line.count("do not fit") <= 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--bundle=a/b"], "bundle must be the name of a folder"),
+        (["--bundle=.."], "bundle must be the name of a folder"),
+        (["--bundle= x"], "bundle must be the name of a folder"),
+        (["--bundle=a\x07b"], "bundle must be the name of a folder"),
+        (["--bundle=" + "x" * 300], "bundle must be the name of a folder"),
+        (["--bundle=run.json"], "is that of something else"),
+        (["--bundle=Predictors"], "is that of something else"),
+        (["--calibrate.mlp_density=0.0001"], "calibrate.mlp_density must be at least 0.001"),
+        (["--calibrate.head_density=0.01"], "calibrate.head_density must be at least 0.0208"),
+        (["--calibrate.dense_layers=1"], "the 1 calibrate.dense_layers of 2 alone are 0.5 in the mean"),
+        (["--calibrate.dense_layers=1", "--calibrate.retained_mass=0.9", "--calibrate.head_density=0.4"], "head_den"),
+        (["--tune.steps=2", "--calibrate.mlp_density=1"], "nothing to tune"),
+        (["--tune.steps=2", "--tune.density=0.0001"], "tune.density must be at least"),
+    ],
+)  # fmt: skip
+def test_what_would_be_found_out_at_the_end(more, words, run, capsys, tmp_path):
+    one_line(capsys, run(*more), words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dense_layers_that_can_be(run, tiny_opt):
+    for more in (["--calibrate.budget=1%"], ["--calibrate.mlp_density=0.5"], ["--calibrate.mlp_density=1"]):
+        more += ["--calibrate.dense_layers=1", "--calibrate.sensitivity_tokens=10", "--calibrate.head_density=1"]
+        parse_config(run(*more)).check(read_shape(str(tiny_opt)))
+
+
+@pytest.mark.parametrize("place", ["predictors", "activations", ".holders", "bundle"])
+def test_a_file_where_a_folder_of_the_run_belongs(place, run, capsys, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / place).write_text("mine")
+    one_line(capsys, run(), place, "is a file")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [place]
+
+
+def test_a_bundle_is_not_written_among_other_files(run, capsys, tmp_path):
+    folder = tmp_path / "run" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "predictors.safetensors").write_text("of a killed run")
+    check_output(parse_config(run("--bundle=mine")))
+    (folder / "notes.txt").write_text("x")
+    one_line(capsys, run("--bundle=mine"), "holds notes.txt, which is no part of a bundle; choose another --bundle")
 
 
 def test_check_prints_the_plan_and_leaves_nothing(run, capsys, tmp_path, tiny_opt, text_file):

@@ -1,14 +1,35 @@
 """The keys of a calibration, readable without torch."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from dejavu_train.bundle.allocation import parse_budget
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import OPTShape
+from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.ranges import COUNT, NUMBER, SHARE, check_ranges
 
 PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+
+
+LEAST_DENSITY = {"mlp": 0.001, "heads": 1 / 48}  # where the curves begin
+
+
+def check_reachable(density: float, key: str, target: str, dense_layers: tuple[int, ...], shape: OPTShape) -> None:
+    """Refuse a mean density of a target's layers that no choice of theirs can have.
+
+    Raises:
+        UserError: it lies below what curves are measured for, or below what the dense layers alone are.
+    """
+    least = LEAST_DENSITY[target]
+    if density < least:
+        raise UserError(f"{key} must be at least {least:.3g}, where calibration curves begin, got {density:g}")
+    dense = len(set(dense_layers)) / shape.n_layers
+    if density < 1 and dense > density:
+        raise UserError(
+            f"{key} {density:g} cannot be met: the {len(set(dense_layers))} calibrate.dense_layers of"
+            f" {shape.n_layers} alone are {dense:.3g} in the mean; raise it, or keep fewer layers dense"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +70,20 @@ class CalibrateConfig:
         """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
         return "int8" if self.dtype == "int4" and target == "heads" else self.dtype
 
-    def check(self, shape: OPTShape) -> None:
-        """Raise :class:`UserError` for a value that cannot be meant."""
+    def check(self, shape: OPTShape, targets: Sequence[str] = TARGETS) -> None:
+        """Raise :class:`UserError` for a value that cannot be meant; ``targets`` are those that have predictors."""
         shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
         counts = {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER, "head_loss_tokens": NUMBER}
         check_ranges(self, "calibrate.", shares | counts)
         for layer in self.dense_layers:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
+        if self.budget is None:
+            densities = {"mlp": self.mlp_density, "heads": self.head_density}
+            for target in targets:
+                if target == "heads" or self.retained_mass is None:
+                    key = f"calibrate.{'mlp' if target == 'mlp' else 'head'}_density"
+                    check_reachable(densities[target], key, target, self.dense_layers, shape)
         if self.cascade is not None and shape.d_model % 8:
             raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
         if self.selection not in ("threshold", "top_k"):

@@ -217,7 +217,7 @@ def test_a_budget_knows_what_a_cascade_reads(run, tmp_path):
         ({"mlp_density": 0.0}, "calibrate.mlp_density must lie above 0"),
         ({"dense_layers": (7,)}, "the model has layers 0 to 1, got 7"),
         ({"dtype": "int3"}, "calibrate.dtype must be one of"),
-        ({"dense_layers": (0, 1), "mlp_density": 0.5}, "cannot be met: the dense layers"),
+        ({"dense_layers": (0, 1), "mlp_density": 0.5}, "cannot be met: the 2 calibrate.dense_layers"),
     ],
 )
 def test_wrong_wishes_are_one_line(run, changes, message):
