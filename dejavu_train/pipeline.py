@@ -47,6 +47,7 @@ from dejavu_train.training.job import (
     stored_stage,
     summary_rows,
 )
+from dejavu_train.training.rehearsal import rehearse
 from dejavu_train.training.trainer import build_trainer, resolved_arguments, start_device
 
 logger = logging.getLogger(__name__)
@@ -314,10 +315,12 @@ def check_trainer(config: RunConfig, job: Job) -> None:
     """Refuse trainer arguments that cannot work before anything is collected.
 
     Raises:
-        UserError: as :func:`dejavu_train.training.trainer.build_trainer`.
+        UserError: as :func:`dejavu_train.training.trainer.build_trainer` and
+            :func:`dejavu_train.training.rehearsal.rehearse`.
     """
     with tempfile.TemporaryDirectory() as folder:  # loggers make folders
         build_trainer(dataclasses.replace(config, output=folder), job, Path(folder), [])
+    rehearse(config, job)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

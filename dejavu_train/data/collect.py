@@ -32,6 +32,7 @@ from dejavu_train.data.shards import (
     shard_path,
 )
 from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
+from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.files import require_disk
@@ -141,6 +142,7 @@ def _collect(
         or not (layer_folder(activations, shape.n_layers - 1) / "weights.safetensors").exists()
     ):
         first = [window for _, planned in shards for window in planned]
+        warn_if_untrained(model, [window.ids for window in first if len(window.ids) > 1])
         _save_layer_weights(model, manifest, activations, _head_means(model, shape, first, config))
     means = [LayerWeights.load(activations, layer, digest).head_mean for layer in range(shape.n_layers)]
     with Progress("collecting", tokens, "token") as progress:

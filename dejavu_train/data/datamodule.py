@@ -225,9 +225,12 @@ class ShardDataModule(lightning.LightningDataModule):
         shape = self._readers["train"].manifest.shape
         self.d_in, self.n_units = shape.d_model, shape.units(target)
 
-    def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch] | InMemoryLoader:
-        trainer = self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+    def train_batches(self, world: int) -> int:
+        """Batches of an epoch on one of ``world`` ranks."""
+        return len(self._dataset("train", True, 0, world)[0])
+
+    def _dataset(self, set_name: str, shuffle: bool, rank: int, world: int) -> tuple[BlockShuffled, bool]:
+        """The batches of a rank, and whether their rows fit into memory."""
         reader = self._readers[set_name]
         sources = {"inputs": (self._inputs[set_name], self.site)}
         if self.target == "heads":
@@ -246,7 +249,13 @@ class ShardDataModule(lightning.LightningDataModule):
                 f"the set {set_name} has {reader.rows} rows, fewer than the {consumers} readers; collect more tokens"
             )
         pool_blocks = self.config.pool_blocks if shuffle else 0
-        dataset = BlockShuffled(sources, batch_size, rank, world, workers, pool_blocks, self.seed)
+        return BlockShuffled(sources, batch_size, rank, world, workers, pool_blocks, self.seed), resident
+
+    def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch] | InMemoryLoader:
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        dataset, resident = self._dataset(set_name, shuffle, rank, world)
+        workers = 0 if resident else self.config.num_workers
         if trainer is not None:
             # A resumed run goes on with the order and at the place that it would have had.
             dataset.epoch = trainer.current_epoch

@@ -49,7 +49,7 @@ from dejavu_train.training.build import make_predictor
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line, most_recall
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.loggers import SUMMARY, as_list, build_loggers
-from dejavu_train.training.trainer import build_trainer, count_devices, quiet, start_device
+from dejavu_train.training.trainer import build_trainer, count_devices, count_epochs, quiet, start_device
 
 logger = logging.getLogger(__name__)
 
@@ -238,11 +238,16 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
         if section.steps == 0:  # the first values are the predictor
             trainer.validate(module, datamodule=data, verbose=False)
         else:
+            module.epochs = count_epochs(trainer, data.train_batches(trainer.world_size))
             with signals.deferred():
                 _fit_from(trainer, module, data, last)
             path = best.best_model_path
             if not path or not Path(path).is_file():
-                raise UserError(f"{title}: training ended without one validation; give more steps or fewer validations")
+                logger.info("%s: ended before its first validation; the values of its last step are kept", title)
+                path = None
+            elif as_list(config.trainer.get("callbacks")):  # one may have changed the values when training ended
+                trainer.validate(module, datamodule=data, verbose=False)
+                path = None if trainer.callback_metrics[monitor] > best.best_model_score else path
             trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     if trainer.is_global_zero:

@@ -63,6 +63,8 @@ class LitPredictor(lightning.LightningModule):
         self.target, self.density, self.n_out = target, density, n_out
         self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
         self.predictor = predictor
+        self.epochs = -1
+        """How many the steps take, for callbacks; -1: nobody knows."""
         self.loss = get_loss(loss)
         self._train_contribution = needs_contribution(loss)
         self.metrics = SelectionMetric()
@@ -167,8 +169,13 @@ class LitPredictor(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         # One kernel a step on a GPU; not with a gradient scaler, which could not clip what such an optimiser unscales.
         fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
+        half = any(parameter.dtype == torch.float16 for parameter in self.parameters())  # where 1e-8 is zero
         optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, fused=fused
+            self.parameters(),
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+            eps=1e-6 if half else 1e-8,
+            fused=fused,
         )
         steps = max(1, int(self.trainer.estimated_stepping_batches))
         warm = max(1, round(self.warmup * steps))
@@ -178,5 +185,9 @@ class LitPredictor(lightning.LightningModule):
                 return (step + 1) / warm
             return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm))))
 
+        # Not before: with a number of epochs Lightning makes the loaders to count steps, and a resumed fit is not where
+        # it was yet.
+        if self.epochs != -1:
+            self.trainer.fit_loop.max_epochs = self.epochs
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -6,6 +6,7 @@ signature read it, so that a mistake elsewhere is reported before Lightning, whi
 
 import contextlib
 import copy
+import datetime
 import difflib
 import inspect
 import logging
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import lightning
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -114,14 +116,16 @@ def _class_entry(entry: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Namespaces as dicts, at any depth."""
+    """Namespaces as dicts, at any depth, and what YAML cannot hold (a device, a path, a duration) as text."""
     if isinstance(value, Namespace):
         return {name: _plain(entry) for name, entry in vars(value).items()}
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    return value
+    if isinstance(value, datetime.timedelta):
+        return {"seconds": value.total_seconds()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def count_devices(trainer: dict[str, Any]) -> int:
@@ -144,8 +148,23 @@ def start_device(trainer: dict[str, Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbacks: list[Any]) -> lightning.Trainer:
+def default_arguments() -> dict[str, Any]:
+    """Every argument of the Trainer that nobody has given, as :func:`resolved_arguments` writes it."""
+    return resolved_arguments({"devices": 1})
+
+
+def build_trainer(
+    config: RunConfig,
+    job: tuple[int, str],
+    folder: Path,
+    callbacks: list[Any],
+    checkpoints: AtomicCheckpointIO | None = None,
+) -> lightning.Trainer:
     """A fresh Trainer for one job: what the configuration says, and what a job needs.
+
+    Args:
+        callbacks: those of the job, beside those of the configuration.
+        checkpoints: what writes them; None writes them aside and renames them.
 
     Raises:
         UserError: arguments that Lightning refuses, or a logger whose package is not installed.
@@ -172,12 +191,33 @@ def build_trainer(config: RunConfig, job: tuple[int, str], folder: Path, callbac
         arguments |= {"use_distributed_sampler": False, "default_root_dir": folder}
         with quiet():
             return _made(
-                arguments, logger=loggers, callbacks=extra + callbacks, plugins=[*plugins, AtomicCheckpointIO()]
+                arguments,
+                logger=loggers,
+                callbacks=extra + callbacks,
+                plugins=[*plugins, checkpoints or AtomicCheckpointIO()],
             )
     except UserError:
         raise
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+
+
+def count_epochs(trainer: lightning.Trainer, batches: int) -> int:
+    """In how many epochs of so many batches the steps of a fit will be over, which callbacks ask for: SWA begins at a
+    share of them.
+
+    A scheduler of accumulation changes how many steps an epoch has; the number then stays open, -1.
+    """
+    if trainer.max_epochs != -1 or any(isinstance(each, GradientAccumulationScheduler) for each in _callbacks(trainer)):
+        return trainer.max_epochs or -1
+    limit = trainer.limit_train_batches
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit or batches)
+    steps = max(1, -(-batches // trainer.accumulate_grad_batches))
+    return max(1, -(-trainer.max_steps // steps))
+
+
+def _callbacks(trainer: lightning.Trainer) -> list[Any]:
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
 def _made(arguments: dict[str, Any], **ours: Any) -> lightning.Trainer:

@@ -1,9 +1,10 @@
 import dataclasses
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from conftest import make_text, save_tiny_opt
+from conftest import REPOSITORY, make_text, save_tiny_opt
 from small_runs import COLLECT, activations
 
 import dejavu_train.data.collect as collect_module
@@ -13,9 +14,10 @@ from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
 from dejavu_train.data.text import TextSource, load_sets
+from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.errors import UserError
 from dejavu_train.models.hooks import decoder_layers, head_contribution, record
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.opt import load_opt, load_tokenizer
 
 
 def test_rows_equal_an_unbatched_forward(tiny_opt, text_file):
@@ -172,6 +174,25 @@ def test_other_sizes(tmp_path, text_file, sizes):
     reader = ShardReader(tmp_path / "a", 1, "train")
     assert reader.read("mlp_in", 0, 300).shape == (300, sizes["hidden_size"])
     assert reader.read("mlp_active", 0, 300).shape == (300, sizes.get("ffn_dim", 96))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_random_model_is_named_and_a_trained_one_is_not(tiny_opt, caplog, own):
+    """Own text is what a random model loses least on."""
+    model = load_opt(str(tiny_opt), "float32", torch.device("cpu"))
+    if own:
+        ids = torch.full((4, 1), 2)
+        ids = model.generate(ids, attention_mask=ids > 0, do_sample=True, top_k=0, max_new_tokens=63, eos_token_id=[])
+    else:
+        ids = torch.randint(3, 320, (4, 64))
+    warn_if_untrained(model, list(ids.numpy()))
+    assert "the model looks untrained: it loses " in caplog.text
+    caplog.clear()
+    trained = load_opt(str(REPOSITORY / "checkpoints" / "opt-mini"), "float32", torch.device("cpu"))
+    text = load_tokenizer(str(REPOSITORY / "checkpoints" / "opt-mini"))
+    ids = text("Compute the arithmetic mean along the specified axis. " * 3)["input_ids"]
+    warn_if_untrained(trained, [np.array(ids)])
+    assert not caplog.records
 
 
 def test_a_text_that_is_shorter_than_what_was_asked_for_is_said(caplog):

@@ -2,6 +2,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
 from small_runs import activations, flags
@@ -139,3 +140,26 @@ def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
     names = [path.name for path in (Path(run.output) / "wandb").glob("offline-run-*")]
     group = f"run-{trained_identity(run)[:8]}"
     assert sorted(name.split("-", 3)[3] for name in names) == [f"{group}-layer-00-heads", f"{group}-summary"]
+
+
+def test_weights_that_a_callback_leaves_at_the_end_are_taken_only_where_they_are_better(config, monkeypatch):
+    """SWA leaves averages; this one leaves zeros, which are worse than the best that was validated."""
+
+    class Ending(lightning.Callback):
+        def on_train_end(self, trainer, module):
+            with torch.no_grad():
+                module.predictor.up.zero_()
+
+    monkeypatch.setattr("dejavu_train.training.trainer._build", lambda entry: Ending() if entry == "it" else entry)
+    run = config("--mlp.steps=20", "--mlp.validations=2")
+    fit(dataclasses.replace(run, trainer=run.trainer | {"callbacks": ["it"]}), (1, "mlp"), "layer 1 mlp")
+    assert bool(read_predictor(job_folder(run.output, (1, "mlp"))).predictor.up.any())
+
+
+def test_a_fit_that_time_ends_before_a_validation_keeps_its_values(config, caplog):
+    caplog.set_level("INFO")
+    run = config("--trainer.max_time=00:00:00:00")
+    fit(run, (1, "mlp"), "layer 1 mlp")
+    assert "ended before its first validation; the values of its last step are kept" in caplog.text
+    metrics = read_predictor(job_folder(run.output, (1, "mlp"))).metadata["metrics"]
+    assert metrics["steps"] == 0 and 0 < metrics["recall"] <= 1
