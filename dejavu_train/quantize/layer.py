@@ -7,7 +7,7 @@ make up for some of what earlier ones lost. Afterwards the hidden states stand b
 Letters: B windows, T positions, d model width, n outputs, m inputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,6 @@ class Batch:
 
     hidden: Tensor
     real: Tensor
-
-
-Mask = Callable[[str, Tensor, Tensor], Tensor]
-"""``mask(target, site, values)``: what sparse decoding, which reads site (B, T, d), has in the place of values (B, T,
-units, w): what heads hand to the out-projection, or the MLP's activations, w = 1."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,8 @@ class LayerQuantizer:
         self.results: dict[str, MatrixResult] = {}
 
     @torch.no_grad()
-    def run(self, batches: list[Batch], mask: Mask | None = None) -> dict[str, MatrixResult]:
-        """The six matrices by name; without ``batches`` all are rounded to the nearest codes.
-
-        mask: what sparse decoding skips is so in the second moments and in what goes on.
-        """
+    def run(self, batches: list[Batch]) -> dict[str, MatrixResult]:
+        """The six matrices by name; without ``batches`` all are rounded to the nearest codes."""
         block, attention = self.block, self.block.self_attn
         if not batches:
             for part in self.layouts:
@@ -89,10 +81,7 @@ class LayerQuantizer:
 
         moments, outputs = Moments(), []
         for batch in batches:
-            attn_in = block.self_attn_layer_norm(batch.hidden)
-            mixed = _mixed_heads(attention, attn_in)
-            if mask is not None:
-                mixed = mask("heads", attn_in, mixed.unflatten(-1, (attention.num_heads, -1))).flatten(-2)
+            mixed = _mixed_heads(attention, block.self_attn_layer_norm(batch.hidden))
             moments.add(mixed, batch.real)
             outputs.append(mixed)
         self._quantise([OUT], moments)
@@ -106,16 +95,14 @@ class LayerQuantizer:
 
         moments = Moments()
         for batch in batches:
-            moments.add(self._activation(batch, mask), batch.real)
+            moments.add(self._activation(batch), batch.real)
         self._quantise([FC2], moments)
         for batch in batches:
-            batch.hidden = batch.hidden + block.fc2(self._activation(batch, mask))
+            batch.hidden = batch.hidden + block.fc2(self._activation(batch))
         return self.results
 
-    def _activation(self, batch: Batch, mask: Mask | None) -> Tensor:
-        mlp_in = self.block.final_layer_norm(batch.hidden)
-        activation = torch.relu(self.block.fc1(mlp_in))
-        return activation if mask is None else mask("mlp", mlp_in, activation[..., None])[..., 0]
+    def _activation(self, batch: Batch) -> Tensor:
+        return torch.relu(self.block.fc1(self.block.final_layer_norm(batch.hidden)))
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
         """Round matrices that read the same inputs, and put what their codes say in their places."""

@@ -27,16 +27,15 @@ from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.head import HEAD, quantised_head
 from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
-from dejavu_train.quantize.stream import LayerMask, embed, quantised_layers
+from dejavu_train.quantize.stream import embed, quantised_layers
 from dejavu_train.version import package_version
 
 
-def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict[str, MatrixErrors]]:
+def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
     """Write the folder.
 
     Args:
         config: checked.
-        mask: by layer, what sparse decoding has in the place of what it skips, in the second moments too. For study.
     Returns:
         by layer its matrices and their errors.
     Raises:
@@ -61,7 +60,7 @@ def quantise(config: QuantizeConfig, mask: LayerMask | None = None) -> list[dict
         kept = [name for name in source if ".layers." not in name and (head is None or name != HEAD)]
         folder.add({source.stored_name(name): source[name] for name in kept})
         start = source.stored_name("decoder.embed_tokens.weight").removesuffix("decoder.embed_tokens.weight")
-        layers = quantised_layers(source, reader, opt, layouts, config.solver(), batches, device, mask)
+        layers = quantised_layers(source, reader, opt, layouts, config.solver(), batches, device)
         for layer, (others, made) in enumerate(layers):
             prefix = f"{start}decoder.layers.{layer}."
             tensors = {prefix + name: tensor for name, tensor in others.items()}

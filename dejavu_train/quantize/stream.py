@@ -1,6 +1,6 @@
 """Goes through a model's layers once: reads a layer from disk, quantises it, hands it on. One layer is in memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,10 @@ from dejavu_train.models.shape import OPTShape
 from dejavu_train.models.stored import LEARNED_POSITIONS_OFFSET
 from dejavu_train.quantize.config import Solver
 from dejavu_train.quantize.foreign import MatrixReader
-from dejavu_train.quantize.layer import Batch, LayerQuantizer, Mask, MatrixResult
+from dejavu_train.quantize.layer import Batch, LayerQuantizer, MatrixResult
 from dejavu_train.quantize.source import StoredTensors
 
 PAD_TOKEN = 1
-LayerMask = Callable[[int], Mask]
 
 
 def embed(source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> list[Batch]:
@@ -45,7 +44,6 @@ def quantised_layers(
     solver: Solver,
     batches: list[Batch],
     device: torch.device,
-    mask: LayerMask | None = None,
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, MatrixResult]]]:
     """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits."""
     config._attn_implementation = "sdpa"  # causal without a mask
@@ -61,7 +59,7 @@ def quantised_layers(
                 others[name.removeprefix(prefix)] = source[name]
         block = load_block(config, {**weights, **others}, device)
         quantizer = LayerQuantizer(block, layouts, solver, given)
-        made = quantizer.run(batches, None if mask is None else mask(layer))
+        made = quantizer.run(batches)
         biases = {f"{part}.bias": block.get_submodule(part).bias for part in layouts}
         changed = {name: bias.to(others[name]) for name, bias in biases.items() if name in others}
         yield {**others, **changed}, made
