@@ -1,10 +1,9 @@
-"""The packed list of one token: closing gaps, fc1 over it, fc2 over it."""
+"""The packed list of one token: closing gaps, fc2 over it."""
 
 import pytest
 import torch
 
 from kernels.mlp.select import Selection
-from kernels.mlp.sparse_fc1 import Fc1Settings, sparse_fc1, sparse_fc1_reference
 from kernels.mlp.sparse_fc2 import Fc2Settings, PackedSelection, pack, partial_sums, sparse_fc2, sparse_fc2_reference
 
 NAN = float("nan")
@@ -26,20 +25,6 @@ def test_pack_of_a_selection(device, n, block, density):
     rows = poisoned(n, device)
     pack(selection, rows)
     assert torch.equal(rows.ids[: int(rows.count)].long(), selection.indices())
-
-
-@pytest.mark.parametrize(("density", "early"), [(0.3, False), (0.0, False), (1.0, True), (0.5, True)])
-@pytest.mark.parametrize(("n", "d"), [(70, 48), (130, 257)])
-def test_sparse_fc1(device, n, d, density, early):
-    x = torch.randn(1, d, device=device) * 2 + 1
-    weight, bias = torch.randn(n, d, device=device), torch.randn(n, device=device)
-    selection = Selection.from_mask(torch.rand(1, n, device=device) < density)
-    rows, expected = poisoned(n, device), torch.empty(1, n, device=device)
-    pack(selection, rows)
-    weight[~selection.to_mask(1)[0]] = NAN  # rows that are not selected are not read
-    sparse_fc1(x, weight, bias, rows, early)
-    sparse_fc1_reference(x, weight.nan_to_num(), bias, selection, expected)
-    torch.testing.assert_close(rows.to_dense(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("n", "d", "density"), [(70, 48, 0.4), (130, 33, 1.0), (40, 64, 0.0), (130, 96, 0.05)])
@@ -69,13 +54,8 @@ def test_a_list_of_nothing_gives_the_residual(device):
 
 
 def test_refusals(device):
-    rows, x, weight = (
-        PackedSelection.empty(40, device),
-        torch.randn(1, 16, device=device),
-        torch.randn(40, 16, device=device),
-    )
-    with pytest.raises(ValueError, match=r"expected shape \(39,\)"):
-        sparse_fc1(x, weight[:39].contiguous(), weight[:39, 0].contiguous(), rows)
+    rows, x = PackedSelection.empty(40, device), torch.randn(1, 16, device=device)
+    weight = torch.randn(40, 16, device=device)
     with pytest.raises(ValueError, match="residual"):
         sparse_fc2(rows, weight, weight[0], x[:, :8].contiguous(), x)
 
@@ -83,22 +63,21 @@ def test_refusals(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "d"), [(16384, 4096), (8192, 2048), (9000, 9216), (5000, 12288), (6000, 7168)])
 def test_real_widths_replay_bit_for_bit(n, d):
-    """fc1 and fc2 at their own settings: against fp32, with and without dependent launches, and from a graph."""
-    x, residual = torch.randn(1, d, device="cuda").half(), torch.randn(1, d, device="cuda")
-    fc1 = torch.randn(n, d, device="cuda").half() * d**-0.5
+    """fc2 at its own settings: against fp32, with and without dependent launches, and from a graph."""
+    residual, b2 = torch.randn(1, d, device="cuda"), torch.randn(d, device="cuda").half()
     fc2 = torch.randn(n, d, device="cuda").half() * n**-0.5
-    bias, b2 = torch.full((n,), 0.25, device="cuda").half(), torch.randn(d, device="cuda").half()
     mask = torch.rand(1, n, device="cuda") < 0.1
     selection, rows = Selection.from_mask(mask, 32), poisoned(n, "cuda")
     out, partials = torch.full((1, d), NAN, device="cuda"), partial_sums(d, "cuda")
-    expected, h = torch.empty(1, d, device="cuda"), torch.empty(1, n, device="cuda")
-    sparse_fc1_reference(x, fc1, bias, selection, h)
+    expected = torch.empty(1, d, device="cuda")
+    h = torch.where(mask, torch.randn(1, n, device="cuda").relu(), 0.0)  # half of what is listed is zero
+    values = h[mask]
     sparse_fc2_reference(h, fc2, b2, residual, expected)
     made = []
 
     def run(pdl: bool) -> None:
         pack(selection, rows, pdl)
-        sparse_fc1(x, fc1, bias, rows, True, pdl)
+        rows.values[: len(values)].copy_(values)
         sparse_fc2(rows, fc2, b2, residual, out, partials, pdl)
 
     for pdl in (False, True, True):
@@ -124,8 +103,3 @@ def test_settings_do_not_change_the_sum_beyond_rounding(device):
     for settings in (Fc2Settings(16, 1, 1), Fc2Settings(64, 5, 4), Fc2Settings(128, 7, 8)):
         sparse_fc2(rows, weight, residual[0], residual, out, settings=settings)
         torch.testing.assert_close(out, h @ weight, atol=1e-4, rtol=1e-4)
-    x, bias = torch.randn(1, 80, device=device), torch.zeros(90, device=device)
-    for programs in (1, 7, 200):
-        rows.values.fill_(NAN)
-        sparse_fc1(x, weight, bias, rows, settings=Fc1Settings(programs, 32, 4))
-        torch.testing.assert_close(rows.to_dense(), (x @ weight.T).relu(), atol=1e-4, rtol=1e-4)
