@@ -11,7 +11,7 @@ INDEX ?=
 TASKS ?=
 DEMO = checkpoints/demo
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
-CODE = dejavu_train kernels benchmarks tests docs/api.py examples train.py infer.py
+CODE = dejavu_train kernels papers benchmarks tests docs/api.py examples train.py infer.py
 
 .PHONY: demo train infer report test lint tables docs clean
 
@@ -24,7 +24,7 @@ infer: .venv/train
 	.venv/bin/python infer.py --config configs/infer/opt-mini.yaml
 
 report: $(if $(TASKS),.venv/dev,.venv/train)
-	.venv/bin/python -m dejavu_train.evaluation.observe --config configs/observe/opt-mini.yaml --bundle $(DEMO)/bundle \
+	.venv/bin/python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml --bundle $(DEMO)/bundle \
 		--output $(DEMO) --tokens 4000 --slow_tokens 1000 --parts residual,units,attention,union,selections,predictors
 	.venv/bin/python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16

@@ -57,7 +57,7 @@ tasks() {  # MODEL BUNDLE DTYPE
 engine=$(pick triton gather)
 all=$(pick "[cb,copa,lambada,openbookqa,piqa,rte,winogrande,hellaswag]" "[copa]")
 mini=$(tasks checkpoints/opt-mini "$bundle" float32)
-rows="$python -m benchmarks.tasks"
+rows="$python -m benchmarks.tasks" record="$python -m papers.deja_vu.record"
 
 # Alone: their times are reported.
 if wanted tests; then
@@ -69,7 +69,7 @@ if wanted engine; then
       --texts '[]' --limit "$(pick 110 1)" --backend "$engine"
   done
 fi
-wanted cost && step cost 40 "$python" -m dejavu_train.evaluation.observe --config configs/observe/opt-mini.yaml \
+wanted cost && step cost 40 "$python" -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml \
   --bundle null --parts cost --output "$out/cost" --device "$device"
 if wanted second && [ -n "${MODEL2:-}" ]; then
   second=$(tasks "$MODEL2" "$BUNDLE2" "${DTYPE2:-float32}")
@@ -90,7 +90,7 @@ wanted five && beside tasks-5 420 $rows $mini --tasks "$all" --shots 5 --texts '
 if wanted paper; then
   for shots in 0 5; do
     for tables in $(pick "fig7 table4,structures" table4); do
-      beside "paper-$shots-${tables/,/-}" 420 $rows paper --config configs/eval/paper.yaml --folder "$folder" \
+      beside "paper-$shots-${tables/,/-}" 420 $record --config papers/deja_vu/configs/tables.yaml --folder "$folder" \
         --bundle "$bundle" --device "$device" --tasks "$all" --shots "$shots" --texts '[]' \
         --limit "$(pick 200 1)" --tables "[$tables]" --output "$out/paper-$shots-${tables/,/-}"
     done
@@ -109,7 +109,7 @@ if wanted second && [ -n "${MODEL2:-}" ]; then
 fi
 if wanted texts; then
   for tables in $(pick "fig7 table4,structures" ""); do
-    beside "paper-wikitext-${tables/,/-}" 420 $rows paper --config configs/eval/paper.yaml --folder "$folder" \
+    beside "paper-wikitext-${tables/,/-}" 420 $record --config papers/deja_vu/configs/tables.yaml --folder "$folder" \
       --bundle "$bundle" --device "$device" --tasks '[]' --shots 0 --tables "[$tables]" \
       --output "$out/paper-wikitext-${tables/,/-}"
   done

@@ -1,19 +1,16 @@
-"""Rows of downstream tasks: python -m benchmarks.tasks [paper | engine | picture] --config configs/eval/opt-mini.yaml
+"""Rows of downstream tasks: python -m benchmarks.tasks [engine] --config configs/eval/opt-mini.yaml
 
-Takes the options of `python -m dejavu_train.evaluation.lm_eval`; after the word `paper` those of its module `paper`.
-Appends the rows with their conditions, as they come, to tasks.csv or paper.csv in benchmarks/results (or in the folder
-that DEJAVU_RESULTS names). `engine` asks the same questions
+Takes the options of `python -m dejavu_train.evaluation.lm_eval`. Appends the rows with their conditions, as they come,
+to tasks.csv in benchmarks/results (or in the folder that DEJAVU_RESULTS names). `engine` asks the same questions
 of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv;
 `apart_beyond` is the goal of the dtype, beyond which a request counts as apart.
-`picture`, which takes no options, draws paper.svg and paper.png from the newest rows of `fig7` in paper.csv.
 """
 
-import csv
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,8 @@ from benchmarks.rows import append_row, device_name, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
-from dejavu_train.evaluation.lm_eval.paper import PaperConfig, paper
 from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
-from dejavu_train.evaluation.lm_eval.trend import plot_trend
 from dejavu_train.models.opt import resolve_device
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
@@ -89,41 +84,23 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
     }
 
 
-def newest_trend(path: Path) -> list[dict[str, Any]]:
-    """Of paper.csv, for the model of its last row, the last row of every point of ``fig7``; numbers as numbers."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    points: dict[tuple[str, ...], dict[str, Any]] = {}
-    identity = ("selection", "asked_mlp_density", "asked_head_density", "task", "shots", "metric")
-    numbers = ("total_sparsity", "value", "dense", "error")
-    for row in rows:
-        if row["table"] == "fig7" and row["model"] == rows[-1]["model"]:
-            point = row | {name: float(row[name] or 0) for name in numbers} | {"shots": int(row["shots"])}
-            points[tuple(row[name] for name in identity)] = point
-    return list(points.values())
+def answered(config: TasksConfig) -> Iterator[list[dict[str, Any]]]:
+    """Rows of the tasks, as they come."""
+    return ([dataclasses.asdict(row) for row in rows] for rows in tasks(config))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     flags = list(sys.argv[1:] if argv is None else argv)
-    if flags == ["picture"]:
-        plot_trend(newest_trend(RESULTS / "paper.csv"), RESULTS / "paper")
-        return
-    word = flags.pop(0) if flags[:1] in (["paper"], ["engine"]) else "tasks"
+    engine = flags[:1] == ["engine"]
     quiet()
-    config: Any = read_config(PaperConfig if word == "paper" else TasksConfig, flags, __doc__ or "")
+    config: TasksConfig = read_config(TasksConfig, flags[engine:], __doc__ or "")
     shared = conditions(config)  # the commit at the start: a run may outlast it
-    path = RESULTS / {"paper": "paper.csv", "engine": "task_engine.csv", "tasks": "tasks.csv"}[word]
-    made: Iterable[list[dict[str, Any]]]
-    if word == "paper":
-        made = ([row.flat() for row in rows] for rows in paper(config))
-    elif word == "engine":
-        made = iter([[selection(config) | against_mask(config)]])
-    else:
-        asked = selection(config)
-        made = ([asked | dataclasses.asdict(row) for row in rows] for rows in tasks(config))
+    path = RESULTS / ("task_engine.csv" if engine else "tasks.csv")
+    asked = selection(config)
+    made: Iterable[list[dict[str, Any]]] = [[against_mask(config)]] if engine else answered(config)
     for rows in made:
         for row in rows:
-            append_row(path, five_digits(row) | shared, [*row, *shared])
+            append_row(path, five_digits(asked | row) | shared)
         print(f"appended {len(rows)} rows to {path}", flush=True)
 
 

@@ -5,7 +5,7 @@
     --mlp.rank 32                            every field is a flag, fields of a section with a dot
     --densities 0.1,0.2                      a list, with commas or repeated; a list of texts: --text a.txt b.txt
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
-    --observe                                a mapping that may be null: an empty one
+    --generation                             a mapping that may be null: an empty one
 
 Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
 """
@@ -92,8 +92,9 @@ class _ConfigParser(Parser):
                 raise UserError(f"the config file {path}: {name} must hold keys and values, got {value}")
 
     def _meant(self, name: str) -> str:
-        if name in self.gone:
-            return f", which is no longer there; {self.gone[name]}"
+        instead = self.gone.get(name.partition(".")[0])
+        if instead is not None:
+            return f", which is no longer there; {instead}"
         close = difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 

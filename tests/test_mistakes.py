@@ -442,12 +442,13 @@ def test_a_bundle_that_does_not_say_its_model_wants_one(tmp_path):
 
 def commands_of_a_bundle():
     from dejavu_train.evaluation.generation import run as generation
-    from dejavu_train.evaluation.observe import __main__ as observe
-    from dejavu_train.evaluation.observe.config import ObserveConfig
+    from papers.deja_vu.observe import __main__ as observe
+    from papers.deja_vu.observe.config import ObserveConfig
 
     found = [(InferConfig, infer), (generation.GenerationConfig, generation.main), (ObserveConfig, observe.main)]
     if importlib.util.find_spec("lm_eval"):
-        from dejavu_train.evaluation.lm_eval import paper, run
+        from dejavu_train.evaluation.lm_eval import run
+        from papers.deja_vu import tables as paper
 
         found += [(run.TasksConfig, run.main), (paper.PaperConfig, paper.main)]
     return found
@@ -467,7 +468,7 @@ def test_every_command_of_a_bundle_takes_its_model(config, command, tmp_path):
 
 
 def test_an_observation_without_a_bundle_wants_a_model():
-    from dejavu_train.evaluation.observe import __main__ as observe
+    from papers.deja_vu.observe import __main__ as observe
 
     with pytest.raises(UserError, match="give --model"):
         observe.main(["--bundle", "null"])

@@ -18,8 +18,8 @@ from dejavu_train.evaluation.cli import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.further import plan
 from dejavu_train.evaluation.generation.run import read_config as read_generation
-from dejavu_train.evaluation.observe.__main__ import read_config as read_observe
 from dejavu_train.parser import merged, parse
+from papers.deja_vu.observe.__main__ import read_config as read_observe
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -83,6 +83,7 @@ def _commands(command: str = r"(?:train|infer)\.py") -> list[list[str]]:
     """Commands of python, those of train.py and infer.py, in README, Makefile, cards and docs."""
     files = [REPOSITORY / "README.md", REPOSITORY / "Makefile", *(REPOSITORY / "docs").glob("*.md")]
     files += [REPOSITORY / "checkpoints/opt-mini/README.md", *CONFIGS.rglob("*.yaml")]
+    files += (REPOSITORY / "papers").rglob("*.yaml")
     found = []
     for path in files:
         text = re.sub(r"\\\n\s*", "", path.read_text())  # lines that go on
@@ -98,40 +99,37 @@ def test_every_command_of_the_documentation_parses():
         if {"...", "--help", "my_run.yaml"} & set(flags) or "--text" in flags and name == "train.py":
             continue
         config = (parse_config if name == "train.py" else read_config)(flags)
-        if name == "infer.py" and (config.tasks, config.paper) == (None, None):
+        if name == "infer.py" and config.tasks is None:
             plan(config)
 
 
 def test_every_command_of_evaluation_in_the_documentation_parses():
-    parsers = {"observe": read_observe, "generation": read_generation}
+    parsers = {r"papers\.deja_vu\.observe": read_observe, r"dejavu_train\.evaluation\.generation": read_generation}
     try:
-        from dejavu_train.evaluation.lm_eval.paper import PaperConfig
         from dejavu_train.evaluation.lm_eval.run import TasksConfig
         from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
+        from papers.deja_vu.tables import read_config as read_tables
     except ImportError:
         pass  # without the extra eval
     else:
-        parsers["lm_eval"] = lambda flags: read_tasks(TasksConfig, flags, "")
-        parsers["lm_eval.paper"] = lambda flags: read_tasks(PaperConfig, flags, "")
-    for room, read in parsers.items():
-        commands = _commands(rf"-m dejavu_train\.evaluation\.{re.escape(room)}")
-        assert commands, room
+        parsers[r"dejavu_train\.evaluation\.lm_eval"] = lambda flags: read_tasks(TasksConfig, flags, "")
+        parsers[r"papers\.deja_vu\.(?:tables|record)"] = read_tables
+    for module, read in parsers.items():
+        commands = [words for words in _commands(f"-m {module}") if words[-1] != "picture"]
+        assert commands, module
         for _, _, *flags in commands:
             read(flags)
 
 
 def test_commands_of_task_rows_in_the_documentation_parse():
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    from dejavu_train.evaluation.lm_eval.paper import PaperConfig
     from dejavu_train.evaluation.lm_eval.run import TasksConfig
     from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
 
     commands = _commands(r"-m benchmarks\.tasks")
     assert commands
     for _, _, *flags in commands:
-        word = flags.pop(0) if flags[0] in ("paper", "engine", "picture") else "tasks"
-        if flags:
-            read_tasks(PaperConfig if word == "paper" else TasksConfig, flags, "")
+        read_tasks(TasksConfig, flags[flags[0] == "engine" :], "")
 
 
 def test_names_come_with_commas_or_repeated_and_none_is_empty():
@@ -142,14 +140,20 @@ def test_names_come_with_commas_or_repeated_and_none_is_empty():
     assert read_observe(["--parts=[residual, union]"]).parts == ("residual", "union")
 
 
-def test_a_mapping_that_may_be_null_is_switched_on_by_its_name():
-    assert read_config([]).observe is None and read_config(["--observe"]).observe == {}
-    assert read_config(["--observe", "--observe.tokens", "9"]).observe == {"tokens": 9}
-    paper = str(CONFIGS / "infer/paper.yaml")
-    assert (
-        read_config(["--config", paper]).paper == {}
-        and read_config(["--config", paper, "--paper", "null"]).paper is None
-    )
+def test_a_mapping_that_may_be_null_is_switched_on_by_its_name(write):
+    assert read_config([]).generation is None and read_config(["--generation"]).generation == {}
+    assert read_config(["--generation", "--generation.prompts", "9"]).generation == {"prompts": 9}
+    asked = write("asked.yaml", "tasks: {}")
+    assert read_config(["--config", asked]).tasks == {}
+    assert read_config(["--config", asked, "--tasks", "null"]).tasks is None
+
+
+def test_an_option_that_moved_names_its_command(write):
+    for options in (["--observe"], ["--observe.tokens", "3"], ["--config", write("old.yaml", "observe: {tokens: 3}")]):
+        with pytest.raises(
+            UserError, match="observe.*, which is no longer there; type python -m papers.deja_vu.observe --config"
+        ):
+            read_config(options)
 
 
 def test_lists_come_with_commas_and_files_one_by_one():

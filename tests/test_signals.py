@@ -109,22 +109,24 @@ def first_text_is_scored(output, log):
 
 COMMANDS = {  # module, flags, when it is interrupted, the files that may be there then and after it
     "infer": (
-        "evaluation.cli", "bundle window=64 batch_tokens=64 densities=0.3 curve_densities=[] selections=predicted"
+        "dejavu_train.evaluation.cli",
+        "bundle window=64 batch_tokens=64 densities=0.3 curve_densities=[] selections=predicted"
         " head_densities=[] sparse_from=[0] tokens=1500 timing=false text={text} text=more={long}",
         first_text_is_scored, "results.json",
     ),
     "pretrain": (
-        "training.pretrain.run", "text={text} vocab_size=320 d_model=32 n_layers=2 n_heads=2 d_ffn=64 max_positions=64"
+        "dejavu_train.training.pretrain.run",
+        "text={text} vocab_size=320 d_model=32 n_layers=2 n_heads=2 d_ffn=64 max_positions=64"
         " context=32 batch_rows=2 steps=100000 checkpoint_seconds=0", lambda o, _: (o / "pretraining.ckpt").is_file(),
         "pretraining.ckpt",
     ),
     "observe": (
-        "evaluation.observe.__main__", "model bundle text={long} window=64 batch_tokens=64 tokens=500"
+        "papers.deja_vu.observe.__main__", "model bundle text={long} window=64 batch_tokens=64 tokens=500"
         " parts=residual,selections densities=0.1,0.2,0.3,0.4", lambda _, log: holds(log, "one pass"),
         "observations/*.csv",
     ),
     "generation": (
-        "evaluation.generation.run", "model bundle text={long} prompts=8 prompt=16 new_tokens=48 every=4",
+        "dejavu_train.evaluation.generation.run", "model bundle text={long} prompts=8 prompt=16 new_tokens=48 every=4",
         lambda o, _: (o / "generation/rows.csv").is_file(), "generation/*",
     ),
 }  # fmt: skip
@@ -140,7 +142,7 @@ def test_every_other_command_ends(tiny_opt, text_file, tmp_path, command, number
     given = {"model": f"model={tiny_opt}", "bundle": f"bundle={bundle}"}
     flags = [given.get(word, word).format(text=text_file, long=long) for word in words.split()]
     flags += [f"output={output}", "device=cpu", *([given["model"]] if command == "infer" else [])]
-    process = start_main([f"--{flag}" for flag in flags], log, f"dejavu_train.{module}")
+    process = start_main([f"--{flag}" for flag in flags], log, module)
     wait_for(lambda: reached(output, log), process)
     os.kill(process.pid, number)
     process.join(300)

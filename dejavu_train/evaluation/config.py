@@ -23,7 +23,11 @@ class InferConfig:
     Densities are means over the layers; 1.0 is dense. A target without predictors is dense whatever is asked.
     """
 
-    GONE = {"curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities"}
+    GONE = {
+        "curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities",
+        "observe": "type python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml",
+        "paper": "type python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml",
+    }
 
     model: str = ""
     """Folder or hub id of a pre-norm OPT; empty: the one that the bundle, a folder, was made for."""
@@ -84,14 +88,10 @@ class InferConfig:
     """Tokens of the prompt while timing."""
     new_tokens: int = 64
     """Tokens that are timed, and that are generated."""
-    observe: dict[str, Any] | None = None
-    """Options of python -m dejavu_train.evaluation.observe: observations of the dense model as well; null: none."""
     generation: dict[str, Any] | None = None
     """Options of python -m dejavu_train.evaluation.generation: dense and sparse continuations as well; null: none."""
     tasks: dict[str, Any] | None = None
     """Options of python -m dejavu_train.evaluation.lm_eval: downstream tasks as well; null: none."""
-    paper: dict[str, Any] | None = None
-    """Options of python -m dejavu_train.evaluation.lm_eval.paper: the paper's tables as well; null: none."""
     wandb: str | None = None
     """A project of Weights & Biases to log the tables and pictures to; WANDB_MODE=offline keeps them here."""
     generate: str | None = None

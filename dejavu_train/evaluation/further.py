@@ -1,7 +1,7 @@
-"""What infer.py measures beside its own rows when it is asked to: observations, generation, tasks, the paper's tables.
+"""What infer.py measures beside its own rows when it is asked to: generation, tasks.
 
 Each is a command of its own; here it takes the model, the bundle and the device of the run, and writes into its output
-folder, where report.html finds it. lm-eval is imported only where ``tasks`` or ``paper`` is asked for.
+folder, where report.html finds it. lm-eval is imported only where ``tasks`` is asked for.
 """
 
 import dataclasses
@@ -18,8 +18,6 @@ from dejavu_train.evaluation.check import text_source
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.run import table, write_generation
-from dejavu_train.evaluation.observe.config import ObserveConfig
-from dejavu_train.evaluation.observe.run import observe
 from dejavu_train.parser import parse
 
 logger = logging.getLogger(__name__)
@@ -30,12 +28,10 @@ SHARED = ("model", "revision", "bundle", "device", "device_map", "dtype", "text_
 
 @dataclasses.dataclass(frozen=True)
 class Further:
-    """What is asked for, checked; None is not. ``tasks`` is a TasksConfig, ``paper`` a PaperConfig."""
+    """What is asked for, checked; None is not. ``tasks`` is a TasksConfig."""
 
-    observe: ObserveConfig | None
     generation: GenerationConfig | None
     tasks: Any
-    paper: Any
 
 
 def plan(config: InferConfig) -> Further:
@@ -46,27 +42,21 @@ def plan(config: InferConfig) -> Further:
             there, an unknown task, or lm-eval is not installed.
     """
     tasks: Any = None
-    paper: Any = None
-    if config.tasks is not None or config.paper is not None:
+    if config.tasks is not None:
         try:
-            from dejavu_train.evaluation.lm_eval.paper import PaperConfig
             from dejavu_train.evaluation.lm_eval.run import TasksConfig
             from dejavu_train.evaluation.lm_eval.tasks import find_tasks
         except ModuleNotFoundError as error:
             if error.name != "lm_eval":
                 raise
-            raise UserError("--tasks and --paper need lm-eval: pip install 'dejavu-train[eval]'") from None
+            raise UserError("--tasks needs lm-eval: pip install 'dejavu-train[eval]'") from None
         tasks = _of_run(TasksConfig, config, "tasks", f"{config.output}/tasks")
-        paper = _of_run(PaperConfig, config, "paper", f"{config.output}/paper")
-        for asked in (tasks, paper):
-            if asked is not None and asked.folder is not None:
-                find_tasks((*asked.tasks, *asked.texts), asked.where)
-    observed = _of_run(ObserveConfig, config, "observe", config.output)
+        if tasks.folder is not None:
+            find_tasks((*tasks.tasks, *tasks.texts), tasks.where)
     generation = _of_run(GenerationConfig, config, "generation", config.output)
-    for made in (observed, generation):
-        if made is not None:
-            check_source(text_source(made, made.text))
-    return Further(observed, generation, tasks, paper)
+    if generation is not None:
+        check_source(text_source(generation, generation.text))
+    return Further(generation, tasks)
 
 
 def measure(asked: Further, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle) -> None:
@@ -75,16 +65,10 @@ def measure(asked: Further, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundl
     Args:
         dense: on its device. Generation comes last: its backend lays some of the weights out anew, in place.
     """
-    if asked.observe is not None:
-        logger.info("wrote %s", observe(asked.observe, dense, tokenizer, bundle))
     if asked.tasks is not None:
         from dejavu_train.evaluation.lm_eval.run import write_tasks
 
         write_tasks(asked.tasks)
-    if asked.paper is not None:
-        from dejavu_train.evaluation.lm_eval.paper import write_paper
-
-        write_paper(asked.paper)
     if asked.generation is not None:
         folder, rows = write_generation(asked.generation, dense, tokenizer, bundle)
         print(table(rows))

@@ -2,9 +2,9 @@
 
     python -m dejavu_train.evaluation.html_report RESULTS_FOLDER [--wandb PROJECT]
 
-Made of the files alone: results.json, and if they lie there observations/ (of evaluation.observe), generation/ (of
-evaluation.generation), tasks/results.json and paper/paper.json (of evaluation.lm_eval). So it can be made anew at any
-time. All text is escaped; the one script sorts tables.
+Made of the files alone: results.json, and if they lie there observations/ (of papers.deja_vu.observe), generation/
+(of evaluation.generation), tasks/results.json (of evaluation.lm_eval) and paper/paper.json (of papers.deja_vu.tables).
+So it can be made anew at any time. All text is escaped; the one script sorts tables.
 """
 
 import argparse
@@ -330,7 +330,7 @@ def _missing(results: Results) -> str:
     if not found["layers"] and found["quality"]:
         missing.append(("figures per layer", "no predicted row was scored"))
     if results.observed is None:
-        missing.append(("observations", "not made: infer.py --observe makes them"))
+        missing.append(("observations", "not made: python -m papers.deja_vu.observe makes them"))
     else:
         missing += [(one["what"], one["why"]) for one in results.observed["not_measured"]]
     if results.generation is None:

@@ -11,14 +11,14 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.finite import FiniteLogits, check_logits, first_fault
 from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.observe.config import ObserveConfig
-from dejavu_train.evaluation.observe.cost import Peaks, cost_rows
-from dejavu_train.evaluation.observe.predictors import predictor_rows
-from dejavu_train.evaluation.observe.run import one_pass
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.evaluation.texts import behind_start
 from dejavu_train.evaluation.timing import time_cpu_engine, time_decoding
 from dejavu_train.models.opt import load_opt, load_tokenizer
+from papers.deja_vu.observe.config import ObserveConfig
+from papers.deja_vu.observe.cost import Peaks, cost_rows
+from papers.deja_vu.observe.predictors import predictor_rows
+from papers.deja_vu.observe.run import one_pass
 
 IDS = torch.tensor([[2, 5, 6, 7]])
 

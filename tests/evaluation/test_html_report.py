@@ -10,12 +10,12 @@ import pytest
 
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.html_report import inline_svg, main, write_report
-from dejavu_train.evaluation.observe.residual import CosineRow
-from dejavu_train.evaluation.observe.rows import write_csv
-from dejavu_train.evaluation.observe.run import draw
-from dejavu_train.evaluation.observe.titles import TITLES
-from dejavu_train.evaluation.observe.units import ConcentrationRow
+from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.files import write_json
+from papers.deja_vu.observe.residual import CosineRow
+from papers.deja_vu.observe.run import draw
+from papers.deja_vu.observe.titles import TITLES
+from papers.deja_vu.observe.units import ConcentrationRow
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 NASTY = '<script>alert("&")</script>'

@@ -17,7 +17,6 @@ from lm_eval.api.registry import get_model
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.evaluation.lm_eval import paper as paper_module
 from dejavu_train.evaluation.lm_eval import run as run_module
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
@@ -245,21 +244,6 @@ def test_the_command_line_writes_rows_samples_and_a_table(tiny_opt, bundle_folde
     assert (row["value"], row["dense"], row["flips"]) == (right["sparse"] / 3, right["dense"] / 3, flipped / 3)
 
 
-def test_the_papers_tables(tiny_opt, bundle_folder, data, tmp_path, capsys):
-    flags = [f"--config={REPOSITORY / 'configs/eval/paper.yaml'}", f"--model={tiny_opt}", f"--bundle={bundle_folder}"]
-    flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=2"]
-    flags += ["--tasks=[piqa, cb]", "--shots=[0]", "--sparsities=[0.5, 0.75]", "--device=cpu"]
-    assert exit_on_user_error(paper_module.main, [*flags, "--structures=[parallel 2, skip 1/2]"]) == 0
-    rows = json.loads((tmp_path / "paper.json").read_text())["rows"]
-    kinds = {(row["table"], row["selection"], row["structure"]) for row in rows}
-    assert ("table4", "predicted", "sequential") in kinds and ("fig7", "oracle", "sequential") in kinds
-    assert ("structures", "dense", "skip 1/2") in kinds and ("structures", "predicted", "parallel 2") in kinds
-    for row in rows:
-        assert (row["total_sparsity"] == 0) == (row["selection"] == "dense")
-    assert (tmp_path / "fig7.png").stat().st_size > 10_000 and (tmp_path / "fig7.svg").is_file()
-    assert "| fig7 | oracle, sequential" in capsys.readouterr().out
-
-
 def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path, capsys):
     from dejavu_train.evaluation.cli import main
 
@@ -267,11 +251,10 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
     flags = [f"--model={tiny_opt}", f"--bundle={bundle_folder}", f"--output={tmp_path}", f"--text={tmp_path}/text.txt"]
     flags += ["--window=64", "--tokens=0", "--timing=false", "--device=cpu"]
     common = [f"folder={data}", f"include_path={REPOSITORY / 'configs/tasks'}", "limit=2", "shots=0", "texts=[]"]
-    flags += [f"--{part}.{option}" for part in ("tasks", "paper") for option in [*common, "tasks=piqa,cb"]]
-    assert exit_on_user_error(main, [*flags, "--paper.tables=fig7", "--paper.sparsities=0.5"]) == 0
+    flags += [f"--tasks.{option}" for option in [*common, "tasks=piqa,cb"]]
+    assert exit_on_user_error(main, flags) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert 'id="picture-fig7"' in page
-    assert "<h2>Tasks</h2>" in page and "The paper&#x27;s tables that are about tasks" in page
+    assert "<h2>Tasks</h2>" in page and "there is no paper/paper.json" in page
     rows = json.loads((tmp_path / "tasks/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {
         "piqa",
@@ -280,7 +263,7 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
     } and "| mean | 0 | acc | 4 |" in capsys.readouterr().out
     flags = [flag for flag in flags if "--tokens" not in flag and "--output" not in flag]
     flags += ["--tokens=200", f"--output={tmp_path / 'other'}"]
-    mistakes = {"--paper: --tables: table9 is none of": "--paper.tables=table9", "no task su": "--tasks.tasks=su"}
+    mistakes = {"--tasks: --limit must": "--tasks.limit=0", "no task su": "--tasks.tasks=su"}
     for told, flag in mistakes.items():
         assert exit_on_user_error(main, [*flags, flag]) == 2
         assert told in capsys.readouterr().err and not (tmp_path / "other").exists()  # before anything is scored
@@ -317,15 +300,10 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and said in lines[0], (said, lines)
     assert not (tmp_path / "out").exists()
-    mistakes = {"is none of": ["--tables=[table9]"], "no structure": ["--structures=[sideways]"]}
-    for said, flags in (mistakes | {"--tables is empty": ["--tables=[]"]}).items():
-        assert exit_on_user_error(paper_module.main, [*common, *flags]) == 2
-        assert said in capsys.readouterr().err
     with pytest.raises(UserError, match="bundle"):
         DejavuLM(str(tiny_opt), backend="mask")
 
 
-def test_the_configurations_are_read():
-    for name, kind in (("opt-mini", TasksConfig), ("paper", paper_module.PaperConfig)):
-        read = read_config(kind, [f"--config={REPOSITORY / 'configs/eval' / name}.yaml"], "")
-        assert read == kind(), "the files spell the defaults out"
+def test_the_configuration_is_read():
+    read = read_config(TasksConfig, [f"--config={REPOSITORY / 'configs/eval/opt-mini.yaml'}"], "")
+    assert read == TasksConfig(), "the file spells the defaults out"

@@ -164,15 +164,13 @@ def test_without_scores_and_times_no_text_is_read(arguments, monkeypatch, capsys
     assert "the model" in capsys.readouterr().out
 
 
-def test_observations_and_generation_appear_in_the_report(arguments, short_text, tmp_path, capsys):
-    asked = {"observe.text": short_text, "observe.window": "32", "observe.tokens": "100", "observe.parts": "residual"}
-    asked |= {"generation.text": short_text, "generation.prompts": "2", "generation.new_tokens": "8"}
+def test_generation_appears_in_the_report(arguments, short_text, tmp_path, capsys):
+    asked = {"generation.text": short_text, "generation.prompts": "2", "generation.new_tokens": "8"}
     asked |= {"generation.prompt": "8", "generation.densities": "0.5", "generation.every": "[]"}
     assert run(arguments, tokens=0, timing="false", **asked) == 0
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
-    assert "<h2>Observations</h2>" in page and "<h2>Generation</h2>" in page
+    assert "<h2>Generation</h2>" in page and "papers.deja_vu.observe makes them" in page
     assert "2 prompts of 8 tokens" in page and "there is no paper/paper.json" in page
-    assert json.loads((tmp_path / "out/observations/observations.json").read_text())["model"] == arguments["model"]
     assert "| greedy | 50 | 85 | prompt |" in capsys.readouterr().out
 
 
@@ -226,11 +224,13 @@ def error_line(capsys) -> str:
         ({"new_tokens": "0"}, "--new_tokens"),
         ({"generate": "the " * 600}, "--generate"),
         ({"guard.every": "4"}, "give a prompt with --generate"),
-        ({"observe.tokns": "3"}, "--observe: unknown option --tokns; did you mean tokens?"),
-        ({"observe.parts": "all"}, "--observe: --parts must be some of"),
+        ({"generation.tokns": "3"}, "--generation: unknown option --tokns; did you mean new_tokens?"),
+        ({"generation.decodings": "all"}, "--generation: --decodings must be"),
+        ({"observe.tokens": "3"}, "--observe.tokens, which is no longer there; type python -m papers.deja_vu.observe"),
+        ({"paper": "{}"}, "--paper, which is no longer there; type python -m papers.deja_vu.tables"),
         ({"generation.text": "/nowhere.txt"}, "there is no text file /nowhere.txt"),
-        ({"observe.model": "other"}, "--observe.model is that of the run; give --model"),
-        ({"observe": "3"}, "--observe"),
+        ({"generation.model": "other"}, "--generation.model is that of the run; give --model"),
+        ({"generation": "3"}, "--generation"),
         ({"generation.every": "1"}, "--generation: guard.every must be at least 2"),
         ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
         ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.observe.pictures import STYLES, save
+from dejavu_train.evaluation.figure import STYLES, save
 
 BLOCK = 16  # positions that a point of a curve over positions averages
 

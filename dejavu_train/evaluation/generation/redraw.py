@@ -8,7 +8,7 @@ from pathlib import Path
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.generation.picture import draw
 from dejavu_train.evaluation.generation.run import GenerationRow, PositionRow
-from dejavu_train.evaluation.observe.rows import read_csv
+from dejavu_train.evaluation.rows import read_csv
 
 
 def redraw(folder: str | Path) -> bool:

@@ -29,9 +29,9 @@ from dejavu_train.evaluation.calibrated import described, moved
 from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.picture import draw
-from dejavu_train.evaluation.observe.rows import write_csv
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions
+from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device

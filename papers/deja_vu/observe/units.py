@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.evaluation.observe.statistics import Distribution
 from dejavu_train.models.hooks import neuron_contribution
+from papers.deja_vu.observe.statistics import Distribution
 
 AT_ONCE = 1 << 24  # fp32 numbers of an intermediate that are held at a time
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.observe.pictures import save
+from dejavu_train.evaluation.figure import save
 from dejavu_train.evaluation.picture import CURVES
 
 COLUMNS = 3

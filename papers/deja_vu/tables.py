@@ -1,6 +1,6 @@
 """The tables of the Deja Vu paper that are about tasks, for any model and bundle.
 
-    python -m dejavu_train.evaluation.lm_eval.paper --config configs/eval/paper.yaml --folder FOLDER
+    python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml --folder FOLDER
 
 - ``table4``: the MLPs alone at 85 % sparsity, and the heads alone at 50 %;
 - ``fig7``: accuracies and perplexities over the total sparsity, predicted and oracle;
@@ -25,13 +25,14 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import named_model, require_model
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, read_config, versions
+from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, versions
 from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, change_of, compare, mean_rows, quiet
-from dejavu_train.evaluation.lm_eval.trend import plot_trend
-from dejavu_train.evaluation.restructure import STRUCTURES, check_structure, restructured
-from dejavu_train.evaluation.studied import SELECTED_BY, StudiedOPT, densities_for, one_stage, total_sparsity
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.parser import parse
+from papers.deja_vu.restructure import STRUCTURES, check_structure, restructured
+from papers.deja_vu.studied import SELECTED_BY, StudiedOPT, densities_for, one_stage, total_sparsity
+from papers.deja_vu.trend import plot_trend
 
 logger = logging.getLogger(__name__)
 
@@ -210,9 +211,16 @@ def table(rows: Sequence[PaperRow]) -> str:
     return "\n".join(lines)
 
 
+def read_config(argv: Sequence[str] | None, prog: str = "python -m papers.deja_vu.tables") -> PaperConfig:
+    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    config = parse(PaperConfig, argv, prog, str(PaperConfig.__doc__))
+    config.check()
+    return config
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write paper.json and fig7."""
-    config: PaperConfig = read_config(PaperConfig, argv, "The paper's tables that are about tasks.")
+    config = read_config(argv)
     require_model(config.model, config.bundle)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("dejavu_train").setLevel(logging.INFO)

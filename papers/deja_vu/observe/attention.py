@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train.evaluation.observe.statistics import spearman
 from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
+from papers.deja_vu.observe.statistics import spearman
 
 MAPS = 4
 

@@ -1,4 +1,4 @@
-"""Observes a dense model: python -m dejavu_train.evaluation.observe --config FILE [--option value ...]."""
+"""Observes a dense model: python -m papers.deja_vu.observe --config FILE [--option value ...]."""
 
 import logging
 import os
@@ -10,13 +10,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from dejavu_train.bundle.folder import require_model
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.observe.config import ObserveConfig
 from dejavu_train.parser import parse
+from papers.deja_vu.observe.config import ObserveConfig
 
 
 def read_config(argv: Sequence[str] | None) -> ObserveConfig:
     """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
-    config = parse(ObserveConfig, argv, "python -m dejavu_train.evaluation.observe", str(ObserveConfig.__doc__))
+    config = parse(ObserveConfig, argv, "python -m papers.deja_vu.observe", str(ObserveConfig.__doc__))
     config.check()
     return config
 
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     import transformers
 
     from dejavu_train.bundle.artifact import Bundle
-    from dejavu_train.evaluation.observe.run import observe
     from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+    from papers.deja_vu.observe.run import observe
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)

@@ -14,23 +14,23 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.finite import check_logits
-from dejavu_train.evaluation.observe.attention import Attention, map_rows
-from dejavu_train.evaluation.observe.config import PARTS, PASS_PARTS, ObserveConfig
-from dejavu_train.evaluation.observe.cost import Peaks, cost_rows, measure_peaks
-from dejavu_train.evaluation.observe.neighbours import neighbour_rows
-from dejavu_train.evaluation.observe.predictors import predictor_rows
-from dejavu_train.evaluation.observe.residual import Residual
-from dejavu_train.evaluation.observe.rows import write_csv
-from dejavu_train.evaluation.observe.selections import COMPARED, selection_rows
-from dejavu_train.evaluation.observe.titles import TITLES
-from dejavu_train.evaluation.observe.union import Unions
-from dejavu_train.evaluation.observe.units import Units
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
+from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, behind_start, load_spread
 from dejavu_train.files import write_json
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.progress import Progress
+from papers.deja_vu.observe.attention import Attention, map_rows
+from papers.deja_vu.observe.config import PARTS, PASS_PARTS, ObserveConfig
+from papers.deja_vu.observe.cost import Peaks, cost_rows, measure_peaks
+from papers.deja_vu.observe.neighbours import neighbour_rows
+from papers.deja_vu.observe.predictors import predictor_rows
+from papers.deja_vu.observe.residual import Residual
+from papers.deja_vu.observe.selections import COMPARED, selection_rows
+from papers.deja_vu.observe.titles import TITLES
+from papers.deja_vu.observe.union import Unions
+from papers.deja_vu.observe.units import Units
 
 logger = logging.getLogger(__name__)
 
@@ -214,13 +214,14 @@ def draw(rows: Rows, folder: Path) -> list[str]:
         import matplotlib  # noqa: F401
     except ImportError:
         return []
-    from dejavu_train.evaluation.observe import pictures
+    from dejavu_train.evaluation.figure import save
+    from papers.deja_vu.observe import pictures
 
     drawn = []
     for name, picture in pictures.DRAWN.items():
         if name in rows:
             extra = [rows.get("uniformity", [])] if name == "heads" else []
-            pictures.save(picture(rows[name], *extra), folder / name)
+            save(picture(rows[name], *extra), folder / name)
             drawn.append(name)
     return drawn
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dejavu_train.evaluation.observe.statistics import Distribution, cosine
+from papers.deja_vu.observe.statistics import Distribution, cosine
 
 DISTANCES = 8
 

@@ -5,22 +5,19 @@ print; markers and dashes tell lines apart too. Legends stand below the panels, 
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.observe.attention import HeadRow, MapRow, UniformityRow
-from dejavu_train.evaluation.observe.cost import PARTS, PHASES, CostRow
-from dejavu_train.evaluation.observe.neighbours import NeighbourRow
-from dejavu_train.evaluation.observe.predictors import PredictorRow
-from dejavu_train.evaluation.observe.residual import ClusterRow, CosineRow, NormRow
-from dejavu_train.evaluation.observe.selections import SelectionRow
-from dejavu_train.evaluation.observe.union import UnionRow, mean_over_layers
-from dejavu_train.evaluation.observe.units import FrequencyRow, OverlapRow, SparsityRow
+from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, PINK, RED, STYLES
 from dejavu_train.evaluation.picture import CURVES
-from dejavu_train.files import replacing
+from papers.deja_vu.observe.attention import HeadRow, MapRow, UniformityRow
+from papers.deja_vu.observe.cost import PARTS, PHASES, CostRow
+from papers.deja_vu.observe.neighbours import NeighbourRow
+from papers.deja_vu.observe.predictors import PredictorRow
+from papers.deja_vu.observe.residual import ClusterRow, CosineRow, NormRow
+from papers.deja_vu.observe.selections import SelectionRow
+from papers.deja_vu.observe.union import UnionRow, mean_over_layers
+from papers.deja_vu.observe.units import FrequencyRow, OverlapRow, SparsityRow
 
-BLUE, GREEN, PINK, ORANGE, RED, BLACK = "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#000000"
-STYLES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (PINK, "D", ":"), (ORANGE, "v", "-"))
 MARKERS = "os^DvP*X<>"
 TARGETS = {"heads": "attention heads", "mlp": "MLP neurons"}
 UNION_STYLES = {
@@ -30,18 +27,6 @@ UNION_STYLES = {
     "selections": (BLUE, "s", "-", "grouped by previous selections"),
     "independent": (PINK, "x", ":", "independent, same frequencies"),
 }
-
-
-def save(figure: Any, stem: Path) -> None:
-    """Write ``stem``.svg (the same bytes for the same rows) and ``stem``.png, and close the figure."""
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    with matplotlib.rc_context({"svg.hashsalt": stem.name}):
-        for kind, options in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 150})):
-            with replacing(stem.with_suffix(f".{kind}")) as temporary:
-                figure.savefig(temporary, format=kind, **options)
-    plt.close(figure)
 
 
 def _panels(

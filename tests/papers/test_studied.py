@@ -7,10 +7,10 @@ from bundles import make_bundle
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.evaluation.restructure import STRUCTURES, restructured, skipped_layers
-from dejavu_train.evaluation.studied import StudiedOPT, densities_for, one_stage, total_sparsity
 from dejavu_train.models.opt import OPTShape, load_opt
 from dejavu_train.sparse.masked import masking
+from papers.deja_vu.restructure import STRUCTURES, restructured, skipped_layers
+from papers.deja_vu.studied import StudiedOPT, densities_for, one_stage, total_sparsity
 
 
 @pytest.fixture(scope="module")

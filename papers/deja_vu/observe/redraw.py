@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.evaluation.observe.attention import HeadRow, MapRow, UniformityRow
-from dejavu_train.evaluation.observe.cost import CostRow
-from dejavu_train.evaluation.observe.neighbours import NeighbourRow
-from dejavu_train.evaluation.observe.predictors import PredictorRow
-from dejavu_train.evaluation.observe.residual import ClusterRow, CosineRow, NormRow
-from dejavu_train.evaluation.observe.rows import read_csv
-from dejavu_train.evaluation.observe.run import draw
-from dejavu_train.evaluation.observe.selections import SelectionRow
-from dejavu_train.evaluation.observe.union import UnionRow
-from dejavu_train.evaluation.observe.units import FrequencyRow, OverlapRow, SparsityRow
+from dejavu_train.evaluation.rows import read_csv
+from papers.deja_vu.observe.attention import HeadRow, MapRow, UniformityRow
+from papers.deja_vu.observe.cost import CostRow
+from papers.deja_vu.observe.neighbours import NeighbourRow
+from papers.deja_vu.observe.predictors import PredictorRow
+from papers.deja_vu.observe.residual import ClusterRow, CosineRow, NormRow
+from papers.deja_vu.observe.run import draw
+from papers.deja_vu.observe.selections import SelectionRow
+from papers.deja_vu.observe.union import UnionRow
+from papers.deja_vu.observe.units import FrequencyRow, OverlapRow, SparsityRow
 
 KINDS: dict[str, type[Any]] = {
     "sparsity": SparsityRow,
@@ -54,7 +54,7 @@ def redraw(folder: str | Path) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises :class:`UserError` for what the user can mend."""
-    parser = argparse.ArgumentParser(prog="python -m dejavu_train.evaluation.observe.redraw", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m papers.deja_vu.observe.redraw", description=__doc__)
     parser.add_argument("folder", help="with the CSV files of an observation")
     print("drawn:", ", ".join(redraw(parser.parse_args(argv).folder)) or "nothing, matplotlib is not installed")
 

@@ -12,22 +12,22 @@ from torch.nn import functional as F
 
 from dejavu_train.data.text import cut_plain_text
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.evaluation.observe import run as observing
-from dejavu_train.evaluation.observe.__main__ import main, read_config
-from dejavu_train.evaluation.observe.attention import Attention, attention_weights, map_rows, uniformity
-from dejavu_train.evaluation.observe.config import ObserveConfig
-from dejavu_train.evaluation.observe.cost import part_cost
-from dejavu_train.evaluation.observe.neighbours import Exact
-from dejavu_train.evaluation.observe.redraw import redraw
-from dejavu_train.evaluation.observe.residual import Residual, pairwise_similarity
-from dejavu_train.evaluation.observe.rows import read_csv, write_csv
-from dejavu_train.evaluation.observe.statistics import Distribution, spearman
-from dejavu_train.evaluation.observe.titles import TITLES
-from dejavu_train.evaluation.observe.union import UnionRow, Unions, group_alike, mean_over_layers, union_share
-from dejavu_train.evaluation.observe.units import Units, concentration, jaccard, needed_heads, needed_neurons
 from dejavu_train.evaluation.perplexity import hold_out
+from dejavu_train.evaluation.rows import read_csv, write_csv
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
+from papers.deja_vu.observe import run as observing
+from papers.deja_vu.observe.__main__ import main, read_config
+from papers.deja_vu.observe.attention import Attention, attention_weights, map_rows, uniformity
+from papers.deja_vu.observe.config import ObserveConfig
+from papers.deja_vu.observe.cost import part_cost
+from papers.deja_vu.observe.neighbours import Exact
+from papers.deja_vu.observe.redraw import redraw
+from papers.deja_vu.observe.residual import Residual, pairwise_similarity
+from papers.deja_vu.observe.statistics import Distribution, spearman
+from papers.deja_vu.observe.titles import TITLES
+from papers.deja_vu.observe.union import UnionRow, Unions, group_alike, mean_over_layers, union_share
+from papers.deja_vu.observe.units import Units, concentration, jaccard, needed_heads, needed_neurons
 
 
 @pytest.fixture(scope="module")
