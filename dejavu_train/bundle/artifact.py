@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,9 @@ class Bundle:
         layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
         return {i: tuple(self.tensors[tensor_name(i, "mlp", part)] for part in parts) for i in layers}  # type: ignore[misc]
 
-    def second_stages(self, blocks: Any) -> dict[int, SecondStage]:
-        """By layer the second stage of its cascade, for the decoder layers ``blocks`` of the bundle's model."""
-        grids = self.cascades()
-        return {i: build_second_stage(blocks[i].fc1.weight, blocks[i].fc1.bias, *grid) for i, grid in grids.items()}
+    def second_stages(self, ups: Sequence[Any]) -> dict[int, SecondStage]:
+        """By layer the second stage of its cascade; ``ups``: of every layer the linear map into the neurons (fc1)."""
+        return {i: build_second_stage(ups[i].weight, ups[i].bias, *grid) for i, grid in self.cascades().items()}
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibration``; orders the static selection."""

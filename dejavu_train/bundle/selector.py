@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.parts import block_parts
 
 Sites = Mapping[tuple[str, int], Tensor]
 
@@ -50,7 +50,8 @@ class Predicted:
         self.bundle = bundle
         self.device = torch.device(device)
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.specs}
-        self._second_stages = {} if model is None else bundle.second_stages(decoder_layers(model))
+        staged = model is not None and bool(bundle.cascades())
+        self._second_stages = bundle.second_stages([b.up for b in block_parts(model)]) if staged else {}
         self._fc1: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
         self.thresholds: dict[Key, Tensor] = {}
@@ -61,13 +62,13 @@ class Predicted:
         tested = {("mlp_in", layer) for layer in self._second_stages if not self.bundle.specs[layer, "mlp"].dense}
         return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | tested
 
-    def fc1(self, layer: int) -> Tensor | None:
-        """(n, d) what a layer with a cascade multiplies with, as its planes hold it; None: the model's own fc1."""
+    def fc1(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own fc1."""
         if layer not in self._second_stages or self.bundle.specs[layer, "mlp"].dense:
             return None
         if layer not in self._fc1:
             self._fc1[layer] = self._second_stages[layer].planes.weight()
-        return self._fc1[layer]
+        return self._fc1[layer], self._second_stages[layer].bias
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
         """Select for one layer and target.

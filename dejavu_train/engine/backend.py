@@ -24,6 +24,7 @@ from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_he
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.models.parts import check_calls
 from kernels.common.checks import HEAD_DIMS, runs_on
 
 
@@ -38,7 +39,7 @@ class EngineBackend:
         guard: what all engines share of a guard, or None.
     Raises:
         Unsupported: no GPU, a model spread over several devices, a head dim or dtype without kernels.
-        UserError: thresholds that were never calibrated.
+        UserError: thresholds that were never calibrated. NotPlain: a module that must be called.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EngineBackend:
         ops: str = "triton",
         guard: GuardState | None = None,
     ) -> None:
+        check_calls(model)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
@@ -106,7 +108,8 @@ class EngineBackend:
 
     def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
         """As :func:`dejavu_train.engine.generation.generate`, for up to 32 rows."""
-        return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
+        with self.pool.turns:
+            return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
         """(B, T, V) in the model's dtype, every position through the engine's steps; zeros at padding.
@@ -121,8 +124,9 @@ class EngineBackend:
         filled = [b for b, row in enumerate(rows) if row]
         for first in range(0, len(filled), MAX_BATCH):
             part = filled[first : first + MAX_BATCH]
-            engine = self.engine(len(part), max(len(rows[b]) for b in part))
-            logits = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
+            with self.pool.turns:
+                engine = self.engine(len(part), max(len(rows[b]) for b in part))
+                logits = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
             for i, b in enumerate(part):
                 out[b, visible[b].to(self.device)] = logits[i, : len(rows[b])]
         return out

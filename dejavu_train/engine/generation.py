@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.engine.request import Request, check_arguments, read_request
+from dejavu_train.engine.turns import Turns
 from dejavu_train.models.opt import OPTShape
 
 EngineFor = Callable[[int, int], Any]
@@ -20,6 +21,8 @@ LEAST_CONTEXT = 256
 class EnginePool:
     """Engines of one model: one a number of rows, each as long as the longest that was asked for so far.
 
+    ``turns`` is held from the first token of a call to its last: the engines' state is that of one call.
+
     Args:
         limit: positions of the model.
         make: ``make(batch, context)`` builds an engine.
@@ -28,6 +31,7 @@ class EnginePool:
     def __init__(self, limit: int, make: Callable[[int, int], Any]) -> None:
         self.limit, self.make = limit, make
         self.engines: dict[int, Any] = {}
+        self.turns = Turns()
 
     def engine(self, rows: int, tokens: int) -> Any:
         """An engine for at least so many rows of so many tokens; the model's limit is the most."""
@@ -74,18 +78,18 @@ def generate(
     mask, limit = rest.get("attention_mask"), shape.max_positions
     request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, max_rows)
     refuse(request)
-    if streamer is not None:
+    engine = engine_for(len(request.prompts), max(map(len, request.prompts)) + request.max_new_tokens)
+    if streamer is not None:  # behind all that can be refused: another backend would show the prompt again
         streamer.put(ids.cpu())
-    new = run(engine_for, request).to(ids)
+    new = run(engine, request).to(ids)
     known = ids.repeat_interleave(len(new) // len(ids), dim=0)
     sequences = torch.cat([known, new], dim=1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
-def run(engine_for: EngineFor, request: Request) -> Tensor:
+def run(engine: Any, request: Request) -> Tensor:
     """The continuation of every row: (rows, longest) token ids on the CPU, filled up with the padding token."""
     n = len(request.prompts)
-    engine = engine_for(n, max(map(len, request.prompts)) + request.max_new_tokens)
     stream = None
     if request.streamer is not None:
         stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)

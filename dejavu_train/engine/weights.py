@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.predictors import Grid, TargetPredictor
-from dejavu_train.engine.share import GroupedProjection
 from dejavu_train.errors import Unsupported
+from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
 from dejavu_train.models.opt import OPTShape
+from dejavu_train.models.parts import block_part, plain_linear, plain_table
 from dejavu_train.predictors.bit_planes import BitPlanes
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
@@ -179,10 +180,10 @@ class DecodeWeights:
 
         layers = []
         for number, layer in enumerate(decoder.layers):
-            attention = layer.self_attn
-            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            attention, block = layer.self_attn, block_part(number, layer)
+            parts = (block.q, block.k, block.v)
             matrices: dict[str, Matrix]
-            packed = isinstance(layer.fc1, CodedLinear)
+            packed = isinstance(block.up, CodedLinear)
             if packed:
                 each = [rows(part, h, hd) for part in parts]
                 qkv = Int4Rows(*(torch.stack([getattr(r, name) for r in each], 1) for name in ("words", "scales")))
@@ -191,46 +192,48 @@ class DecodeWeights:
                         part.hold(qkv.words[:, i], qkv.scales[:, i])
                 matrices = {
                     "qkv": qkv,
-                    "out": rows(attention.out_proj, h, d),
-                    "fc1": rows(layer.fc1, shape.d_ffn),
-                    "fc2": rows(layer.fc2, shape.d_ffn),
+                    "out": rows(block.out, h, d),
+                    "fc1": rows(block.up, shape.d_ffn),
+                    "fc2": rows(block.down, shape.d_ffn),
                 }
                 del each
             else:
                 numbers = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
                 if share:
-                    attention.q_proj, attention.k_proj, attention.v_proj = (
-                        GroupedProjection(numbers[:, i], part.bias) for i, part in enumerate(parts)
-                    )
+                    for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+                        if getattr(attention, name) is parts[i]:  # an adapter stays, its sum is the engine's alone
+                            setattr(attention, name, GroupedProjection(numbers[:, i], parts[i].bias))
                 matrices = {
                     "qkv": numbers,
-                    "out": matrix(attention.out_proj),
-                    "fc1": matrix(layer.fc1),
-                    "fc2": matrix(layer.fc2, turned=number in transposed),
+                    "out": matrix(block.out),
+                    "fc1": matrix(block.up),
+                    "fc2": matrix(block.down, turned=number in transposed),
                 }
             layers.append(
                 LayerWeights(
                     **matrices,
-                    norm1=norm(layer.self_attn_layer_norm),
+                    norm1=norm(block.norm_attn),
                     qkv_bias=torch.stack([bias(part).view(h, hd) for part in parts], dim=1),
-                    out_bias=bias(attention.out_proj),
-                    norm2=norm(layer.final_layer_norm),
-                    fc1_bias=bias(layer.fc1),
-                    fc2_bias=bias(layer.fc2),
+                    out_bias=bias(block.out),
+                    norm2=norm(block.norm_mlp),
+                    fc1_bias=bias(block.up),
+                    fc2_bias=bias(block.down),
                     fc2_transposed=packed or number in transposed,
                 )
             )
-            del parts
-        embedding = own(decoder.embed_tokens.weight)
+            del parts, block
+        table = plain_table("embed_tokens", decoder.embed_tokens)
+        embedding = own(table)
+        head = plain_linear("lm_head", model.lm_head)
         lm_head: Matrix = embedding
-        if isinstance(model.lm_head, CodedLinear):
-            lm_head = rows(model.lm_head, shape.vocab_size)
-        elif model.lm_head.weight.data_ptr() != decoder.embed_tokens.weight.data_ptr():
-            lm_head = own(model.lm_head.weight)
+        if isinstance(head, CodedLinear):
+            lm_head = rows(head, shape.vocab_size)
+        elif head.weight.data_ptr() != table.data_ptr():
+            lm_head = own(head.weight)
         return cls(
             shape=shape,
             embedding=embedding,
-            positions=own(decoder.embed_positions.weight),
+            positions=own(plain_table("embed_positions", decoder.embed_positions)),
             layers=layers,
             final_norm=norm(decoder.final_layer_norm),
             lm_head=lm_head,

@@ -122,6 +122,10 @@ class SparseCache(Cache):
         super().__init__(layers=[SparseLayer() for _ in range(n_layers)])
         self.finished: Tensor | None = None
 
+    def inputs(self, first: int) -> list[Tensor]:
+        """``attn_in`` of every layer from column ``first`` on, (B, T, d) each."""
+        return [layer.attn_in[:, first : layer.length] for layer in self.layers if layer.attn_in is not None]
+
     def reset(self) -> None:
         super().reset()
         self.finished = None

@@ -21,9 +21,11 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution
+from dejavu_train.models.hooks import head_contribution, neuron_contribution
+from dejavu_train.models.parts import BlockParts, block_parts, check_calls
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.sparse.cache import SparseCache, SparseLayer
+from dejavu_train.sparse.finite import check_finite, finite_positions
 
 KV_POLICIES = ("backfill", "always", "stale")
 OnSelect = Callable[[int, str, int, Tensor], None]
@@ -33,12 +35,15 @@ class GatherDecoder:
     """Runs the blocks of an OPT with a SparseCache.
 
     Args:
-        model: its fc2 and output projection weights are re-laid in place (same values, other strides).
+        model: its fc2 and output projection weights are re-laid in place (same values, other strides). Adapters are
+            merged into copies.
         bundle: predictors and thresholds.
         kv_policy: what happens to K and V of heads that were skipped: ``backfill`` computes them when the head is
             selected again (exact), ``always`` computes K and V of all heads at every step (exact, reads more),
             ``stale`` leaves them out of the attention (inexact, for study).
         guard: every N-th sparse column is dense and moves thresholds, see ``bundle/guard.py``.
+    Raises:
+        NotPlain: a module that must be called, and whose rows are read instead.
     """
 
     def __init__(
@@ -47,18 +52,22 @@ class GatherDecoder:
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         self.kv_policy = kv_policy
-        self.blocks = decoder_layers(model)
-        self.final_norm = model.model.decoder.final_layer_norm
-        self.selector = Predicted(bundle, self.blocks[0].fc1.weight.device)  # of a cascade: the candidates
+        self.blocks = block_parts(model)
+        decoder = model.model.decoder
+        self.final_norm = decoder.final_layer_norm
+        called = [norm for block in self.blocks for norm in (block.norm_attn, block.norm_mlp)]
+        called += [decoder.embed_tokens, decoder.embed_positions]
+        check_calls(model.model, called if self.final_norm is None else [*called, self.final_norm])
+        self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
         self.second_stages = {
             layer: second_stage
-            for layer, second_stage in bundle.second_stages(self.blocks).items()
+            for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()
             if not bundle.specs[layer, "mlp"].dense
         }
         self.on_select: OnSelect | None = None
         """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
         for block in self.blocks:
-            for linear in (block.fc2, block.self_attn.out_proj):
+            for linear in (block.down, block.out):
                 if not linear.weight.t().is_contiguous():
                     linear.weight.data = linear.weight.data.t().contiguous().t()
         self.guard = guard
@@ -69,7 +78,7 @@ class GatherDecoder:
         self.out_biases: list[Tensor | None] = []
         means = bundle.head_means()
         for number, block in enumerate(self.blocks):
-            projection = block.self_attn.out_proj
+            projection = block.out
             mean = means[number].to(projection.weight) if number in means else None
             self.head_means.append(mean)
             self.out_biases.append(_folded_bias(projection, mean))
@@ -103,21 +112,23 @@ class GatherDecoder:
                 self._step(hidden[:, column], cache, visible[:, : past + column + 1], alive, dense_rows)[:, None]
             )
         out = torch.cat(parts, dim=1)
-        return out if self.final_norm is None else self.final_norm(out)
+        out = out if self.final_norm is None else self.final_norm(out)
+        shown = real if live is None else real & live[:, None]
+        check_finite(out, shown, lambda: [finite_positions(each) for each in cache.inputs(past)])
+        return out
 
     def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
         """Dense columns, all at once: hidden (B, T, d), visible (B, S + T)."""
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            attention = block.self_attn
-            hidden = hidden.to(block.fc1.weight.device)
-            attn_in = block.self_attn_layer_norm(hidden)
-            start = layer.extend(attn_in, attention.num_heads)
+            hidden = hidden.to(block.up.weight.device)
+            attn_in = block.norm_attn(hidden)
+            start = layer.extend(attn_in, block.n_heads)
             assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
             assert layer.watermark is not None and layer.valid is not None
             low = start if self.kv_policy == "stale" else int(layer.watermark.min())
             source = layer.attn_in[:, low : layer.length]
-            layer.keys[:, :, low : layer.length] = _heads(attention.k_proj(source), attention.num_heads)
-            layer.values[:, :, low : layer.length] = _heads(attention.v_proj(source), attention.num_heads)
+            layer.keys[:, :, low : layer.length] = _heads(block.k(source), block.n_heads)
+            layer.values[:, :, low : layer.length] = _heads(block.v(source), block.n_heads)
             layer.valid[:, :, low : layer.length] = True
             layer.watermark.fill_(layer.length)
             allowed = visible.to(hidden.device)[:, None, None, :].expand(-1, 1, attn_in.shape[1], -1)
@@ -127,19 +138,19 @@ class GatherDecoder:
             allowed = (allowed & (columns <= own)) | (columns == own)
             if self.kv_policy == "stale":
                 allowed = allowed & layer.valid[:, :, None, : layer.length]
-            query = _heads(attention.q_proj(attn_in) * attention.scaling, attention.num_heads)
+            query = _heads(block.q(attn_in) * block.scaling, block.n_heads)
             keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=1.0)
-            hidden = hidden + attention.out_proj(mixed.transpose(1, 2).flatten(2))
-            hidden = hidden + block.fc2(torch.relu(self._fc1(number, block.final_layer_norm(hidden))))
+            hidden = hidden + block.out(mixed.transpose(1, 2).flatten(2))
+            hidden = hidden + block.down(torch.relu(self._fc1(number, block.norm_mlp(hidden))))
         return hidden
 
     def _fc1(self, number: int, mlp_in: Tensor) -> Tensor:
         """All of fc1 (B, T, n), from its planes where the layer has a cascade."""
-        fc1 = self.blocks[number].fc1
+        up = self.blocks[number].up
         if number not in self.second_stages:
-            return fc1(mlp_in)
-        return F.linear(mlp_in, self.second_stages[number].planes.weight().to(mlp_in), fc1.bias)
+            return up(mlp_in)
+        return F.linear(mlp_in, self.second_stages[number].planes.weight().to(mlp_in), up.bias)
 
     def _step(self, hidden: Tensor, cache: SparseCache, visible: Tensor, alive: Tensor, dense_rows: Tensor) -> Tensor:
         """One column: hidden (B, d), visible (B, S + 1), alive and dense_rows (B,) bool."""
@@ -158,7 +169,7 @@ class GatherDecoder:
 
         def measure_heads(number: int, chosen: Tensor | None, mixed: Tensor) -> None:
             if guard is not None and chosen is not None:
-                weight = self.blocks[number].self_attn.out_proj.weight
+                weight = self.blocks[number].out.weight
                 guard.measure((number, "heads"), judged, chosen, chosen, head_contribution(mixed, weight))
 
         def measure_neurons(number: int, chosen: Tensor | None, mlp_in: Tensor) -> None:
@@ -166,7 +177,7 @@ class GatherDecoder:
                 stage = self.second_stages.get(number)
                 passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
                 contribution = neuron_contribution(
-                    torch.relu(self._fc1(number, mlp_in)), self.blocks[number].fc2.weight
+                    torch.relu(self._fc1(number, mlp_in)), self.blocks[number].down.weight
                 )
                 guard.measure((number, "mlp"), judged, chosen, passed, contribution)
 
@@ -175,16 +186,16 @@ class GatherDecoder:
                 self.on_select(number, target, column, keep)
 
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            device = block.fc1.weight.device
+            device = block.up.weight.device
             hidden = hidden.to(device)
-            sites["attn_in", number] = attn_in = block.self_attn_layer_norm(hidden)
-            layer.extend(attn_in[:, None], block.self_attn.num_heads)
-            chosen, keep = selection(number, "heads", block.self_attn.num_heads, device)
+            sites["attn_in", number] = attn_in = block.norm_attn(hidden)
+            layer.extend(attn_in[:, None], block.n_heads)
+            chosen, keep = selection(number, "heads", block.n_heads, device)
             report_selection(number, "heads", keep)
             see = partial(measure_heads, number, chosen)
             hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
-            sites["mlp_in", number] = mlp_in = block.final_layer_norm(hidden)
-            chosen, keep = selection(number, "mlp", block.fc1.out_features, device)
+            sites["mlp_in", number] = mlp_in = block.norm_mlp(hidden)
+            chosen, keep = selection(number, "mlp", block.up.out_features, device)
             measure_neurons(number, chosen, mlp_in)
             if number in self.second_stages:
                 out, keep = _cascade(block, self.second_stages[number], mlp_in, keep, dense_rows.to(device))
@@ -210,29 +221,30 @@ class GatherDecoder:
         see: is shown the outputs of these heads (B, u, e), less the means that stand in for skipped ones.
         """
         assert layer.keys is not None and layer.values is not None and layer.valid is not None
-        attention, mean, bias = self.blocks[number].self_attn, self.head_means[number], self.out_biases[number]
-        self._compute_kv(attention, layer, keep, visible)
+        block, mean, bias = self.blocks[number], self.head_means[number], self.out_biases[number]
+        self._compute_kv(block, layer, keep, visible)
         heads = keep.any(dim=0).nonzero().flatten()
         if len(heads) == 0:
             return torch.zeros_like(attn_in) if bias is None else bias.expand_as(attn_in)
-        query = _project(attention.q_proj, heads, attention.head_dim, attn_in) * attention.scaling  # (B, u, e)
+        query = _project(block.q, heads, block.head_dim, attn_in) * block.scaling  # (B, u, e)
         keys = _units(layer.keys, heads, dim=1)[:, :, : layer.length]
         values = _units(layer.values, heads, dim=1)[:, :, : layer.length]
         allowed = visible[:, None, :]
         if self.kv_policy == "stale":
             allowed = allowed & _units(layer.valid, heads, dim=1)[:, :, : layer.length]
-        scores = (keys @ query[..., None]).squeeze(-1).masked_fill(~allowed, torch.finfo(query.dtype).min)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        # In fp32: a score of an OPT can be ten times what fp16 holds.
+        scores = (keys.float() @ query.float()[..., None]).squeeze(-1)
+        weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(torch.float32).min), dim=-1).to(query.dtype)
         mixed = (weights[:, :, None] @ values).squeeze(2)
         if mean is not None:
             mixed = mixed - _units(mean, heads)
         see(mixed)
         mixed = torch.where(keep[:, heads, None], mixed, 0.0)  # a row is masked by its own selection
-        rows = _units(attention.out_proj.weight.t().unflatten(0, (attention.num_heads, -1)), heads)  # (u, e, d)
+        rows = _units(block.out.weight.t().unflatten(0, (block.n_heads, -1)), heads)  # (u, e, d)
         out = mixed.flatten(1) @ rows.flatten(0, 1)
         return out if bias is None else out + bias
 
-    def _compute_kv(self, attention: Any, layer: SparseLayer, keep: Tensor, visible: Tensor) -> None:
+    def _compute_kv(self, block: BlockParts, layer: SparseLayer, keep: Tensor, visible: Tensor) -> None:
         """K and V of the last column for the heads that need them, and whatever the policy says is missing."""
         assert layer.watermark is not None and layer.valid is not None
         column = layer.length - 1
@@ -244,15 +256,15 @@ class GatherDecoder:
         union = needed.any(dim=0)
         fresh = (union & (lowest == column)).nonzero().flatten()
         if len(fresh):
-            self._write_kv(attention, layer, fresh, column, needed)
+            self._write_kv(block, layer, fresh, column, needed)
         for head in (union & (lowest < column)).nonzero().flatten():
-            self._write_kv(attention, layer, head[None], int(lowest[head]), needed)
+            self._write_kv(block, layer, head[None], int(lowest[head]), needed)
         layer.watermark[needed] = layer.length
         # Padding is never looked at, so nothing is missing where a row has only had padding.
         skipped = ~visible[:, column, None] & (layer.watermark == column)
         layer.watermark[skipped] = layer.length
 
-    def _write_kv(self, attention: Any, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
+    def _write_kv(self, block: BlockParts, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
         """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that need and lack them."""
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
         assert layer.watermark is not None and layer.valid is not None
@@ -261,8 +273,8 @@ class GatherDecoder:
         write = needed[:, heads, None]  # (B, u, L)
         if self.kv_policy != "stale":
             write = write & (columns >= layer.watermark[:, heads, None])
-        for linear, stored in ((attention.k_proj, layer.keys), (attention.v_proj, layer.values)):
-            projected = _project(linear, heads, attention.head_dim, source).transpose(1, 2)  # (B, u, L, e)
+        for linear, stored in ((block.k, layer.keys), (block.v, layer.values)):
+            projected = _project(linear, heads, block.head_dim, source).transpose(1, 2)  # (B, u, L, e)
             old = stored[:, heads, low : layer.length]
             stored[:, heads, low : layer.length] = torch.where(write[..., None], projected, old)
         layer.valid[:, heads, low : layer.length] |= write
@@ -279,7 +291,7 @@ def _folded_bias(projection: Any, mean: Tensor | None) -> Tensor | None:
 
 
 def _cascade(
-    block: Any, second_stage: SecondStage, mlp_in: Tensor, keep: Tensor, dense_rows: Tensor
+    block: BlockParts, second_stage: SecondStage, mlp_in: Tensor, keep: Tensor, dense_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`_mlp` over the candidates ``keep`` (B, n) that pass the second stage, and which those are: (B, d), (B, n) bool.
 
@@ -292,13 +304,13 @@ def _cascade(
     return _mlp(block, mlp_in, passed, second_stage.planes.weight(units).to(mlp_in)), passed
 
 
-def _mlp(block: Any, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = None) -> Tensor:
-    """fc2(relu(fc1 x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of fc1, if read."""
+def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = None) -> Tensor:
+    """down(relu(up x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of up, if read."""
     units = keep.any(dim=0).nonzero().flatten()
-    hidden = F.linear(mlp_in, _units(block.fc1.weight, units) if rows is None else rows, _bias(block.fc1, units))
+    hidden = F.linear(mlp_in, _units(block.up.weight, units) if rows is None else rows, _bias(block.up, units))
     hidden = torch.where(keep[:, units], torch.relu(hidden), 0.0)
-    out = hidden @ _units(block.fc2.weight.t(), units)
-    return out if block.fc2.bias is None else out + block.fc2.bias
+    out = hidden @ _units(block.down.weight.t(), units)
+    return out if block.down.bias is None else out + block.down.bias
 
 
 def _units(tensor: Tensor, units: Tensor, dim: int = 0) -> Tensor:

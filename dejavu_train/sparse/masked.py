@@ -1,7 +1,7 @@
 """The backend ``mask``: computes everything, then takes out what was not selected. The reference for quality.
 
 Hooks on the Hugging Face model: fc2 and the output projection see zeros in place of unselected neurons and heads, or
-the mean output of a head where the bundle holds one.
+the mean output of a head where the bundle holds one. A hook acts in the thread or task that has put it there alone.
 Whole sequences at once, any attention implementation, any cache: K and V are computed for all heads, which is what the
 back-fill of the other backends reproduces.
 
@@ -10,7 +10,7 @@ Letters: B batch, T positions, n units.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
 from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.parts import BlockHook
 
 
 class Select(Protocol):
-    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for fc1's weight.
+    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for fc1.
 
     None is a dense layer, and fc1 as it is.
     """
@@ -32,10 +33,22 @@ class Select(Protocol):
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None: ...
 
-    def fc1(self, layer: int) -> Tensor | None: ...
+    def fc1(self, layer: int) -> tuple[Tensor, Tensor] | None: ...
 
 
 Observe = Callable[[int, str, Tensor | None, Tensor], None]
+
+_ACTIVE: ContextVar[tuple[object, ...]] = ContextVar("dejavu_train_masks", default=())
+
+
+class _Hook(BlockHook):
+    """Acts where the caller stands within the call of ``masking`` that made it, else does nothing."""
+
+    def __init__(self, call: object, act: Callable[..., Any]) -> None:
+        self.call, self.act = call, act
+
+    def __call__(self, *seen: Any) -> Any:
+        return self.act(*seen) if self.call in _ACTIVE.get() else None
 
 
 @contextmanager
@@ -45,8 +58,9 @@ def masking(
     sparse: Tensor | None = None,
     observe: Observe | None = None,
     means: Mapping[int, Tensor] | None = None,
+    finite: list[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Within the context every forward pass of ``model`` is sparse.
+    """Within the context every forward pass of ``model`` is sparse, in this thread or task.
 
     Args:
         model: an OPTForCausalLM.
@@ -55,44 +69,46 @@ def masking(
         observe: called as ``observe(layer, target, keep, values)`` before anything is taken out; ``keep`` (B, T, n)
             bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
         means: by layer the (n_heads, head_dim) that stands in for skipped heads; zero where a layer is not there.
+        finite: takes for every layer (B, T) bool, where its input is a finite number.
     """
     sites: dict[tuple[str, int], Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
-    exchanged: list[tuple[Any, Any]] = []
+    call = object()
     for layer, block in enumerate(decoder_layers(model)):
-        weight = selector.fc1(layer)
-        if weight is not None:
-            exchanged.append((block.fc1, block.fc1.forward))
-            block.fc1.forward = partial(F.linear, weight=weight.to(block.fc1.weight), bias=block.fc1.bias)
-        handles += _hook_layer(layer, block, selector, needed, sites, sparse, observe, (means or {}).get(layer))
+        mean = (means or {}).get(layer)
+        handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean, finite)
+    token = _ACTIVE.set((*_ACTIVE.get(), call))
     try:
         yield
     finally:
+        _ACTIVE.reset(token)
         for handle in handles:
             handle.remove()
-        for fc1, own in exchanged:
-            fc1.forward = own
 
 
 def _hook_layer(
     layer: int,
     block: Any,
+    call: object,
     selector: Select,
     needed: set[tuple[str, int]],
     sites: dict[tuple[str, int], Tensor],
     sparse: Tensor | None,
     observe: Observe | None,
     mean: Tensor | None,
+    finite: list[Tensor] | None,
 ) -> list[Any]:
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
 
     def keep_site(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
             if name == "attn_in":
                 rows[0] = (output.shape[0], output.shape[1])
                 if layer == 0:
                     sites.clear()
+                if finite is not None:
+                    finite.append(args[0].detach().sum(-1).isfinite())
             if (name, layer) in needed:
                 sites[name, layer] = output.reshape(*rows[0], -1)
 
@@ -115,9 +131,34 @@ def _hook_layer(
         return hook
 
     attention = block.self_attn
+    handles = [
+        block.self_attn_layer_norm.register_forward_hook(_Hook(call, keep_site("attn_in"))),
+        attention.out_proj.register_forward_pre_hook(_Hook(call, zero_unselected("heads", attention.num_heads))),
+        block.final_layer_norm.register_forward_hook(_Hook(call, keep_site("mlp_in"))),
+        block.fc2.register_forward_pre_hook(_Hook(call, zero_unselected("mlp", block.fc2.in_features))),
+    ]
+    instead = selector.fc1(layer)
+    return handles if instead is None else handles + _multiply_with(block.fc1, call, *instead)
+
+
+def _multiply_with(fc1: nn.Module, call: object, weight: Tensor, bias: Tensor) -> list[Any]:
+    """Have fc1 give x @ weight.T + bias: weight (n, d), bias (n). Its own parameters get the gradient of what it gives.
+
+    Where nothing needs a gradient the module itself is handed no rows, so that nothing is multiplied twice.
+    """
+    given: list[Tensor] = []
+
+    def take(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        given.append(args[0])
+        return None if torch.is_grad_enabled() else (args[0][:0], *args[1:])
+
+    def put(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        x = given.pop()
+        made = F.linear(x, weight.to(x), bias.to(x))
+        return output + (made - output).detach() if torch.is_grad_enabled() else made
+
+    # Others' hooks see what the model computes: the whole input before this one, its output behind it.
     return [
-        block.self_attn_layer_norm.register_forward_hook(keep_site("attn_in")),
-        attention.out_proj.register_forward_pre_hook(zero_unselected("heads", attention.num_heads)),
-        block.final_layer_norm.register_forward_hook(keep_site("mlp_in")),
-        block.fc2.register_forward_pre_hook(zero_unselected("mlp", block.fc2.in_features)),
+        fc1.register_forward_pre_hook(_Hook(call, take)),
+        fc1.register_forward_hook(_Hook(call, put), prepend=True),
     ]

@@ -16,8 +16,7 @@ per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the pap
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA
-from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.files import read_json, write_json
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.shape import SPARSE_OPT
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
-from dejavu_train.sparse.gather import KV_POLICIES, GatherDecoder
+from dejavu_train.sparse.call import Call, call_of, within
+from dejavu_train.sparse.derived import Held
+from dejavu_train.sparse.finite import check_finite
+from dejavu_train.sparse.gather import KV_POLICIES
 from dejavu_train.sparse.inputs import (
     SparseFrom,
     kept_columns,
@@ -50,11 +50,11 @@ from dejavu_train.sparse.inputs import (
     visible_columns,
 )
 from dejavu_train.sparse.masked import masking
+from dejavu_train.sparse.runtime import BACKENDS, Runtime, Settings, check_bundle_of
+from dejavu_train.sparse.runtime import ENGINES as ENGINES
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
-ENGINES = ("triton", "cpu")
 PREDICTORS_FOLDER = "predictors"
 
 # Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
@@ -76,7 +76,6 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     Make one with :meth:`from_pretrained` or, around a model in memory, :meth:`from_model`.
 
     Attributes:
-        backend: ``mask``, ``gather``, ``triton`` or ``cpu``, in use.
         sparse_from: may be changed between calls.
         kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
     """
@@ -84,21 +83,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def __init__(self, config: OPTConfig) -> None:
         """For transformers' own use; a model made this way has no bundle."""
         super().__init__(config)
-        self.backend = "mask"
         self.sparse_from: SparseFrom = 0
         self.kv_policy = "backfill"
+        self._settings = Settings()
         self._bundle: Bundle | None = None
-        self._selector: Predicted | None = None
-        self._means: dict[int, Tensor] = {}
-        self._auto = False  # whether gather may stand in for the engine
-        self._ops = "triton"
-        self._decoder: GatherDecoder | None = None
-        self._engines: Any = None  # an EngineBackend, which imports triton
-        self._gathering = False  # within a call that gather runs in place of the engine
-        self._guard: Guard | None = None
-        self._guarded: GuardState | None = None
+        self._held: Held[Runtime] = Held()
         self._logged: set[str] = set()
-        self._ending_tokens: Tensor | None = None  # within generate: tokens after which a row is over
 
     @classmethod
     def from_model(
@@ -115,7 +105,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
         ``gather`` and ``triton`` lay some weights of the model out anew, in place; the dense model keeps its values and
         goes on working. Through ``triton`` its q, k and v projections become views of the engine's tensor, see
-        ``engine/share.py``.
+        ``models/grouped.py``.
 
         Args:
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
@@ -132,13 +122,10 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         if isinstance(sparse_from, str) and sparse_from != "prompt":
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
+        check_bundle_of(model, bundle)
         sparse = _adopt(cls, model)
-        sparse.backend, sparse.sparse_from, sparse.kv_policy = backend, sparse_from, kv_policy
-        sparse._auto, sparse._ops, sparse._guard = (
-            backend == "auto",
-            ops,
-            guard if guard is not None and guard.every else None,
-        )
+        sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
+        sparse._settings = Settings(backend, ops, guard if guard is not None and guard.every else None)
         sparse.set_bundle(bundle)
         return sparse.eval()
 
@@ -218,49 +205,70 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         return self._bundle
 
     def set_bundle(self, bundle: Bundle) -> None:
-        """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``."""
-        self._bundle = bundle
-        self._selector, self._decoder, self._engines, self._means = None, None, None, {}
-        if self._guard is not None:
-            if self.backend == "mask":
-                raise UserError("the backend mask computes whole sequences at once and has no guard; use gather")
-            self._guarded = GuardState(self._guard, bundle.specs, self.device)
-        if self._auto or self.backend in ENGINES:
-            if self._auto:
-                self.backend = "cpu" if self.device.type == "cpu" and self._ops == "triton" else "triton"
-            try:
-                self._engines = _engine_backend(self, bundle)
-            except Unsupported as refusal:
-                if not self._auto:
-                    raise
-                self._log_once(refusal)
-                self.backend = "gather"
-        if self.backend == "mask":
-            self._selector, self._means = Predicted(bundle, self.device, self), bundle.head_means(self.device)
-        elif self.backend == "gather":
-            self._gather()
+        """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``.
+
+        Calls that have begun go on with what they began with.
+
+        Raises:
+            UserError: no bundle, one of another shape, or one that the backend cannot run. Nothing is changed then.
+        """
+        with self._held.lock:
+            runtime = self._run_with(bundle)
+            self._bundle, self._held.value = bundle, runtime
+
+    def _run_with(self, bundle: Bundle) -> Runtime:
+        runtime = Runtime(self, bundle, self._settings, self.kv_policy)
+        if runtime.refusal is not None:
+            self._log_once(runtime.refusal)
+        return runtime
+
+    @property
+    def _runtime(self) -> Runtime:
+        """What the caller's call runs through; made anew where weights, dtype or device have changed since."""
+        call = self._call
+        if call is not None:
+            return call.runtime
+        with self._held.lock:
+            if self._held.value is None or not self._held.value.fits(self):
+                self._held.value = self._run_with(self.bundle)
+            return self._held.value
+
+    @property
+    def backend(self) -> str:
+        """``mask``, ``gather``, ``triton`` or ``cpu``, in use; another one is chosen with :meth:`from_model`."""
+        return "mask" if self._bundle is None else self._runtime.backend
+
+    @property
+    def _call(self) -> Call | None:
+        return call_of(self)
+
+    @property
+    def _gathering(self) -> bool:
+        """Whether the caller stands in a call of ``generate()`` that transformers' loops run."""
+        return self._call is not None
+
+    @property
+    def _ending_tokens(self) -> Tensor | None:
+        """Tokens after which a row of the caller's call is over."""
+        return None if self._call is None else self._call.ending_tokens
 
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`; None without one."""
-        return None if self._guarded is None else self._guarded.report()
+        guarded = self._runtime.guarded
+        return None if guarded is None else guarded.report()
 
     def reset_guard(self) -> None:
         """Put back the bundle's thresholds and forget what was measured."""
-        if self._guarded is not None:
-            self._guarded.reset()
-
-    def _gather(self) -> GatherDecoder:
-        """Made when it is first needed: for ``triton`` it takes the output projections a second time."""
-        if self._decoder is None:
-            self._decoder = GatherDecoder(self, self.bundle, self.kv_policy, self._guarded)
-        return self._decoder
+        guarded = self._runtime.guarded
+        if guarded is not None:
+            guarded.reset()
 
     def _log_once(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
         text = str(refusal).removesuffix("; use backend='gather'")
         if text not in self._logged:
             self._logged.add(text)
-            logger.warning("%s: the backend gather runs instead", text)
+            logger.warning("%s: the backend gather runs instead, several times slower", text)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``cuda``, ``half`` and the like do: predictors and folded weights follow the model."""
@@ -269,9 +277,15 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             self.set_bundle(self.bundle)
         return moved
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """A copy on another device derives for itself."""
+        replica = super()._replicate_for_data_parallel()
+        replica._held = Held()
+        return replica
+
     def new_cache(self) -> SparseCache | None:
         """An empty cache for this backend; None where transformers makes its own."""
-        return None if self.backend == "mask" else SparseCache(self.config.num_hidden_layers)
+        return None if self._runtime.backend == "mask" else SparseCache(self.config.num_hidden_layers)
 
     def forward(  # type: ignore[override]
         self,
@@ -303,7 +317,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if self.backend != "mask":
+        runtime, call = self._runtime, self._call
+        start = self.sparse_from if call is None else call.sparse_from
+        if runtime.backend != "mask":
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
         positions = positions_of(shape, attention_mask, position_ids, past, self.device)
         limit = self.config.max_position_embeddings
@@ -311,22 +327,22 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(
                 f"{needed} tokens do not fit the model's {limit} positions; shorten the prompt or max_new_tokens"
             )
-        if labels is not None and isinstance(self.sparse_from, str) and not past:
+        if labels is not None and isinstance(start, str) and not past:
             raise UserError(
                 "sparse_from='prompt' takes all of a scored text for the prompt and leaves every position dense;"
                 " set sparse_from to a position, 0 for all"
             )
-        sparse = sparse_positions(self.sparse_from, positions, past)
+        sparse = sparse_positions(start, positions, past)
         common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
-        if self.backend == "mask":
-            assert self._selector is not None
+        if runtime.backend == "mask":
             if self.training and torch.is_grad_enabled() and _checkpoints_gradients(self):
                 raise UserError(
                     "the backend mask takes units out during the forward pass alone, so gradient checkpointing, which"
                     " repeats it during the backward pass, is not for it; call model.gradient_checkpointing_disable()"
                 )
-            with masking(self, self._selector, sparse, means=self._means):
-                return super().forward(
+            finite: list[Tensor] = []
+            with masking(self, runtime.selector, sparse, means=runtime.means, finite=finite):
+                output = super().forward(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     past_key_values=past_key_values,
@@ -334,18 +350,23 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                     position_ids=position_ids,
                     **common,
                 )
+            if not self.training:
+                logits = output.logits if isinstance(output, CausalLMOutputWithPast) else output[labels is not None]
+                check_finite(logits, (positions >= 0)[:, kept_columns(logits_to_keep)], lambda: finite)
+            return output
         assert attention_mask is not None
-        if self._engines is not None and not self._gathering:
+        if runtime.engines is not None and call is None:
             try:
                 _check_forward(past_key_values, inputs_embeds, position_ids, common)
-                logits = self._engines.logits(input_ids, attention_mask, self.sparse_from)
+                logits = runtime.engines.logits(input_ids, attention_mask, start)
                 return self._output(logits[:, kept_columns(logits_to_keep)], labels, None, kwargs)
             except Unsupported as refusal:
-                if not self._auto:
+                if not self._settings.auto:
                     raise
                 self._log_once(refusal)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
-        return self._forward_sparse(*tokens, positions, sparse, **common)
+        with runtime.turn(nested=call is not None):
+            return self._forward_sparse(runtime, *tokens, positions, sparse, **common)
 
     def _output(
         self, logits: Tensor, labels: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
@@ -358,6 +379,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
     def _forward_sparse(
         self,
+        runtime: Runtime,
         input_ids: Tensor | None,
         visible: Tensor,
         cache: Cache | None,
@@ -383,7 +405,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         decoder = self.model.decoder
         hidden = decoder.embed_tokens(input_ids) if embeds is None else embeds
         hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
-        hidden = self._gather().forward(hidden, cache, sparse, visible, live)
+        hidden = runtime.gather(self).forward(hidden, cache, sparse, visible, live)
         logits = self.lm_head(hidden[:, kept_columns(logits_to_keep)])
         if logits.requires_grad:
             logits = _RefuseGradient.apply(logits)
@@ -391,9 +413,10 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
     def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
         """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
-        if self._ending_tokens is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
+        ending = self._ending_tokens
+        if ending is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
             return None
-        ended = torch.isin(input_ids[:, 0], self._ending_tokens.to(input_ids.device))
+        ended = torch.isin(input_ids[:, 0], ending.to(input_ids.device))
         cache.finished = ended if cache.finished is None else cache.finished | ended
         return ~cache.finished
 
@@ -407,11 +430,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Raises:
             UserError: ``triton`` was asked for anything else; ``gather`` for prompts that are padded on the right.
         """
-        if self._engines is not None:
+        runtime, nested, start = self._runtime, self._call is not None, self.sparse_from
+        if runtime.engines is not None:
             try:
-                return self._engines.generate(self, inputs, generation_config, kwargs, self.sparse_from)
+                return runtime.engines.generate(self, inputs, generation_config, kwargs, start)
             except Unsupported as refusal:
-                if not self._auto:
+                if not self._settings.auto:
                     raise
                 self._log_once(refusal)
         settings = generation_config or self.generation_config
@@ -420,29 +444,21 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             return kwargs.get(name, getattr(settings, name, None))
 
         cache = kwargs.get("past_key_values")
-        if cache is None and self.backend != "mask" and setting("use_cache") is not False:
+        mask = runtime.backend == "mask"
+        if cache is None and not mask and setting("use_cache") is not False:
             cache = kwargs["past_key_values"] = self.new_cache()
         if isinstance(cache, SparseCache):
             cache.finished = None
-        if self.backend != "mask":
+        if not mask:
             refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
             if setting("cache_implementation") is not None:
                 raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
-        start = self.sparse_from
         if isinstance(start, str):
             start = prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
-        with self._generating(start, None if ending is None else torch.as_tensor(ending).reshape(-1)):
+        call = Call(self, runtime, start, None if ending is None else torch.as_tensor(ending).reshape(-1))
+        with runtime.turn(nested), within(call):
             return super().generate(inputs, generation_config, **kwargs)
-
-    @contextmanager
-    def _generating(self, sparse_from: SparseFrom, ending_tokens: Tensor | None) -> Iterator[None]:
-        before = self.sparse_from
-        self.sparse_from, self._ending_tokens, self._gathering = sparse_from, ending_tokens, True
-        try:
-            yield
-        finally:
-            self.sparse_from, self._ending_tokens, self._gathering = before, None, False
 
 
 def _checkpoints_gradients(model: torch.nn.Module) -> bool:
@@ -475,19 +491,6 @@ def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
         if hasattr(model, name):
             setattr(adopted, name, getattr(model, name))
     return adopted
-
-
-def _engine_backend(model: SparseOPTForCausalLM, bundle: Bundle) -> Any:
-    """The engines for a model. Raises Unsupported where they do not run."""
-    if model.backend == "cpu":
-        from dejavu_train.engine.cpu.backend import CpuBackend
-
-        return CpuBackend(model, bundle, model.kv_policy, model._guarded)
-    try:
-        from dejavu_train.engine.backend import EngineBackend
-    except ImportError as error:
-        raise Unsupported(f"the decode engine cannot be loaded ({error})") from None
-    return EngineBackend(model, bundle, model.kv_policy, model._ops, model._guarded)
 
 
 def _check_forward(cache: Cache | None, embeds: Tensor | None, positions: Tensor | None, rest: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ class _Gates:
         device = next(model.parameters()).device
         self.bundle, self.width = bundle, width
         self.means = bundle.head_means(device)
-        self.second_stages = bundle.second_stages(self.blocks)
+        self.second_stages = bundle.second_stages([block.fc1 for block in self.blocks])
         self.predictors: dict[tuple[int, str], nn.Module] = {}
         self.trained: dict[int, LowRankPredictor] = {}
         for (layer, target), spec in bundle.specs.items():

@@ -181,7 +181,7 @@ def test_the_second_test_lets_through_what_was_asked(run):
     block = model.model.decoder.layers[1]
     mlp_in = ShardReader(run[1] / "activations", 1, "calibration").read("mlp_in", 0, ROWS).float()
     with torch.no_grad():
-        passed = bundle.second_stages(model.model.decoder.layers)[1].passed(mlp_in)
+        passed = bundle.second_stages([layer.fc1 for layer in model.model.decoder.layers])[1].passed(mlp_in)
         activation = torch.relu(block.fc1(mlp_in))
         contribution = activation * torch.linalg.vector_norm(block.fc2.weight, dim=0)
         candidates = bundle.predictor(1, "mlp")(mlp_in) > spec.curve["threshold"][-4]

@@ -63,7 +63,7 @@ def test_greedy_rows_of_unequal_lengths_equal_gather(folder, start, options):
         model = sparse(folder, made, backend, start)
         out[backend] = model.generate(ids, attention_mask=mask, **GREEDY)
     assert torch.equal(out["gather"], out["triton"])
-    assert model._decoder is None, "the engine must have done it"
+    assert model._runtime.gatherer is None, "the engine must have done it"
 
 
 def test_right_padding_generates_as_alone(folder, bundle):
@@ -178,7 +178,7 @@ def test_a_text_generation_pipeline(folder, bundle, caplog):
     ids = tokenizer("the model reads", return_tensors="pt").input_ids
     expected = sparse(folder, bundle, "gather").generate(ids, max_new_tokens=6, do_sample=False)
     assert text == tokenizer.decode(expected[0], skip_special_tokens=True)
-    assert engine._decoder is None
+    assert engine._runtime.gatherer is None
     assert type(AutoModelForCausalLM.from_pretrained(folder)) is OPTForCausalLM
 
 
@@ -289,7 +289,7 @@ def test_a_full_context_is_scored(folder, bundle):
 
 def test_engines_are_made_once_for_a_size_and_reused(folder, bundle, monkeypatch):
     engine = sparse(folder, bundle)
-    backend, made = engine._engines, []
+    backend, made = engine._runtime.engines, []
     build = backend._make
     monkeypatch.setattr(backend, "_make", lambda *size: made.append(size) or build(*size))
     for rows, new in ((1, 5), (1, 9), (2, 5), (3, 5), (4, 5), (1, 300)):
@@ -322,7 +322,7 @@ def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, 
         model.generate(ids, **GREEDY)
         torch.testing.assert_close(dense(ids).logits, before)
     own = {p.untyped_storage().data_ptr() for p in dense.parameters()}
-    for held in model._engines.pool.engines.values():
+    for held in model._runtime.engines.pool.engines.values():
         for layer in held.weights.layers:
             for name in ("qkv", "out", "fc1", "fc2"):
                 assert getattr(layer, name).untyped_storage().data_ptr() in own, f"{name} exists twice"
@@ -344,7 +344,7 @@ def test_other_thresholds_and_dtypes(folder, bundle):
     model.set_bundle(other)
     assert torch.equal(model.generate(ids, **GREEDY), sparse(folder, other, "gather").generate(ids, **GREEDY))
     moved = model.to(torch.bfloat16)
-    assert moved._engines.weights.embedding.dtype == torch.bfloat16
+    assert moved._runtime.engines.weights.embedding.dtype == torch.bfloat16
     assert moved.generate(ids, **GREEDY).shape == (2, 19)
     with pytest.raises(UserError, match="computes in float32, float16, bfloat16.*float64"):
         model.to(torch.float64)

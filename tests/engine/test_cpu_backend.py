@@ -92,7 +92,7 @@ def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
 
 
 def test_callers_of_one_engine_wait_for_each_other(models):
-    engine = models["cpu"]._engines.engine(1, 64)
+    engine = models["cpu"]._runtime.engines.engine(1, 64)
     prompts = [[2, 9 + i, 30 + 3 * i] for i in range(6)]
     alone = [engine.generate([prompt], 40, stop_tokens=()) for prompt in prompts]
     scored = engine.score([alone[0][0], alone[1][0]])
@@ -108,7 +108,7 @@ def test_callers_of_one_engine_wait_for_each_other(models):
 
 
 def test_an_engine_is_not_called_by_its_own_callback_and_goes_on_after_one_that_fails(models):
-    engine = models["cpu"]._engines.engine(1, 64)
+    engine = models["cpu"]._runtime.engines.engine(1, 64)
     whole = engine.generate([[2, 9]], 8, stop_tokens=())
     with pytest.raises(UserError, match="build another engine"):
         engine.generate([[2, 9]], 8, callback=lambda row, token: engine.generate([[2, 10]], 2))

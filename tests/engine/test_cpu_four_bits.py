@@ -126,7 +126,7 @@ def test_generate_takes_the_codes(folder):
     sparse = SparseOPTForCausalLM.from_model(model, bundle, "cpu", sparse_from="prompt")
     settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1, "attention_mask": torch.ones_like(ids)}
     found = sparse.generate(ids, **settings)
-    assert "4-bit codes, exact" in sparse._engines.engine(1, 64).describe()
+    assert "4-bit codes, exact" in sparse._runtime.engines.engine(1, 64).describe()
     engine = CpuEngine(model, bundle)
     steps = engine.generate([ids[0].tolist()], 20, prompt_phase="steps")[0]
     assert found[0, 12:].tolist() == steps

@@ -149,7 +149,7 @@ def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
         made[backend] = model.generate(
             ids, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )  # fmt: skip
-    assert model.backend == "triton" and model._decoder is None
+    assert model.backend == "triton" and model._runtime.gatherer is None
     assert torch.equal(made["gather"], made["auto"])
     model.sparse_from = 0
     whole = made["auto"][2:].repeat(8, 1)

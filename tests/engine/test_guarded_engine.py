@@ -44,7 +44,7 @@ def sparse(folder, bundle, backend, **options):
 
 
 def thresholds(model):
-    return model._guarded.thresholds[:, 0].clone()
+    return model._runtime.guarded.thresholds[:, 0].clone()
 
 
 @pytest.mark.parametrize("rows", [1, 3])

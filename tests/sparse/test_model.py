@@ -44,7 +44,7 @@ def mask_sets(dense, bundle, ids):
     """Selections of whole sequences by the backend mask: {(layer, target): (B, T, n)}."""
     got = {}
     model = sparse(dense, bundle, "mask")
-    with torch.no_grad(), masking(dense, model._selector, observe=lambda *seen: got.__setitem__(seen[:2], seen[2])):
+    with torch.no_grad(), masking(dense, model._runtime.selector, observe=lambda *seen: got.__setitem__(seen[:2], seen[2])):
         dense(ids)
     return got
 
@@ -52,7 +52,7 @@ def mask_sets(dense, bundle, ids):
 def gather_sets(model):
     """Makes a gather model record its selections, column by column."""
     got = {}
-    model._decoder.on_select = lambda layer, target, column, keep: got.setdefault((layer, target), []).append(keep)
+    model._runtime.gatherer.on_select = lambda layer, target, column, keep: got.setdefault((layer, target), []).append(keep)
     return got
 
 
@@ -498,7 +498,7 @@ def test_the_output_projection_sees_the_mean(dense, tiny_opt):
         torch.no_grad(),
         masking(
             dense,
-            model._selector,
+            model._runtime.selector,
             observe=lambda layer, target, keep, values: kept.__setitem__((layer, target), (keep, values.clone())),
             means=replaced.head_means(),
         ),

@@ -19,6 +19,7 @@ from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.errors import Unsupported
 from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import OPTShape
+from dejavu_train.models.parts import check_calls
 
 
 class CpuBackend:
@@ -38,6 +39,7 @@ class CpuBackend:
         from dejavu_train.engine.cpu.engine import SUPPORTED
 
         check_low_rank(bundle.specs, "the CPU engine")
+        check_calls(model)
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
         if kv_policy != "backfill":
@@ -56,7 +58,6 @@ class CpuBackend:
             raise Unsupported("the CPU engine needs a final LayerNorm")
         self._model, self.bundle, self.shape = weakref.ref(model), bundle, OPTShape.from_config(model.config)
         self._weights: Any = None
-        self._versions: list[tuple[int, int]] = []
         self._owner = os.getpid()
         self.pool = EnginePool(self.shape.max_positions, self._make)
 
@@ -64,20 +65,19 @@ class CpuBackend:
         """An engine for at least so many rows of so many tokens."""
         from dejavu_train.engine.cpu import CpuWeights
 
-        if self._owner != os.getpid():  # forked: the weights are there, the threads are not
-            self.pool.engines.clear()
-            self._owner = os.getpid()
-        model = self._model()
-        assert model is not None, "the model that owns this backend is alive"
-        tensors = [*model.parameters(), *model.buffers()]
-        versions = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-        if versions != self._versions:  # loaded or trained anew since the weights were copied
-            self.pool.engines.clear()
-            self._weights = None
+        self._begin_anew_in_a_fork()
+        if self._weights is None:
+            model = self._model()
+            assert model is not None, "the model that owns this backend is alive"
             _check_memory(CpuWeights.needed(model))
             self._weights = CpuWeights.from_model(model)
-            self._versions = versions
         return self.pool.engine(rows, tokens)
+
+    def _begin_anew_in_a_fork(self) -> None:
+        """In a forked process the weights are there, the threads and whoever had the turn are not."""
+        if self._owner != os.getpid():
+            self.pool = EnginePool(self.shape.max_positions, self._make)
+            self._owner = os.getpid()
 
     def _make(self, batch: int, context: int) -> Any:
         from dejavu_train.engine.cpu import CpuEngine
@@ -88,7 +88,9 @@ class CpuBackend:
         """As :func:`dejavu_train.engine.generation.generate`, for up to 4 rows."""
         from dejavu_train.engine.cpu.engine import MAX_BATCH
 
-        return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
+        self._begin_anew_in_a_fork()
+        with self.pool.turns:
+            return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
 
     def logits(self, *_: Any) -> Tensor:
         """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""

@@ -20,6 +20,7 @@ from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 from dejavu_train.models.opt import OPTShape
+from dejavu_train.models.parts import block_part, plain_linear, plain_table
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
@@ -64,8 +65,10 @@ class CpuWeights:
         shape = OPTShape.from_config(model.config)
         decoder = model.model.decoder
         stored, note = how_stored(model, stored)
-        coded_head = isinstance(model.lm_head, CodedLinear)
-        tied = not coded_head and model.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        head, embedding = plain_linear("lm_head", model.lm_head), plain_table("embed_tokens", decoder.embed_tokens)
+        positions = plain_table("embed_positions", decoder.embed_positions)
+        coded_head = isinstance(head, CodedLinear)
+        tied = not coded_head and head.weight.data_ptr() == embedding.data_ptr()
         eps = decoder.layers[0].self_attn_layer_norm.eps
         own = decoder.layers[0].fc1.layout.sizes.group if stored == "codes" else 0
         if group is not None and own % group:
@@ -77,28 +80,28 @@ class CpuWeights:
         for i, norm in enumerate(norms):
             weights.model.norms[i, 0], weights.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
         weights.check_finite(weights.model.lm_head, weights.model.norms[-1])
-        weights.model.positions[:] = _array(decoder.embed_positions.weight)
-        weights.put(weights.model.embedding, decoder.embed_tokens.weight)
+        weights.model.positions[:] = _array(positions)
+        weights.put(weights.model.embedding, embedding)
         if coded_head and stored == "codes":
-            weights.put_codes(weights.model.lm_head, model.lm_head.rows)
+            weights.put_codes(weights.model.lm_head, head.rows)
         elif not tied:
-            weights.put(weights.model.lm_head, model.lm_head.weight)
+            weights.put(weights.model.lm_head, head.weight)
         weights.screen()
         h = shape.n_heads
         for i, layer in enumerate(decoder.layers):
-            attention, first = layer.self_attn, weights.model.first[i]
-            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            block, first = block_part(i, layer), weights.model.first[i]
+            parts = (block.q, block.k, block.v)
             if stored == "codes":
                 weights.put_coded_layer(i, layer)
             else:
                 weights.put(first[QKV], _by_head([part.weight for part in parts], h))
-                weights.put(first[OUT], attention.out_proj.weight.T)
-                weights.put(first[FC1], layer.fc1.weight)
-                weights.put(first[FC2], layer.fc2.weight.T)
+                weights.put(first[OUT], block.out.weight.T)
+                weights.put(first[FC1], block.up.weight)
+                weights.put(first[FC2], block.down.weight.T)
             biases = [_bias(part).reshape(h, -1) for part in parts]
             weights.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
-            weights.out_bias[i] = _bias(attention.out_proj)
-            weights.model.fc1_bias[i], weights.model.fc2_bias[i] = _bias(layer.fc1), _bias(layer.fc2)
+            weights.out_bias[i] = _bias(block.out)
+            weights.model.fc1_bias[i], weights.model.fc2_bias[i] = _bias(block.up), _bias(block.down)
             small = (weights.model.qkv_bias, weights.out_bias, weights.model.fc1_bias, weights.model.fc2_bias)
             weights.check_finite(int(first[QKV]), *(each[i] for each in small), weights.model.norms[2 * i : 2 * i + 2])
             if release:

@@ -38,5 +38,12 @@ class GroupedProjection(nn.Module):
             if tensor is not None:
                 destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """The state dict of the ``nn.Linear`` that this stands for: ``weight`` goes into the rows, where they lie."""
+        given = state_dict.pop(prefix + "weight", None)
+        if given is not None:
+            state_dict[prefix + "rows"] = given.view_as(self.rows) if given.numel() == self.rows.numel() else given
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, grouped by head"

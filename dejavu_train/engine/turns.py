@@ -1,0 +1,42 @@
+"""One caller at a time, in the order in which they came."""
+
+import threading
+from collections import deque
+from typing import Any
+
+from dejavu_train.errors import UserError
+
+
+class Turns:
+    """A lock that is given to callers in the order in which they asked, as a context manager.
+
+    Raises:
+        UserError: the caller has the turn already, for instance in a streamer that generates by itself.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._owner: int | None = None
+
+    def __enter__(self) -> "Turns":
+        caller, place = threading.get_ident(), object()
+        with self._condition:
+            if self._owner == caller:
+                raise UserError(
+                    "this engine is in the middle of a call of the same thread, so a streamer or callback cannot call"
+                    " it; wait for the call to end, or build a second model"
+                )
+            self._waiting.append(place)
+            try:
+                self._condition.wait_for(lambda: self._owner is None and self._waiting[0] is place)
+                self._owner = caller
+            finally:  # after Ctrl-C as well: those behind must not wait for this place
+                self._waiting.remove(place)
+                self._condition.notify_all()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with self._condition:
+            self._owner = None
+            self._condition.notify_all()

@@ -1,0 +1,46 @@
+"""What belongs to one call of ``generate()``: it travels with the caller's thread or task, never on the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dejavu_train.sparse.inputs import SparseFrom
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``generate()`` that transformers' loops run.
+
+    Attributes:
+        model: whose call this is; another model's forward pass within it is not part of it.
+        runtime: what the model runs through until the call ends, whatever ``set_bundle`` does meanwhile.
+        sparse_from: first sparse position, one of all rows or (B,), or "prompt".
+        ending_tokens: after which a row is over, or None.
+    """
+
+    model: Any
+    runtime: Any
+    sparse_from: SparseFrom
+    ending_tokens: Tensor | None
+
+
+_CALLS: ContextVar[tuple[Call, ...]] = ContextVar("dejavu_train_calls", default=())
+
+
+def call_of(model: Any) -> Call | None:
+    """The innermost call of this model's ``generate()`` that the caller stands in."""
+    return next((call for call in reversed(_CALLS.get()) if call.model is model), None)
+
+
+@contextmanager
+def within(call: Call) -> Iterator[None]:
+    """Forward passes of ``call.model`` in this context, in this thread, belong to ``call``."""
+    token = _CALLS.set((*_CALLS.get(), call))
+    try:
+        yield
+    finally:
+        _CALLS.reset(token)

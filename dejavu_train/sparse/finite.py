@@ -1,0 +1,36 @@
+"""Ends a call whose numbers are not finite, by the name of the layer where that began."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+
+
+class NotFinite(UserError):
+    """A model that gives NaN or infinity. ``where``: the part that did so first, as the message says it."""
+
+    def __init__(self, where: str, dtype: torch.dtype) -> None:
+        name = str(dtype).removeprefix("torch.")
+        wider = "" if dtype == torch.float32 else f", or load the model in a wider dtype than {name}, such as float32"
+        super().__init__(f"the model's numbers are not finite from {where} on; check its weights{wider}")
+        self.where = where
+
+
+def finite_positions(values: Tensor) -> Tensor:
+    """(B, T) bool: where all of values (B, T, n) are finite; no tensor of their size is made."""
+    return values.detach().sum(-1, dtype=torch.float32).isfinite()
+
+
+def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Tensor]]) -> None:
+    """Raise :class:`NotFinite` where values (B, T, n) are not finite at positions that are shown, (B, T) bool.
+
+    Args:
+        inputs: gives for every layer (B, T) bool, where its input is finite. Asked for after a fault alone.
+    """
+    if bool((finite_positions(values) | ~shown.to(values.device)).all()):
+        return
+    layers = [bool((fine | ~shown.to(fine.device)).all()) for fine in inputs()]
+    begun = layers.index(False) - 1 if False in layers else len(layers) - 1
+    raise NotFinite("the embeddings" if begun < 0 else f"layer {begun}", values.dtype)

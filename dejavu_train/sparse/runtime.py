@@ -1,0 +1,162 @@
+"""What a sparse model runs through: made of its weights and a bundle, and made again when they change.
+
+Nothing of a call stands here. A call that has begun keeps the runtime that it began with.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.guard import GuardState
+from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine.turns import Turns
+from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.opt import OPTShape
+from dejavu_train.models.parts import NotPlain, is_adapter
+from dejavu_train.sparse.derived import Held, Sources
+from dejavu_train.sparse.gather import GatherDecoder
+
+BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
+ENGINES = ("triton", "cpu")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for when the model was made.
+
+    Attributes:
+        backend: one of BACKENDS; ops: of the engine on a GPU, "triton" or "reference"; guard: None without one.
+    """
+
+    backend: str = "mask"
+    ops: str = "triton"
+    guard: Guard | None = None
+
+    @property
+    def auto(self) -> bool:
+        """Whether gather may stand in for the engine."""
+        return self.backend == "auto"
+
+
+class Runtime:
+    """One backend, ready to run.
+
+    Attributes:
+        backend: "mask", "gather", "triton" or "cpu".
+        selector, means: of mask. engines: of triton and cpu, else None.
+        gatherer: of gather, made when it is first needed: beside an engine it takes the output projections again.
+        guarded: what the guard has measured, or None.
+        refusal: why auto did not take the engine, or None.
+    Raises:
+        UserError: a bundle of another shape, or a backend that cannot run it or be guarded.
+    """
+
+    def __init__(self, model: Any, bundle: Bundle, settings: Settings, kv_policy: str) -> None:
+        check_bundle_of(model, bundle)
+        self.bundle, self.kv_policy = bundle, kv_policy
+        self.device, self.dtype = model.device, model.dtype
+        self.backend, self.refusal = settings.backend, None
+        self.guarded: GuardState | None = None
+        self.engines: Any = None
+        self.gatherer: GatherDecoder | None = None
+        self.selector: Any = None
+        self.means: dict[int, Tensor] = {}
+        self._turns, self._made = Turns(), Held[None]()
+        if settings.guard is not None:
+            if self.backend == "mask":
+                raise UserError("the backend mask computes whole sequences at once and has no guard; use gather")
+            self.guarded = GuardState(settings.guard, bundle.specs, model.device)
+        if settings.auto or self.backend in ENGINES:
+            if settings.auto:
+                self.backend = "cpu" if model.device.type == "cpu" and settings.ops == "triton" else "triton"
+            try:
+                self.engines = _engine_backend(self.backend, model, bundle, kv_policy, settings.ops, self.guarded)
+            except (Unsupported, NotPlain) as refusal:
+                if not settings.auto:
+                    raise
+                self.backend, self.refusal = "gather", refusal
+        if self.backend == "mask":
+            self.selector, self.means = Predicted(bundle, model.device, model), bundle.head_means(model.device)
+        elif self.backend == "gather":
+            self.gather(model)
+        self._sources = self._read_sources(model)
+
+    def fits(self, model: Any) -> bool:
+        """Whether the model still is what this was made of."""
+        same = (self.device, self.dtype, self.kv_policy) == (model.device, model.dtype, model.kv_policy)
+        return same and self._sources.unchanged()
+
+    def gather(self, model: Any) -> GatherDecoder:
+        """The decoder of gather."""
+        with self._made.lock:
+            if self.gatherer is None:
+                self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)
+                if self.engines is not None:  # weights were laid out anew
+                    self._sources = self._read_sources(model)
+            return self.gatherer
+
+    @contextlib.contextmanager
+    def turn(self, nested: bool) -> Iterator[None]:
+        """Calls of gather run side by side, but for a guard, whose thresholds all of them would move."""
+        with contextlib.nullcontext() if self.guarded is None or nested else self._turns:
+            yield
+
+    def _read_sources(self, model: Any) -> Sources:
+        layers = decoder_layers(model)
+        staged = [layers[layer] for layer in self.bundle.cascades()]
+        if self.backend == "mask":
+            return Sources(staged, lambda: _tensors(*(layer.fc1 for layer in staged)))
+        folded = [layers[layer].self_attn.out_proj for layer in self.bundle.head_means()]
+        adapters = [module for module in model.modules() if is_adapter(module)]
+        roots = (model.model, model.lm_head)
+        if self.backend == "cpu":
+            return Sources(roots, lambda: _tensors(*roots))
+        screened = [] if self.engines is None else [model.lm_head]
+        derived = (*(layer.fc1 for layer in staged), *folded, *adapters, *screened)
+        if self.engines is None:
+            return Sources(roots, lambda: _tensors(*derived))
+        return Sources(roots, lambda: [*(t for t in _tensors(*roots) if t.dim() < 2), *_tensors(*derived)])
+
+
+def _tensors(*modules: nn.Module) -> list[Tensor]:
+    found = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    return list(found.values())
+
+
+def check_bundle_of(model: Any, bundle: Any) -> None:
+    """Raise :class:`UserError` for what is no bundle, or one of another shape; the vocabulary may have grown."""
+    if not isinstance(bundle, Bundle):
+        raise UserError(
+            f"a bundle must be a Bundle, got a {type(bundle).__name__}; Bundle.from_pretrained(FOLDER) reads one"
+        )
+    shape = OPTShape.from_config(model.config)
+    for name in ("n_layers", "d_model", "n_heads", "d_ffn"):
+        ours, theirs = getattr(bundle.shape, name), getattr(shape, name)
+        if ours != theirs:
+            raise UserError(
+                f"the bundle was made for {bundle.model} with {name} {ours}, this model has {theirs};"
+                " give the bundle of this model"
+            )
+
+
+def _engine_backend(
+    backend: str, model: Any, bundle: Bundle, kv_policy: str, ops: str, guarded: GuardState | None
+) -> Any:
+    """The engines for a model. Raises Unsupported where they do not run."""
+    if backend == "cpu":
+        try:
+            from dejavu_train.engine.cpu.backend import CpuBackend
+        except ImportError as error:
+            raise Unsupported(f"the CPU engine cannot be loaded ({error})") from None
+        return CpuBackend(model, bundle, kv_policy, guarded)
+    try:
+        from dejavu_train.engine.backend import EngineBackend
+    except ImportError as error:
+        raise Unsupported(f"the decode engine cannot be loaded ({error})") from None
+    return EngineBackend(model, bundle, kv_policy, ops, guarded)
