@@ -184,7 +184,7 @@ class DecodeEngine:
         if bundle is None or isinstance(bundle, dict):
             loaded = bundle or {}
         else:
-            if getattr(bundle, "shape", self.shape) != self.shape:
+            if not self.shape.has_layers_of(getattr(bundle, "shape", self.shape)):
                 raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
             loaded = load_predictors(bundle, dtype, self.device, read_as_codes(bundle, dtype, self.batch))
         guard = self.guard

@@ -14,19 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoderLayer, OPTLearnedPositionalEmbedding
 
-from dejavu_train.errors import UserError
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 
-REMEDY = "use backend='mask', which calls every module"
 
-
-class NotPlain(UserError):
-    """A module that only a call does justice to. ``what``: the message without its remedy."""
+class NotPlain(Exception):
+    """A module that only a call does justice to. Each backend says what to do instead, as a :class:`UserError`."""
 
     def __init__(self, name: str, what: str) -> None:
-        self.what = f"{name} {what}"
-        super().__init__(f"{self.what}; {REMEDY}")
+        super().__init__(f"{name} {what}")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,10 @@ class OPTShape:
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
 
+    def has_layers_of(self, other: "OPTShape") -> bool:
+        """Whether layers are of the same number and sizes; vocabulary and positions may differ."""
+        return all(getattr(self, n) == getattr(other, n) for n in ("d_model", "d_ffn", "n_layers", "n_heads"))
+
     @classmethod
     def from_config(cls, config: Any, name: str = "this model") -> "OPTShape":
         """Take the sizes from a Hugging Face config; raises as :meth:`from_values`."""

@@ -8,14 +8,11 @@ from torch import Tensor
 from dejavu_train.errors import UserError
 
 
-class NotFinite(UserError):
-    """A model that gives NaN or infinity. ``where``: the part that did so first, as the message says it."""
-
-    def __init__(self, where: str, dtype: torch.dtype) -> None:
-        name = str(dtype).removeprefix("torch.")
-        wider = "" if dtype == torch.float32 else f", or load the model in a wider dtype than {name}, such as float32"
-        super().__init__(f"the model's numbers are not finite from {where} on; check its weights{wider}")
-        self.where = where
+def not_finite(where: str, dtype: torch.dtype) -> UserError:
+    """The error of a model that gives NaN or infinity; ``where``: the part that did so first."""
+    name = str(dtype).removeprefix("torch.")
+    wider = "" if dtype == torch.float32 else f", or load the model in a wider dtype than {name}, such as float32"
+    return UserError(f"the model's numbers are not finite from {where} on; check its weights{wider}")
 
 
 def finite_positions(values: Tensor) -> Tensor:
@@ -24,7 +21,7 @@ def finite_positions(values: Tensor) -> Tensor:
 
 
 def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Tensor]]) -> None:
-    """Raise :class:`NotFinite` where values (B, T, n) are not finite at positions that are shown, (B, T) bool.
+    """Raise :class:`UserError` where values (B, T, n) are not finite at positions that are shown, (B, T) bool.
 
     Args:
         inputs: gives for every layer (B, T) bool, where its input is finite. Asked for after a fault alone.
@@ -33,4 +30,4 @@ def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Te
         return
     layers = [bool((fine | ~shown.to(fine.device)).all()) for fine in inputs()]
     begun = layers.index(False) - 1 if False in layers else len(layers) - 1
-    raise NotFinite("the embeddings" if begun < 0 else f"layer {begun}", values.dtype)
+    raise not_finite("the embeddings" if begun < 0 else f"layer {begun}", values.dtype)

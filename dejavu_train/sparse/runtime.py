@@ -77,7 +77,7 @@ class Runtime:
                 self.backend = "cpu" if model.device.type == "cpu" and settings.ops == "triton" else "triton"
             try:
                 self.engines = _engine_backend(self.backend, model, bundle, kv_policy, settings.ops, self.guarded)
-            except (Unsupported, NotPlain) as refusal:
+            except Unsupported as refusal:
                 if not settings.auto:
                     raise
                 self.backend, self.refusal = "gather", refusal
@@ -96,7 +96,10 @@ class Runtime:
         """The decoder of gather."""
         with self._made.lock:
             if self.gatherer is None:
-                self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)
+                try:
+                    self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)
+                except NotPlain as refusal:
+                    raise UserError(f"{refusal}; use backend='mask', which calls every module") from None
                 if self.engines is not None:  # weights were laid out anew
                     self._sources = self._read_sources(model)
             return self.gatherer
@@ -149,14 +152,15 @@ def _engine_backend(
     backend: str, model: Any, bundle: Bundle, kv_policy: str, ops: str, guarded: GuardState | None
 ) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
-    if backend == "cpu":
-        try:
-            from dejavu_train.engine.cpu.backend import CpuBackend
-        except ImportError as error:
-            raise Unsupported(f"the CPU engine cannot be loaded ({error})") from None
-        return CpuBackend(model, bundle, kv_policy, guarded)
     try:
+        if backend == "cpu":
+            from dejavu_train.engine.cpu.backend import CpuBackend
+
+            return CpuBackend(model, bundle, kv_policy, guarded)
         from dejavu_train.engine.backend import EngineBackend
+
+        return EngineBackend(model, bundle, kv_policy, ops, guarded)
     except ImportError as error:
-        raise Unsupported(f"the decode engine cannot be loaded ({error})") from None
-    return EngineBackend(model, bundle, kv_policy, ops, guarded)
+        raise Unsupported(f"the engine {backend} cannot be loaded ({error})") from None
+    except NotPlain as refusal:
+        raise Unsupported(str(refusal)) from None

@@ -44,7 +44,10 @@ def mask_sets(dense, bundle, ids):
     """Selections of whole sequences by the backend mask: {(layer, target): (B, T, n)}."""
     got = {}
     model = sparse(dense, bundle, "mask")
-    with torch.no_grad(), masking(dense, model._runtime.selector, observe=lambda *seen: got.__setitem__(seen[:2], seen[2])):
+    with (
+        torch.no_grad(),
+        masking(dense, model._runtime.selector, observe=lambda *seen: got.__setitem__(seen[:2], seen[2])),
+    ):
         dense(ids)
     return got
 
@@ -52,7 +55,9 @@ def mask_sets(dense, bundle, ids):
 def gather_sets(model):
     """Makes a gather model record its selections, column by column."""
     got = {}
-    model._runtime.gatherer.on_select = lambda layer, target, column, keep: got.setdefault((layer, target), []).append(keep)
+    model._runtime.gatherer.on_select = lambda layer, target, column, keep: got.setdefault((layer, target), []).append(
+        keep
+    )
     return got
 
 

@@ -19,7 +19,7 @@ from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.errors import Unsupported
 from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import OPTShape
-from dejavu_train.models.parts import check_calls
+from dejavu_train.models.parts import NotPlain, check_calls
 
 
 class CpuBackend:
@@ -70,7 +70,10 @@ class CpuBackend:
             model = self._model()
             assert model is not None, "the model that owns this backend is alive"
             _check_memory(CpuWeights.needed(model))
-            self._weights = CpuWeights.from_model(model)
+            try:
+                self._weights = CpuWeights.from_model(model)
+            except NotPlain as refusal:
+                raise Unsupported(str(refusal)) from None
         return self.pool.engine(rows, tokens)
 
     def _begin_anew_in_a_fork(self) -> None:

@@ -92,7 +92,7 @@ class CpuEngine:
         limit = self.shape.max_positions
         if context is not None and not 2 <= context <= limit:
             raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")
-        if getattr(bundle, "shape", self.shape) != self.shape:
+        if not self.shape.has_layers_of(getattr(bundle, "shape", self.shape)):
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         self.batch, self.context = batch, context or limit
         self.threads = threads or usable_cores()
