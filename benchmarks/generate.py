@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model = SparseOPTForCausalLM.from_model(dense, bundle, "triton", sparse_from="prompt")
     first_call, _ = seconds(model, ids, args.new_tokens)
     peak = torch.cuda.max_memory_allocated()
-    engine: DecodeEngine = model._engines.engine(1, args.prompt + args.new_tokens)
+    engine: DecodeEngine = model._runtime.engines.engine(1, args.prompt + args.new_tokens)
     start(engine, args.prompt, EXTRA)
     set_thresholds(engine, args.mlp_density, args.head_density)
     torch.cuda.reset_peak_memory_stats()

@@ -38,6 +38,7 @@ from dejavu_train.engine.memory import (
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors, read_as_codes
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.step import DecodeStep
+from dejavu_train.engine.turns import Turns, in_turn
 from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, engine_dtype
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import OPTShape
@@ -179,6 +180,7 @@ class DecodeEngine:
             look_ahead, fused, late, self.guard, screen,
         )  # fmt: skip
         self.state = self.core.state
+        self.turns = Turns()  # its rows are those of one call, from the first token to the last
 
     def _predictors(self, bundle: Any, dtype: torch.dtype) -> dict[tuple[int, str], TargetPredictor]:
         if bundle is None or isinstance(bundle, dict):
@@ -271,6 +273,7 @@ class DecodeEngine:
                 for b in range(n):
                     valid[b, :, : prefilled[b]] = 1
 
+    @in_turn
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -336,6 +339,7 @@ class DecodeEngine:
                 callback(b, token)
             shown[b] = max(first, position[b] + 1)
 
+    @in_turn
     def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:
         """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
 
@@ -362,6 +366,7 @@ class DecodeEngine:
             result += [nll[b, 1:length].clone() for b, length in enumerate(n)]
         return result
 
+    @in_turn
     def logits(
         self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0, dtype: torch.dtype = torch.float32
     ) -> Tensor:

@@ -1,10 +1,14 @@
 """One caller at a time, in the order in which they came."""
 
+import functools
 import threading
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from dejavu_train.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Turns:
@@ -40,3 +44,14 @@ class Turns:
         with self._condition:
             self._owner = None
             self._condition.notify_all()
+
+
+def in_turn(method: F) -> F:
+    """A method that is run while its object's ``turns`` is held."""
+
+    @functools.wraps(method)
+    def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.turns:
+            return method(self, *args, **kwargs)
+
+    return waits  # type: ignore[return-value]

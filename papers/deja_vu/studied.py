@@ -82,7 +82,7 @@ class StudiedOPT(SparseOPTForCausalLM):
             block = decoder_layers(self)[layer]
             orders[layer, "mlp"] = ranks(neuron_contribution(got["activation"], block.fc2.weight))
             weight = block.self_attn.out_proj.weight
-            orders[layer, "heads"] = ranks(head_contribution(got["head_out"], weight, mean=self._means.get(layer)))
+            orders[layer, "heads"] = ranks(head_contribution(got["head_out"], weight, mean=runtime.means.get(layer)))
 
         def count(layer: int, target: str, keep: Tensor | None, values: Tensor) -> None:
             units = values.shape[2]
@@ -91,16 +91,16 @@ class StudiedOPT(SparseOPTForCausalLM):
             self.kept[target] += int(kept[sparse].sum())
             self.seen[target] += units * int(sparse.sum())
 
-        assert self._selector is not None
+        runtime = self._runtime
         if self.selection == "oracle":
             with record(self, {"activation", "head_out"}, on_layer=rank_contributions):
                 dense_or_masked()
-        with masking(self, self._selector, sparse, count, self._means):
+        with masking(self, runtime.selector, sparse, count, runtime.means):
             found = dense_or_masked()
         if self.selection == "predicted":
             return found
         best = Given({key: keep_top(orders[key], kept) for key, kept in counts.items()})
-        with masking(self, best, sparse, means=self._means):
+        with masking(self, best, sparse, means=runtime.means):
             return dense_or_masked()
 
 

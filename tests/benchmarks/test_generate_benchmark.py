@@ -21,7 +21,7 @@ def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities()
     ids = torch.randint(3, 300, (1, 9))
     with torch.no_grad():
         model.generate(ids, **greedy(6))
-        engine = model._engines.engine(1, 15)
+        engine = model._runtime.engines.engine(1, 15)
         start(engine, 9, 20)
         set_thresholds(engine, 0.25, 0.5)
         row = measured(engine, 6)
@@ -29,6 +29,6 @@ def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities()
     assert row["mlp_density"] == pytest.approx(0.25, abs=0.06) and 0.2 < row["head_density"] < 0.8
     assert row["live_share"] == pytest.approx(0.6, abs=0.15)
     assert out[0, 9:].tolist() == engine.generate(ids.tolist(), 6, stop_tokens=())[0]
-    assert engine is model._engines.engine(1, 15), "one engine for both"
+    assert engine is model._runtime.engines.engine(1, 15), "one engine for both"
     assert cache_bytes(engine) == 2 * 3 * 64 * 64 * 4
     assert predictor_bytes(engine) > 2 * 4 * (8 * (64 + 256) + 4 * 64)
