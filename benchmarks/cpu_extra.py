@@ -224,10 +224,7 @@ def defaults(args: argparse.Namespace) -> Found:
             seconds = time.perf_counter() - before
             new = len(made["generated_token_ids"]) - len(tokenizer(prompt)["input_ids"])
             times[name].append(1e3 * seconds / new)
-    kept = {}
-    for target in ("mlp", "heads"):
-        shares = [entry.density for (_, which), entry in bundle.specs.items() if which == target and entry.density]
-        kept["mlp_density" if target == "mlp" else "head_density"] = statistics.mean(shares) if shares else 1.0
+    kept = {"mlp_density": bundle.mean_density("mlp"), "head_density": bundle.mean_density("heads")}
     dense, sparse = (taken[1:] for taken in times.values())
     ratios = [slow / fast for slow, fast in zip(dense, sparse, strict=True)]
     note = f"{len(ratios)} pairs, {min(ratios):.3g} to {max(ratios):.3g}; load {os.getloadavg()[0]:.1f}"

@@ -3,17 +3,17 @@
 python -m benchmarks.decode_plot
 """
 
-import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode_problem import UNION
 from benchmarks.rows import command_line
-from benchmarks.tables_decode import INT4_GOALS, int4_steps
+from benchmarks.tables_decode import INT4_GOALS, batch_steps, int4_steps, prompt_steps, timed_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
-Row = dict[str, str]
-AHEAD = "site=1"
+Steps = Mapping[tuple[float, int, str], dict[str, str]]  # rows by size, prompt or batch, and kind
+KINDS = (("dense", "black", "dense"), ("sparse", "tab:blue", "sparse"),
+         ("ahead", "tab:green", "sparse, MLP predicted half a block ahead"))  # fmt: skip
 BARS = {  # label of a bar -> what is asked, the kinds of steps of which the fastest is drawn, colour
     "dense, fp16": ("dense", ("fp16",), "black"),
     "dense, 4 bits": ("dense", ("own site", "screen"), "tab:gray"),
@@ -26,33 +26,12 @@ BARS = {  # label of a bar -> what is asked, the kinds of steps of which the fas
 }
 
 
-def best(rows: list[Row], model: str, engine: str, ahead: bool = False) -> list[tuple[int, float, float]]:
-    """(prompt, ms, floor in ms) of the fastest row of each prompt: batch 1, MLP 10 %, predictors at their own site, or
-    fused half a block ahead."""
-    found: dict[int, tuple[float, float]] = {}
-    for row in rows:
-        if (row["model"], row["engine"], row["batch"]) != (model, engine, "1") or not row["p50_ms"]:
-            continue
-        if (row["options"] != AHEAD if ahead else "site=" in row["options"]) or (
-            engine == "sparse" and not 0.09 < float(row["mlp_density"]) < 0.11
-        ):
-            continue
-        point = float(row["p50_ms"]), float(row["floor45_ms"])
-        found[int(row["prompt"])] = min(point, found.get(int(row["prompt"]), point))
-    return [(prompt, *point) for prompt, point in sorted(found.items())]
-
-
-def batches(rows: list[Row], model: str, engine: str) -> list[tuple[int, float]]:
-    """(batch, ms a step), sparse ones at the union densities of the table and with attention dense."""
-    found = []
-    for row in rows:
-        batch = int(row["batch"])
-        if (row["model"], row["engine"]) != (model, engine) or batch not in UNION[model] or not row["p50_ms"]:
-            continue
-        if "crossover" in row["options"]:
-            continue
-        found.append((batch, float(row["p50_ms"])))
-    return sorted(found)
+def line(steps: Steps, model: str, kind: str, column: str) -> tuple[list[int], list[float]]:
+    """The prompts or batches of a model, and a column of their rows, in order."""
+    own = sorted(
+        (place, float(row[column])) for (size, place, of), row in steps.items() if (f"{size:g}b", of) == (model, kind)
+    )
+    return [place for place, _ in own], [value for _, value in own]
 
 
 def draw_four_bits(axis: Any) -> None:
@@ -78,23 +57,19 @@ def main() -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with (RESULTS / "decode.csv").open(newline="", encoding="utf-8") as file:
-        every = list(csv.DictReader(file))
+    every = timed_rows(RESULTS.parents[1])
     rows = [row for row in every if "weights=" not in row["options"]]
+    prompts, batches = prompt_steps(RESULTS.parents[1]), batch_steps(RESULTS.parents[1])
     models = ("6.7b", "30b", "66b")
     figure, axes = plt.subplot_mosaic([list(models), ["batches", "int4", "int4"]], figsize=(12.6, 7.2))
     for model in models:
         axis = axes[model]
-        for engine, colour in (("dense", "black"), ("sparse", "tab:blue")):
-            points = best(rows, model, engine)
-            prompts = [point[0] for point in points]
-            axis.plot(prompts, [point[1] for point in points], "o-", color=colour, label=engine, markersize=4)
-            axis.plot(prompts, [point[2] for point in points], ":", color=colour, label=f"{engine}, bytes at 4.5 TB/s")
-        ahead = best(rows, model, "sparse", ahead=True)
-        if ahead:
-            label = "sparse, MLP predicted half a block ahead"
-            axis.plot([p[0] for p in ahead], [p[1] for p in ahead], "^--", color="tab:green", label=label, markersize=4)
-        compiled = [row for row in rows if (row["model"], row["engine"]) == (model, "hf-compile") and row["p50_ms"]]
+        for kind, colour, name in KINDS:
+            axis.plot(*line(prompts, model, kind, "p50_ms"), "o-", color=colour, label=name, markersize=4)
+        for kind, colour, _ in KINDS[:2]:
+            floor = f"{kind}, bytes at 4.5 TB/s"
+            axis.plot(*line(prompts, model, kind, "floor45_ms"), ":", color=colour, label=floor)
+        compiled = [row for row in rows if (row["model"], row["engine"]) == (model, "hf-compile")]
         if compiled:
             label = "transformers, static cache + compile"
             axis.plot([int(compiled[-1]["prompt"])], [float(compiled[-1]["p50_ms"])], "x", color="tab:red", label=label)
@@ -102,10 +77,9 @@ def main() -> int:
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=6)
     for engine, colour in (("dense", "black"), ("sparse", "tab:blue")):
-        for model, style in (("66b", "o-"), ("6.7b", "s--")):
-            points = batches(rows, model, engine)
-            label = f"{engine}, {model.upper()}"
-            axes["batches"].plot(*zip(*points, strict=True) if points else ((), ()), style, color=colour, label=label)
+        for model, marks in (("66b", "o-"), ("6.7b", "s--")):
+            style = {"color": colour, "label": f"{engine}, {model.upper()}"}
+            axes["batches"].plot(*line(batches, model, engine, "p50_ms"), marks, **style)
     axes["batches"].set(title="Batches, MLP at its union", xlabel="rows", ylabel="ms a step", xscale="log")
     axes["batches"].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
     axes["batches"].minorticks_off()

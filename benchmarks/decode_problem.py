@@ -159,7 +159,11 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                 chosen[target] = torch.ones(engine.batch, n, dtype=torch.bool, device=engine.device)
                 if predictor is not None:
                     chosen[target] = logits_of(engine, predictor) > predictor.threshold
-                    read = (predictor.folded,) if predictor.folded is not None else _matrices(predictor)
+                    read = (
+                        (predictor.weights.down, predictor.weights.up)
+                        if predictor.folded is None
+                        else (predictor.folded,)
+                    )
                     total += sum(matrix.nbytes for matrix in read)
                 selected[target][0] += float(chosen[target].any(0).double().mean())
                 selected[target][1] += float(chosen[target].double().mean())
@@ -182,10 +186,6 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
         "live_share": live[0] / live[1] if live[1] else 1.0,
         "gb_per_step": total / n_steps / 1e9,
     }
-
-
-def _matrices(predictor: TargetPredictor) -> tuple[torch.Tensor, torch.Tensor]:
-    return predictor.weights.down, predictor.weights.up
 
 
 def start(engine: DecodeEngine, prompt: int, steps: int) -> None:

@@ -165,21 +165,6 @@ class Rows:
         )
 
 
-def check_texts(data: str, names: Sequence[str]) -> None:
-    """Raise UserError for a text that `benchmarks/texts.py prepare` has not written."""
-    for name in names:
-        if not Path(f"{data}/{name}.jsonl").is_file():
-            raise UserError(
-                f"there is no {data}/{name}.jsonl; python -m benchmarks.texts prepare --data FOLDER writes it, see"
-                " docs/texts.md"
-            )
-
-
-def densities(options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Pairs of the shares of neurons and of heads that are asked for."""
-    return [(float(mlp), float(heads)) for mlp, heads in (pair.split("/") for pair in options.densities)]
-
-
 def report(options: argparse.Namespace) -> None:
     """Rows of every text: fp16 and each of the weights, dense and sparse, with predictors of fp16 and other weights.
 
@@ -187,17 +172,18 @@ def report(options: argparse.Namespace) -> None:
     """
     if options.bundles and next(iter(options.bundles)) != "before":
         raise UserError("--bundles must begin with before=FOLDER: 4 bits are compared with the fp16 model's selection")
-    check_texts(options.data, options.texts.split(","))
     bundles = {name: Bundle.from_pretrained(folder) for name, folder in options.bundles.items()}
     tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
+    corpora = {}
+    for text in options.texts.split(","):
+        documents = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
+        corpora[text] = hold_out(documents, tokenizer, WINDOW, options.tokens)
     folders = {"fp16": options.model, **options.weights}
     models = {name: load_opt(folder, device=device) for name, folder in folders.items()}
     sparse = [name for name in models if name in options.sparse.split(",")]
     written = options.rows.split(",") if options.rows else ["none", *bundles]
     rows = Rows(options, OPTShape.from_config(models["fp16"].config))
-    for text in options.texts.split(","):
-        held = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
-        corpus = hold_out(held, tokenizer, WINDOW, options.tokens)
+    for text, corpus in corpora.items():
         batches = list(eval_batches(corpus, options.batch_tokens, device))
         dense = [log_probabilities(models["fp16"], batch) for batch in batches]
         scored = partial(score, batches=batches, dense=dense, documents=len(corpus.document_tokens))
@@ -205,7 +191,7 @@ def report(options: argparse.Namespace) -> None:
         for name, found in alone.items():
             if "none" in written:
                 rows.add(text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
-        for asked in densities(options):
+        for asked in options.densities:
             selected: Scored | None = None
             for predictors, bundle in bundles.items():
                 moved = bundle.at(*asked)
@@ -241,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--csv", default="docs/frontier/int4.csv")
     options = parser.parse_args(argv)
+    options.densities = [tuple(map(float, pair.split("/"))) for pair in options.densities]
     options.weights = dict(pair.split("=", 1) for pair in options.weights)
     options.bundles = dict(pair.split("=", 1) for pair in options.bundles)
     torch.set_num_threads(1)

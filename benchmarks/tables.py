@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables_decode
 from benchmarks.rows import command_line
-from benchmarks.tables_decode import batches_table, int4_batches_table, int4_prompts_table, int4_table, prompts_table
+from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_format import Row, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
@@ -24,9 +25,9 @@ from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, 
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/texts.md", "docs/frontier.md", "benchmarks/NOTES.md", "checkpoints/opt-mini/README.md")
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
-DECODE = "benchmarks/results/decode.csv"
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
+PEAK = "peak_without_caches_and_predictors_over_weights"
 CARD = "checkpoints/opt-mini/pretraining.json"
 HELDOUT = {  # file of pretraining.json -> its name in the card
     "books_heldout.jsonl": "books, held out",
@@ -110,9 +111,9 @@ KINDS = {  # column -> engine and options of its rows
 def _decode_rows(root: Path) -> dict[tuple[str, str], list[Row]]:
     """(model, column) -> its rows of one sequence behind a prompt of 128 tokens, oldest first."""
     found: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(read_csv(root / DECODE), key=lambda row: row["date"]):
+    for row in timed_rows(root):
         kind = next((name for name, key in KINDS.items() if key == (row["engine"], row["options"])), None)
-        if kind and row["batch"] == "1" and row["prompt"] == "128" and row["p50_ms"]:
+        if kind and row["batch"] == "1" and row["prompt"] == "128":
             found.setdefault((row["model"], kind), []).append(row)
     return found
 
@@ -164,26 +165,24 @@ def generate_table(root: Path) -> str:
     """generate() of the public class against the engine's own rate."""
     rows = [json.loads(line) for line in (root / GENERATE).read_text().splitlines() if line.strip()]
     newest = {(row["shape"], row["batch"]): row for row in rows}
-    headings = [
-        "shapes, rows",
-        "generate(), ms per token",
-        "the engine alone, ms",
-        "share of its rate",
-        "first call, s",
-    ]
-    headings += ["memory over the weights, without caches and predictors", "transformers' dense generate(), ms"]
+    columns = {  # heading -> field, how it is written, times what
+        "generate(), ms per token": ("generate_ms", ".3f", 1),
+        "the engine alone, ms": ("engine_ms", ".3f", 1),
+        "share of its rate": ("share_of_engine_rate", ".1f", 100),
+        "first call, s": ("first_call_s", ".1f", 1),
+        "memory over the weights, without caches and predictors": (
+            "peak_without_caches_and_predictors_over_weights",
+            ".3f",
+            1,
+        ),
+        "transformers' dense generate(), ms": ("transformers_dense_ms", ".1f", 1),
+    }
     table = [
-        [
-            f"{row['shape'].upper()}, {row['batch']}",
-            f"{row['generate_ms']:.3f}",
-            f"{row['engine_ms']:.3f}",
-            f"{100 * row['share_of_engine_rate']:.1f} %",
-            f"{row['first_call_s']:.1f}",
-            f"{row['peak_without_caches_and_predictors_over_weights']:.3f}",
-            f"{row['transformers_dense_ms']:.1f}",
-        ]
+        [f"{row['shape'].upper()}, {row['batch']}"]
+        + [f"{times * row[field]:{kind}}" + " %" * (times == 100) for field, kind, times in columns.values()]
         for row in newest.values()
     ]
+    headings = ["shapes, rows", *columns]
     return markdown(headings, table) + f"\nRows: {provenance(list(newest.values()))}.\n"
 
 
@@ -214,11 +213,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "demo": demo_table,
     "speed": speed_table,
     "decode-change": decode_change_table,
-    "decode-prompts": prompts_table,
-    "decode-batches": batches_table,
-    "decode-int4": int4_table,
-    "decode-int4-prompts": int4_prompts_table,
-    "decode-int4-batches": int4_batches_table,
+    "decode-prompts": tables_decode.prompts_table,
+    "decode-batches": tables_decode.batches_table,
+    "decode-int4": tables_decode.int4_table,
+    "decode-int4-prompts": tables_decode.int4_prompts_table,
+    "decode-int4-batches": tables_decode.int4_batches_table,
     "generate": generate_table,
     "samples": samples_table,
     "goals": goals_table,

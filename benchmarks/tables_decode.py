@@ -15,7 +15,7 @@ LABELS = {"ahead": "heads look ahead too", "screen, ahead": "screen, heads look 
 SELECTED = {"heads 100 %": "head_density=1.0", "heads 85 %": "head_density=0.85", "heads 50 %": ""}  # a word of options
 
 
-def _rows(root: Path) -> list[Row]:
+def timed_rows(root: Path) -> list[Row]:
     """Timed rows, oldest first, so that a dict of them keeps the newest of a kind."""
     return sorted((row for row in read_csv(root / DECODE) if row["p50_ms"]), key=lambda row: row["date"])
 
@@ -37,14 +37,25 @@ def _times(row: Row | None, dense: Row | None) -> list[str]:
     return [f"{ms:.3g}", f"{100 * float(row['share45']):.0f} %", f"{float(dense['p50_ms']) / ms:.2f}x"]
 
 
-def prompts_table(root: Path) -> str:
-    """Dense, sparse and look-ahead steps of one row, by model and prompt."""
+def prompt_steps(root: Path) -> dict[tuple[float, int, str], Row]:
+    """(size, prompt, dense, sparse or ahead) -> its newest row of one sequence."""
     kinds = {("dense", ""): "dense", ("sparse", ""): "sparse", ("sparse", "site=1"): "ahead"}
-    found = {
+    return {
         (_size(row), int(row["prompt"]), kinds[row["engine"], row["options"]]): row
-        for row in _rows(root)
+        for row in timed_rows(root)
         if row["batch"] == "1" and (row["engine"], row["options"]) in kinds
     }
+
+
+def batch_steps(root: Path) -> dict[tuple[float, int, str], Row]:
+    """(size, batch, engine) -> its newest row of several sequences in fp16."""
+    rows = (row for row in timed_rows(root) if row["batch"] != "1" and not {"crossover", "weights"} & _keys(row))
+    return {(_size(row), int(row["batch"]), row["engine"]): row for row in rows}
+
+
+def prompts_table(root: Path) -> str:
+    """Dense, sparse and look-ahead steps of one row, by model and prompt."""
+    found = prompt_steps(root)
     table = []
     for size, prompt in sorted({key[:2] for key in found}):
         dense, sparse, ahead = (found.get((size, prompt, kind)) for kind in ("dense", "sparse", "ahead"))
@@ -57,8 +68,7 @@ def prompts_table(root: Path) -> str:
 
 def batches_table(root: Path) -> str:
     """Several rows: what they select together, and the share of its floor that the dense engine reaches."""
-    rows = [row for row in _rows(root) if row["batch"] != "1" and not {"crossover", "weights"} & _keys(row)]
-    found = {(_size(row), int(row["batch"]), row["engine"]): row for row in rows}
+    found = batch_steps(root)
     table = []
     for size, batch in sorted({key[:2] for key in found}):
         dense, sparse = found.get((size, batch, "dense")), found.get((size, batch, "sparse"))
@@ -66,7 +76,7 @@ def batches_table(root: Path) -> str:
         cells = [f"{100 * float(sparse[name]):.1f} %" if sparse else "" for name in names]
         table.append([f"{size:g}B, {batch}", *cells, *_times(dense, dense)[:2], *_times(sparse, dense)])
     headings = ["shapes, rows", "union", "one row", "live", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
-    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(rows)}.\n"
+    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(list(found.values()))}.\n"
 
 
 def _int4_kinds(what: str) -> dict[str, str]:
@@ -93,7 +103,7 @@ def _newest(root: Path, batch: str, prompt: str, commit: str = "") -> dict[tuple
 
     Look-ahead predictors were int8 codes before they were nibbles: their rows stand in one place.
     """
-    rows = (row for row in _rows(root) if (row["batch"], row["prompt"]) == (batch, prompt))
+    rows = (row for row in timed_rows(root) if (row["batch"], row["prompt"]) == (batch, prompt))
     rows = (row for row in rows if commit in ("", row["commit"]))
     found = {}
     for row in rows:

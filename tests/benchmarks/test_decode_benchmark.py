@@ -6,7 +6,7 @@ from decode_helpers import random_bundle, random_opt
 
 from benchmarks.decode import bytes_needed
 from benchmarks.decode_cells import Cell, read_cells, required_cells
-from benchmarks.decode_plot import best
+from benchmarks.decode_plot import line
 from benchmarks.decode_problem import SHAPES, UNION, measured, set_thresholds, start
 from dejavu_train.engine.decode import DecodeEngine
 
@@ -61,17 +61,9 @@ def test_thresholds_hit_the_density_of_the_union(batch):
     assert (row["row_density"] == pytest.approx(row["mlp_density"])) == (batch == 1)
 
 
-def test_the_plot_takes_the_fastest_row_of_a_prompt():
-    common = {
-        "model": "6.7b",
-        "engine": "sparse",
-        "batch": "1",
-        "mlp_density": "0.1",
-        "floor45_ms": "1",
-        "prompt": "128",
-    }
-    rows = [common | {"p50_ms": ms, "options": options} for ms, options in (("3", ""), ("2", ""), ("1", "site=2"))]
-    assert best(rows, "6.7b", "sparse") == [(128, 2.0, 1.0)]
-    rows.append(common | {"p50_ms": "1.5", "options": "site=1"})
-    assert best(rows, "6.7b", "sparse") == [(128, 2.0, 1.0)]
-    assert best(rows, "6.7b", "sparse", ahead=True) == [(128, 1.5, 1.0)]
+def test_a_line_of_the_plot_has_its_rows_in_order():
+    rows = {(6.7, prompt, "sparse"): {"p50_ms": ms} for prompt, ms in ((512, "3"), (128, "2"))}
+    assert line(rows | {(66, 128, "sparse"): {}, (6.7, 128, "dense"): {}}, "6.7b", "sparse", "p50_ms") == (
+        [128, 512],
+        [2, 3],
+    )
