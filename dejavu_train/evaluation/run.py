@@ -14,6 +14,7 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.data.text import import_text
+from dejavu_train.engine.cpu import load_engine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
@@ -185,11 +186,13 @@ def _check_densities(config: InferConfig, bundle: Bundle) -> None:
 
 
 def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) -> None:
-    """Let an engine that is asked for by name refuse a CPU, or predictors of one's own, before anything slow starts."""
+    """Let an engine that is asked for by name refuse this machine, or predictors of one's own, before anything slow."""
     asked = [("--timing_backends", name) for name in (config.timing_backends if config.timing else ())]
     for flag, backend in asked + ([("--backend", config.backend)] if config.generate else []):
         if backend in ("triton", DENSE_ENGINE) and not runs_on(device):
             raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
+        if backend in (CPU, DENSE_CPU):
+            load_engine()
         if backend in ENGINES:
             check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
 
@@ -296,14 +299,16 @@ def _dense_engine(backend: str, dense: Any) -> Any:
 def _time(
     config: InferConfig, dense: Any, bundle: Bundle, held: EvalCorpus, not_measured: list[dict[str, str]]
 ) -> list[Timing]:
-    """Dense first: gather lays some weights of the shared model out anew. What refuses goes to ``not_measured``."""
+    """Dense first: gather lays some weights of the shared model out anew. What refuses goes to ``not_measured``, and
+    gather stands in for a sparse engine."""
     longest = max(held.windows, key=len)
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
     own: tuple[Timed, ...] = ("dense-cpu", "cpu") if dense.device.type == "cpu" else ("dense-engine", "triton")
     if config.device_map is not None:
         own = ()  # the engines run on one device
-    for backend in sorted(config.timing_backends or ("dense", *own), key=lambda name: name != "dense"):
+    waiting: list[Timed] = sorted(config.timing_backends or ("dense", *own), key=lambda name: name != "dense")
+    for backend in waiting:
         logger.info("timing %s", backend)
         try:
             timings.append(_time_one(config, dense, bundle, backend, prompt))
@@ -312,6 +317,8 @@ def _time(
                 raise
             logger.info("%s is not timed: %s", backend, error)
             not_measured.append({"what": f"timing of {backend}", "why": str(error)})
+            if backend in ENGINES:
+                waiting.append("gather")  # which generate() takes then
     return timings
 
 

@@ -259,6 +259,24 @@ def test_an_engine_for_gpus_is_refused_on_a_cpu_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "asked", [{"timing": "true", "timing_backends": "[dense-cpu]"}, {"generate": "the", "backend": "cpu"}]
+)
+def test_an_engine_without_numba_is_refused_before_any_work(arguments, asked, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert run(arguments, **asked) == 2
+    assert "the CPU engine cannot be loaded" in error_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_numba_what_else_there_is_is_measured(arguments, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert run(arguments, tokens=0, generate="the", new_tokens=3) == 0
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert [(row["backend"], row["mlp_density"]) for row in found["timing"]] == [("dense", 1.0), ("gather", 0.1)]
+    assert ["the CPU engine cannot be loaded" in one["why"] for one in found["not_measured"]] == [True, True]
+
+
 def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_path):
     path = tmp_path / "guard.yaml"
     path.write_text("guard: {every: 4, memory: 8}\n")

@@ -12,7 +12,7 @@ MEGABYTES = 512  # several times the caches of most processors
 SECONDS = 0.7
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, fastmath=True)  # compiled anew in a moment: numba may find no folder for its cache
 def _sum(data: np.ndarray) -> float:
     total = np.float32(0)
     for i in range(data.shape[0]):  # over an iterator LLVM would not make vector instructions of it
