@@ -15,6 +15,7 @@ from typing import Any
 
 OURS = {  # which module of ours is imported behind which of transformers
     "transformers.quantizers.auto": "dejavu_train.models.int4_quantizer",
+    "transformers.models.auto.configuration_auto": "dejavu_train.sparse.auto_config",
     "transformers.models.auto.modeling_auto": "dejavu_train.sparse.auto_model",
 }
 

@@ -57,7 +57,7 @@ class OPTShape:
     @classmethod
     def from_config(cls, config: Any, name: str = "this model") -> "OPTShape":
         """Take the sizes from a Hugging Face config; raises as :meth:`from_values`."""
-        return cls.from_values({key: getattr(config, key) for key in _DEFAULTS}, name)
+        return cls.from_values({key: getattr(config, key) for key in _DEFAULTS if hasattr(config, key)}, name)
 
     @classmethod
     def from_values(cls, given: Mapping[str, Any], name: str = "this model") -> "OPTShape":

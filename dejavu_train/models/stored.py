@@ -49,16 +49,21 @@ def check_folder(name: str, shape: OPTShape) -> None:
     folder = Path(name)
     if not folder.is_dir():
         return
-    found: dict[str, Stored] = {}
-    for file in loaded_files(folder):
-        found |= read_header(file)
     values = config_values(folder)
     refuse_foreign(values, name)
-    _check_tensors(name, found, expected_tensors(values, shape), shape)
+    check_weights(name, values, shape)
     _check_types(values, folder / "config.json", shape)
     if (folder / GENERATION).is_file():
         _check_types(_mapping(folder / GENERATION), folder / GENERATION, shape)
     _check_tokenizer(folder, shape)
+
+
+def check_weights(name: str, values: Mapping[str, Any], shape: OPTShape) -> None:
+    """The weights' part of :func:`check_folder`, for the values of a config.json."""
+    found: dict[str, Stored] = {}
+    for file in loaded_files(Path(name)):
+        found |= read_header(file)
+    _check_tensors(name, found, expected_tensors(values, shape), shape)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ Four backends select the same units:
 per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
 """
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,18 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.folder import METADATA
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.files import read_json, write_json
-from dejavu_train.models.opt import load_opt, weight_hash
-from dejavu_train.models.shape import SPARSE_OPT
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
@@ -49,25 +44,18 @@ from dejavu_train.sparse.inputs import (
     sparse_positions,
     visible_columns,
 )
+from dejavu_train.sparse.loading import load_together
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import BACKENDS, Runtime, Settings, check_bundle_of
 from dejavu_train.sparse.runtime import ENGINES as ENGINES
+from dejavu_train.sparse.saving import save_together
 
 logger = logging.getLogger(__name__)
 
-PREDICTORS_FOLDER = "predictors"
+_UPLOADS = ("repo_id", "commit_message", "private", "token", "create_pr", "revision", "commit_description", "tags")
 
 # Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dejavu_train_sparse_opt"] = "SparseOPTForCausalLM"
-
-
-class SparseOPTConfig(OPTConfig):
-    """What ``AutoConfig`` makes of the config.json that ``save_pretrained`` writes: an OPT's, but for its type."""
-
-    model_type = SPARSE_OPT
-
-
-AutoConfig.register(SPARSE_OPT, SparseOPTConfig, exist_ok=True)
 
 
 class SparseOPTForCausalLM(OPTForCausalLM):
@@ -122,6 +110,11 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         if isinstance(sparse_from, str) and sparse_from != "prompt":
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
+        if not isinstance(model, OPTForCausalLM):
+            raise UserError(
+                f"{cls.__name__}.from_model takes an OPTForCausalLM, got a {type(model).__name__}; from_pretrained loads"
+                " one by its name, and of a model that wraps one give the one inside"
+            )
         check_bundle_of(model, bundle)
         sparse = _adopt(cls, model)
         sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
@@ -144,8 +137,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
         guard: Guard | None = None,
         torch_dtype: str | torch.dtype | None = None,
-        **unknown: Any,
-    ) -> "SparseOPTForCausalLM":
+        **keywords: Any,
+    ) -> Any:
         """Load a model and its predictors.
 
         Args:
@@ -154,49 +147,59 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
             kv_policy: of heads that a token skips: ``backfill``, ``always`` or ``stale``, see ``gather``.
-            dtype: ``float32``, ``float16`` or ``bfloat16``.
+            dtype: ``float32``, ``float16`` or ``bfloat16``, by any name that torch has; ``auto`` or None: as stored.
             device: where the model lies; ignored when ``device_map`` is given.
             revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
             guard: as in :meth:`from_model`.
             torch_dtype: ``dtype`` by its earlier name in transformers.
-            unknown: refused. A keyword of transformers, such as ``attn_implementation``, goes to
-                ``OPTForCausalLM.from_pretrained``, and the model that comes back to :meth:`from_model`.
+            keywords: of transformers, as ``sparse/keywords.py`` lists them: those of the hub, ``subfolder``, ``config``
+                and its values, ``attn_implementation`` (of ``mask``), ``max_memory``, ``offload_folder`` and the like.
+
+        Returns:
+            The model; with ``output_loading_info=True`` a pair of it and what transformers says of the loading.
+
         Raises:
-            UserError: no such model or bundle, a bundle of other weights or of another tokenizer, an unknown keyword.
+            UserError: no such model or bundle, a bundle of other weights or of another tokenizer, a keyword that is
+                unknown or refused.
         """
-        if unknown:
-            raise UserError(
-                f"{cls.__name__}.from_pretrained takes no {next(iter(unknown))}; where it is one of transformers, load"
-                f" the model by OPTForCausalLM.from_pretrained and give it to {cls.__name__}.from_model"
-            )
-        dtype = dtype if torch_dtype is None else torch_dtype
-        name = str(pretrained_model_name_or_path)
-        if predictors is None:
-            predictors = Path(name) / PREDICTORS_FOLDER
-            if not (predictors / METADATA).is_file():
-                raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
-        if not isinstance(predictors, Bundle):
-            predictors = Bundle.from_pretrained(predictors, predictor_class=predictor_class)
-        bundle = predictors
-        bundle.check_model(name, revision)
-        model = load_opt(name, dtype, device, device_map, revision)
-        return cls.from_model(model, bundle, backend, sparse_from, kv_policy, guard=guard)
+        kind = dtype if torch_dtype is None else torch_dtype
+        loaded = load_together(
+            str(pretrained_model_name_or_path), predictors, kind, device, device_map, revision, predictor_class,
+            keywords, cls.__name__,
+        )  # fmt: skip
+        model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, kv_policy, guard=guard)
+        if "attn_implementation" in keywords and model.backend != "mask":
+            logger.warning("attn_implementation is of the backend mask; %s computes attention itself", model.backend)
+        return (model, loaded.info) if keywords.get("output_loading_info") else model
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write the model and, in its folder ``predictors``, the bundle.
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write the model and, in its folder ``predictors``, the bundle; keywords as in transformers.
 
-        The config.json names a model type of its own: ``AutoModelForCausalLM`` loads this class where this package is
-        imported and refuses the folder elsewhere. ``OPTForCausalLM`` loads the dense model, with a warning.
+        The folder may be the one that the model came from: it is written aside and renamed. The config.json names a
+        model type of its own: ``AutoModelForCausalLM`` loads this class where this package is imported and refuses the
+        folder elsewhere. ``OPTForCausalLM`` loads the dense model, with a warning.
+
+        Raises:
+            UserError: a model that an OPT's folder cannot hold, a file in the folder's place, ``variant`` and
+                ``distributed_checkpoint``. The folder is as it was.
         """
-        _adopt(OPTForCausalLM, self).save_pretrained(save_directory, **kwargs)
-        name = str(save_directory)
-        config = Path(save_directory) / "config.json"
-        own = {"model_type": SPARSE_OPT, "architectures": [type(self).__name__]}
-        write_json(config, read_json(config, "the model's config") | own)
-        saved = dataclasses.replace(self.bundle, model=name, weight_hash=weight_hash(name))
-        saved.save_pretrained(Path(save_directory) / PREDICTORS_FOLDER)
+        if not is_main_process:
+            return
+        uploads = {key: kwargs.pop(key) for key in _UPLOADS if key in kwargs}
+        dense = _adopt(OPTForCausalLM, self)
+        save_together(dense, self.bundle, Path(save_directory), type(self).__name__, **kwargs)
+        if push_to_hub:
+            self.push_to_hub(uploads.pop("repo_id", Path(save_directory).name), **uploads)
+
+    def extra_repr(self) -> str:
+        """The backend and the bundle, in a line of the model's repr."""
+        runtime = self._held.value  # as it is: showing a model makes nothing
+        backend = self._settings.backend if runtime is None else runtime.backend
+        return f"backend={backend}, sparse_from={self.sparse_from}, bundle={self._bundle!r}"
 
     @property
     def bundle(self) -> Bundle:

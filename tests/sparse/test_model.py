@@ -444,8 +444,6 @@ def test_transformers_alone_refuses_both_together(tiny_opt, bundle, tmp_path):
 def test_keywords_of_transformers(tiny_opt, bundle):
     model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather", torch_dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
-    with pytest.raises(UserError, match="no attn_implementation; .*OPTForCausalLM.from_pretrained.*from_model"):
-        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "mask", attn_implementation="eager")
     eager = OPTForCausalLM.from_pretrained(str(tiny_opt), attn_implementation="eager")
     assert sparse(eager, bundle, "mask").config._attn_implementation == "eager"
     for name, dtype in (("auto", torch.float32), (None, torch.float32), ("half", torch.float16)):

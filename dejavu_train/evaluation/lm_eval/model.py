@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.finite import FiniteLogits, check_logits
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.progress import Progress
-from dejavu_train.sparse.model import ENGINES, PREDICTORS_FOLDER, SparseOPTForCausalLM
+from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
 
 DENSE = "dense"
 # Of a batch, with batch_size=auto. On a CPU more than this leaves the caches, and short rows are padded for nothing.

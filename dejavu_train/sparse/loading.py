@@ -1,0 +1,78 @@
+"""Finds a model and its bundle by what ``from_pretrained`` is given, compares them, and loads the dense model."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import OPTForCausalLM
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
+from dejavu_train.errors import UserError
+from dejavu_train.models.hub import model_folder
+from dejavu_train.models.opt import load_with_info, read_shape
+from dejavu_train.models.stored import stored_files
+from dejavu_train.predictors.custom import PredictorClass
+from dejavu_train.sparse.keywords import check_config, sort_keywords
+
+Classes = PredictorClass | Mapping[str, PredictorClass] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The dense model, its bundle, and what transformers says of the loading."""
+
+    dense: OPTForCausalLM
+    bundle: Bundle
+    info: dict[str, Any]
+
+
+def load_together(
+    name: str,
+    predictors: Bundle | str | Path | None,
+    dtype: str | torch.dtype | None,
+    device: str | int | torch.device | None,
+    device_map: Any,
+    revision: str | None,
+    classes: Classes,
+    keywords: Mapping[str, Any],
+    caller: str,
+) -> Loaded:
+    """As ``SparseOPTForCausalLM.from_pretrained``, which has the parameters' meaning.
+
+    Args:
+        keywords: of transformers, see ``keywords.py``.
+        caller: the class, to show.
+    Raises:
+        UserError: no such model or bundle, a bundle that is not the model's, a keyword that is unknown or refused.
+    """
+    asked = sort_keywords(keywords, caller)
+    hub = {"revision": revision, **asked.hub}
+    folder = model_folder(name, asked.subfolder, **hub)
+    check_config(keywords.get("config"), read_shape(str(folder)), name)
+    bundle = _find_bundle(predictors, name, folder, classes, asked.hub)
+    stored_files(name, asked.subfolder, **hub)  # fetched from the hub, where they are not there yet
+    bundle.check_model(str(folder))
+    dense, info = load_with_info(str(folder), dtype, device, device_map, None, asked.attributes, **asked.options)
+    dense.config.name_or_path = name
+    return Loaded(dense, bundle, info)
+
+
+def _find_bundle(
+    predictors: Bundle | str | Path | None,
+    name: str,
+    folder: Path,
+    classes: Classes,
+    hub: Mapping[str, Any],
+) -> Bundle:
+    """The bundle that was given, or the one in the model's folder. Raises :class:`UserError` where there is none."""
+    if isinstance(predictors, Bundle):
+        return predictors
+    if predictors is not None:
+        return Bundle.from_pretrained(predictors, predictor_class=classes, **hub)
+    if not (folder / PREDICTORS_FOLDER / METADATA).is_file():
+        raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
+    bundle = Bundle.from_pretrained(folder / PREDICTORS_FOLDER, predictor_class=classes)
+    return bundle if Path(name).is_dir() else dataclasses.replace(bundle, model=name)
