@@ -112,8 +112,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
         if not isinstance(model, OPTForCausalLM):
             raise UserError(
-                f"{cls.__name__}.from_model takes an OPTForCausalLM, got a {type(model).__name__}; from_pretrained loads"
-                " one by its name, and of a model that wraps one give the one inside"
+                f"{cls.__name__}.from_model takes an OPTForCausalLM, got a {type(model).__name__}; from_pretrained"
+                " loads one by its name, and of a model that wraps one give the one inside"
             )
         check_bundle_of(model, bundle)
         sparse = _adopt(cls, model)

@@ -244,7 +244,7 @@ def test_a_hub_model_without_a_bundle(hub, bundle, expected):
 def test_a_pipeline_by_name(hub, joint):
     texts = []
     for name in (str(joint), "me/joint"):
-        made = pipeline("text-generation", model=name)
+        made = pipeline("text-generation", model=name, model_kwargs={"backend": "gather"})
         assert type(made.model) is SPARSE
         texts.append(made("the model", max_new_tokens=5, do_sample=False)[0]["generated_text"])
     assert texts[0] == texts[1]
