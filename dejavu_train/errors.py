@@ -9,7 +9,13 @@ from dejavu_train.signals import Interrupted, heard
 
 
 class UserError(ValueError):
-    """A mistake of the person who called us. The message is one line: what was expected, what was got, the remedy."""
+    """A mistake of the person who called us. The message is one line: what was expected, what was got, the remedy.
+
+    Attributes:
+        tokens: what a row held when a logit of an engine was not finite, for whoever can say in which layer; else None.
+    """
+
+    tokens: list[int] | None = None
 
 
 GOES_ON = "the same command goes on from the last complete piece"

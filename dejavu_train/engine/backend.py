@@ -6,6 +6,7 @@ weights there are the caches of each engine, and fc1 as planes where a bundle ha
 """
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_he
 from dejavu_train.errors import Unsupported
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES, OPTShape
-from dejavu_train.models.parts import check_calls
+from dejavu_train.models.parts import NotPlain, check_calls
 from kernels.common.checks import HEAD_DIMS, runs_on
 
 
@@ -72,8 +73,27 @@ class EngineBackend:
         self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
         self._predictors: dict[frozenset[Key], dict[tuple[int, str], TargetPredictor]] = {}
         sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
-        self.weights = DecodeWeights.from_model(model, dtype, self.device, share=True, transposed=sparse)
+        self._model, self._dtype, self._transposed = weakref.ref(model), dtype, sparse
+        self._weights: DecodeWeights | None = None
         self.pool = EnginePool(shape.max_positions, self._build)
+
+    @property
+    def weights(self) -> DecodeWeights:
+        """Laid out when they are first needed: until then the model's modules are transformers' own."""
+        if self._weights is None:
+            model = self._model()
+            assert model is not None, "the model that owns this backend is alive"
+            try:
+                share = DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
+            except NotPlain as refusal:
+                raise Unsupported(str(refusal)) from None
+            self._weights = share
+        return self._weights
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether the model's modules share the engine's tensors by now."""
+        return self._weights is not None
 
     def engine(self, rows: int, tokens: int) -> DecodeEngine:
         """An engine for at least so many rows of so many tokens."""

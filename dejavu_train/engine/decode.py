@@ -327,10 +327,12 @@ class DecodeEngine:
         for b, position in enumerate(self.state.fault[:n].tolist()):
             if position:
                 dtype = str(self.weights.embedding.dtype).removeprefix("torch.")
-                raise UserError(
+                error = UserError(
                     f"the logits of row {b} for the token at position {position} hold NaN; check the weights, and if"
                     f" {dtype} is too narrow for this model's activations load it with dtype bfloat16 or float32"
                 )
+                error.tokens = self.state.tokens[b, :position].tolist()
+                raise error
 
     def _notify(self, callback: Callback, shown: list[int]) -> None:
         position = self.state.position[: len(shown)].tolist()

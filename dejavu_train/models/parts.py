@@ -53,15 +53,17 @@ class BlockHook:
     """Base of the hooks that this package puts on a model for one call; they are no part of the model."""
 
 
-def check_calls(model: nn.Module, called: Iterable[nn.Module] = ()) -> None:
+def check_calls(model: nn.Module, called: Iterable[nn.Module] = (), itself: bool = False) -> None:
     """Refuse what a backend would leave out that calls only the modules ``called`` and those inside them.
 
+    Args:
+        itself: whether the model is called too.
     Raises:
         NotPlain: a hook or an exchanged ``forward``, by the module's name.
     """
     skipped = {id(inner) for module in called for inner in module.modules()}
     for name, module in model.named_modules():
-        if id(module) in skipped:
+        if id(module) in skipped or (itself and module is model):
             continue
         if any(not isinstance(hook, BlockHook) for hook in hooks_of(module)):
             raise NotPlain(name or "the model", "has a hook, which this backend does not call")

@@ -56,8 +56,8 @@ class GatherDecoder:
         decoder = model.model.decoder
         self.final_norm = decoder.final_layer_norm
         called = [norm for block in self.blocks for norm in (block.norm_attn, block.norm_mlp)]
-        called += [decoder.embed_tokens, decoder.embed_positions]
-        check_calls(model.model, called if self.final_norm is None else [*called, self.final_norm])
+        called += [decoder.embed_tokens, decoder.embed_positions, model.lm_head]
+        check_calls(model, called if self.final_norm is None else [*called, self.final_norm], itself=True)
         self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
         self.second_stages = {
             layer: second_stage

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
@@ -266,6 +267,19 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if guarded is not None:
             guarded.reset()
 
+    def _judge(self, refusal: UserError, runtime: Runtime) -> None:
+        """Return where gather may stand in for an engine that refuses, else raise; a fault by the layer's name."""
+        if isinstance(refusal, Unsupported) and self._settings.auto:
+            return self._log_once(refusal)
+        if refusal.tokens is not None:
+            finite: list[Tensor] = []
+            ids = torch.tensor([refusal.tokens], device=self.device)
+            selector = Predicted(runtime.bundle, self.device, self)
+            with torch.no_grad(), masking(self, selector, means=runtime.bundle.head_means(self.device), finite=finite):
+                logits = super().forward(input_ids=ids, use_cache=False).logits
+            check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite)
+        raise refusal
+
     def _log_once(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
         text = str(refusal).removesuffix("; use backend='gather'")
@@ -360,13 +374,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         assert attention_mask is not None
         if runtime.engines is not None and call is None:
             try:
+                runtime.prepare(self)
                 _check_forward(past_key_values, inputs_embeds, position_ids, common)
                 logits = runtime.engines.logits(input_ids, attention_mask, start)
                 return self._output(logits[:, kept_columns(logits_to_keep)], labels, None, kwargs)
-            except Unsupported as refusal:
-                if not self._settings.auto:
-                    raise
-                self._log_once(refusal)
+            except UserError as refusal:
+                self._judge(refusal, runtime)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         with runtime.turn(nested=call is not None):
             return self._forward_sparse(runtime, *tokens, positions, sparse, **common)
@@ -436,11 +449,10 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         runtime, nested, start = self._runtime, self._call is not None, self.sparse_from
         if runtime.engines is not None:
             try:
+                runtime.prepare(self)
                 return runtime.engines.generate(self, inputs, generation_config, kwargs, start)
-            except Unsupported as refusal:
-                if not self._settings.auto:
-                    raise
-                self._log_once(refusal)
+            except UserError as refusal:
+                self._judge(refusal, runtime)
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:

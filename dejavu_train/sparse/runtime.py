@@ -92,6 +92,13 @@ class Runtime:
         same = (self.device, self.dtype, self.kv_policy) == (model.device, model.dtype, model.kv_policy)
         return same and self._sources.unchanged()
 
+    def prepare(self, model: Any) -> None:
+        """Lay weights out as the engine of a GPU shares them, before its first call."""
+        if self.backend == "triton" and not self.engines.laid_out:
+            with self._made.lock:
+                _ = self.engines.weights
+                self._sources = self._read_sources(model)
+
     def gather(self, model: Any) -> GatherDecoder:
         """The decoder of gather."""
         with self._made.lock:

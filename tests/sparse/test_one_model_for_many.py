@@ -1,0 +1,244 @@
+"""One model, many callers and many lives: threads, copies, edits, adapters, hooks, numbers that are not finite."""
+
+import copy
+import io
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from bundles import make_bundle
+
+from dejavu_train import SparseOPTForCausalLM
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+
+BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here
+GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+
+def sparse(folder, bundle, backend, **options):
+    options |= {"ops": "reference"} if backend == "triton" else {}
+    return SparseOPTForCausalLM.from_model(load_opt(str(folder)), bundle, backend, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_opt):
+    return tiny_opt
+
+
+@pytest.fixture(scope="module")
+def bundle(folder):
+    return make_bundle(folder, cascade=True).at(0.4, 0.5)
+
+
+def tokens(columns, seed=0):
+    return torch.randint(4, 300, (1, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def written(model, ids, **options):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)[0].tolist()
+
+
+def fresh(model, backend="mask"):
+    """What a model gives that is made now, of the same weights."""
+    dense = load_opt(str(model.config._name_or_path))
+    dense.load_state_dict(model.state_dict())
+    return SparseOPTForCausalLM.from_model(dense, model.bundle, backend, model.sparse_from)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_text_is_what_it_is_alone_whoever_else_calls(folder, bundle, backend):
+    model = sparse(folder, bundle, backend, sparse_from="prompt")
+    prompts = [tokens(columns, seed) for seed, columns in enumerate((3, 14, 8, 21))]
+    alone = [written(model, ids) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda i: written(model, prompts[i % 4]), range(12))) == [alone[i % 4] for i in range(12)]
+    assert model.sparse_from == "prompt"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_mask_in_one_thread_is_not_seen_in_another(folder, bundle):
+    dense, ids = load_opt(str(folder)), tokens(12)
+    model = SparseOPTForCausalLM.from_model(dense, bundle, "mask")
+    with torch.no_grad():
+        expected, stop, wrong = dense(ids).logits, threading.Event(), []
+
+    def call_dense():
+        with torch.no_grad():
+            while not stop.is_set():
+                wrong.append(not torch.equal(dense(ids).logits, expected))
+
+    caller = threading.Thread(target=call_dense)
+    caller.start()
+    with torch.no_grad():
+        for _ in range(20):
+            model(ids)
+    stop.set()
+    caller.join()
+    assert wrong and not any(wrong)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_bundle_is_for_the_calls_that_begin_after_it(folder, bundle, backend):
+    model, ids = sparse(folder, bundle, backend), tokens(5)
+    other = bundle.at(0.1, 0.25)
+    before, after = written(model, ids), written(sparse(folder, other, backend), ids)
+    assert before != after
+
+    class Exchange:
+        def put(self, _):
+            model.set_bundle(other)
+
+        def end(self):
+            pass
+
+    assert written(model, ids, streamer=Exchange()) == before
+    assert written(model, ids) == after
+
+
+def test_what_is_no_bundle_changes_nothing(folder, bundle):
+    model, ids = sparse(folder, bundle, "gather"), tokens(4)
+    before = written(model, ids)
+    with pytest.raises(UserError, match="must be a Bundle, got a str; Bundle.from_pretrained"):
+        model.set_bundle("checkpoints/demo/bundle")
+    assert written(model, ids) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), "torch"])
+def test_a_copy_runs_its_own_weights(folder, bundle, backend, copied):
+    model, ids = sparse(folder, bundle, backend), tokens(6)
+    before = written(model, ids)
+    if copied == "torch":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        made = torch.load(file, weights_only=False)
+    else:
+        made = copied(model)
+    assert written(made, ids) == before
+    with torch.no_grad():
+        made.model.decoder.layers[0].fc1.weight.data.mul_(-2.0)
+        made.model.decoder.layers[1].self_attn.out_proj.bias.add_(1.0)
+    assert written(made, ids) == written(fresh(made), ids)
+    assert written(made, ids) != before and written(model, ids) == before
+
+
+def scale(model, data):
+    for number, layer in enumerate(model.model.decoder.layers):
+        for linear in (layer.fc1, layer.fc2, layer.self_attn.out_proj, layer.self_attn.q_proj):
+            for parameter in linear.parameters():
+                (parameter.data if data else parameter).mul_(1.5 + number)
+
+
+EDITS = {
+    "in place": lambda model: scale(model, data=False),
+    "through .data": lambda model: scale(model, data=True),
+    "one element through .data": lambda model: model.model.decoder.layers[1].fc1.bias.data.index_fill_(
+        0, torch.tensor([3]), 40.0
+    ),
+    "another tensor": lambda model: setattr(
+        model.model.decoder.layers[0].fc1, "weight", torch.nn.Parameter(-model.model.decoder.layers[0].fc1.weight)
+    ),
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: tensor * 1.25 for name, tensor in model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_weights_are_what_runs(folder, bundle, backend, edit):
+    model, ids = sparse(folder, bundle, backend), tokens(6)
+    with torch.no_grad():
+        written(model, ids), model(ids)
+        EDITS[edit](model)
+        reference = fresh(model)
+        got, expected = model(ids).logits, reference(ids).logits
+        assert (got - expected).abs().max() <= 2e-3 * expected.abs().max()
+        assert written(model, ids) == written(reference, ids)
+
+
+def test_training_through_the_mask_reaches_every_weight_and_is_what_is_scored(folder, bundle):
+    model, ids = sparse(folder, bundle, "mask"), tokens(24)
+    names = [name for name, _ in model.named_parameters() if not name.endswith("k_proj.bias")]  # softmax ignores it
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    descent = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        descent.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        descent.step()
+    now = dict(model.named_parameters())
+    assert [name for name in names if torch.equal(now[name], before[name])] == []
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, labels=ids).loss, fresh(model)(ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["fc1", "fc2"], ["k_proj", "out_proj"]])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_an_adapter_runs_in_every_backend(folder, bundle, backend, targets, inside):
+    peft = pytest.importorskip("peft")
+    ids, whole = tokens(7), bundle.at(1.0, 1.0)
+
+    def adapted(model):
+        torch.manual_seed(0)
+        how = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, init_lora_weights=False)
+        return peft.get_peft_model(model, how).eval()
+
+    with torch.no_grad():
+        dense = adapted(load_opt(str(folder)))
+        expected, text = dense(ids).logits, dense.generate(input_ids=ids, **GREEDY).tolist()
+        options = {"ops": "reference"} if backend == "triton" else {}
+        if inside:
+            inner = adapted(load_opt(str(folder))).base_model.model
+            model = SparseOPTForCausalLM.from_model(inner, whole, backend, **options)
+        else:
+            model = adapted(SparseOPTForCausalLM.from_model(load_opt(str(folder)), whole, backend, **options))
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
+        assert model.generate(input_ids=ids, **GREEDY).tolist() == text
+        if not inside:
+            with model.disable_adapter():
+                plain = load_opt(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
+                assert model.generate(input_ids=ids, **GREEDY).tolist() == plain
+
+
+@pytest.mark.parametrize("place", ["model.decoder.layers.0.fc1", "model.decoder.layers.1.self_attn", "model.decoder"])
+def test_a_hook_that_a_backend_would_not_call_is_named(folder, bundle, place):
+    ids, whole = tokens(7), bundle.at(1.0, 1.0)
+    for backend in BACKENDS:
+        model = sparse(folder, whole, backend)
+        handle = model.get_submodule(place).register_forward_hook(lambda module, args, output: None)
+        if backend == "mask":
+            written(model, ids)
+        else:
+            with pytest.raises(UserError, match=f"{place} has a hook"):
+                written(model, ids)
+        handle.remove()
+        assert len(written(model, ids)) == 17
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_that_are_not_finite_end_the_call_by_the_layers_name(folder, bundle, backend):
+    model, ids = sparse(folder, bundle.at(1.0, 1.0), backend), tokens(9)
+    with torch.no_grad():
+        model.model.decoder.layers[1].fc2.weight[3, 5] = float("nan")
+        model.model.decoder.layers[1].fc1.bias[5] = 100.0
+        with pytest.raises(UserError, match="not finite.*layer 1|layer 1.*not finite"):
+            written(model, ids)
+        with pytest.raises(UserError, match="not finite.*layer 1|layer 1.*not finite"):
+            model(ids)
+
+
+def test_a_prompt_is_shown_once_when_an_engine_gives_up_late(folder, bundle, monkeypatch):
+    monkeypatch.setattr("dejavu_train.engine.cpu.backend.free_memory", lambda: 1000)
+    model, ids, shown = sparse(folder, bundle, "auto"), tokens(5), []
+
+    class Streamer:
+        put = staticmethod(lambda part: shown.append(part.reshape(-1).tolist()))
+        end = staticmethod(lambda: None)
+
+    text = written(model, ids, streamer=Streamer())
+    assert [token for part in shown for token in part] == text
