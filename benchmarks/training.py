@@ -122,7 +122,8 @@ def run(argv: Sequence[str] | None = None) -> None:
     )
     trainer = {"accelerator": device.type, "devices": 1, "precision": asked.precision}
     data = DataConfig(asked.batch_size, asked.memory_gb, asked.num_workers)
-    config = RunConfig(output=str(asked.folder), mlp=mlp, heads=heads, data=data, trainer=trainer)
+    parts = {"mlp": mlp, "heads": heads, "data": data}
+    config = RunConfig(output=str(asked.folder), **parts, trainer=trainer)
     jobs = config.all_jobs(asked.layers)
     seconds = {}
     for job in jobs:
@@ -145,11 +146,7 @@ def run(argv: Sequence[str] | None = None) -> None:
         "step_rows_per_s": [round(row[-1]) for row in rows],
         "device": device_name(device),
         "torch": torch.__version__,
-        "config": {
-            "mlp": dataclasses.asdict(mlp),
-            "heads": dataclasses.asdict(heads),
-            "data": dataclasses.asdict(data),
-        },
+        "config": {name: dataclasses.asdict(part) for name, part in parts.items()},
     }
     print(json.dumps(metadata))
     if not asked.keep:
