@@ -271,8 +271,10 @@ def _generate(
         settings["logits_processor"] = [FiniteLogits(model)]
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     if len(clock.times) > 2:
-        at = "" if config.backend == "dense" else f" at {described(model.bundle)}"
-        logger.info("%s generated %.1f tokens a second%s", config.backend, clock.rate, at)
+        used = "dense"
+        if isinstance(model, SparseOPTForCausalLM):  # auto is known by now
+            used = f"{model.backend}, at {described(model.bundle)},"
+        logger.info("%s generated %.1f tokens a second", used, clock.rate)
     watched = model.guard_report() if config.guard.every else None
     return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched
 

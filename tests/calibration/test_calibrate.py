@@ -16,7 +16,7 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntr
 from dejavu_train.errors import UserError
 from dejavu_train.models.hooks import head_contribution, record
 from dejavu_train.models.opt import OPTShape, load_opt, weight_hash
-from dejavu_train.models.weight_format import FLOAT16
+from dejavu_train.models.weight_format import FLOAT16, FLOAT32
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
 ROWS = 640
@@ -86,12 +86,12 @@ def windows():
     return [[2, *torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(i)).tolist()] for i in range(4)]
 
 
-def calibrated(run, **changes):
+def calibrated(run, weights=FLOAT16, **changes):
     model, folder = run
     config = cal.CalibrateConfig(**{"sensitivity_tokens": 60, **changes})
     parts = (folder / "predictors", folder / "activations")
     measured = cal.measure_curves(*parts, config, windows(), lambda: load_opt(model), device="cpu")
-    return cal.choose(measured, config, FLOAT16)
+    return cal.choose(measured, config, weights)
 
 
 def measured_density(run, bundle, layer, target):
@@ -150,8 +150,8 @@ def test_retained_mass_top_k_and_dense_layers(run):
     assert bundle.specs[1, "mlp"].dense and bundle.specs[1, "heads"].dense
 
 
-def bytes_read(bundle):
-    return sum(spec_bytes(spec, bundle.shape, FLOAT16) for spec in bundle.specs.values())
+def bytes_read(bundle, weights=FLOAT16):
+    return sum(spec_bytes(spec, bundle.shape, weights) for spec in bundle.specs.values())
 
 
 def test_a_budget_in_bytes_is_kept_and_a_larger_one_loses_less(run):
@@ -160,6 +160,13 @@ def test_a_budget_in_bytes_is_kept_and_a_larger_one_loses_less(run):
     assert bytes_read(small) <= 0.7 * dense * 1.02
     assert bytes_read(large) <= 0.9 * dense * 1.02
     assert bytes_read(large) > bytes_read(small)
+
+
+def test_a_budget_counts_the_bytes_of_the_weights_own_format(run):
+    dense = 8 * 48 * 48 * 4 * 2  # 32 bits a weight
+    wide, narrow = (calibrated(run, weights, budget=str(int(0.7 * dense))) for weights in (FLOAT32, FLOAT16))
+    assert 0.5 * dense < bytes_read(wide, FLOAT32) <= 0.7 * dense * 1.02
+    assert all(spec.dense for spec in narrow.specs.values()) and not all(spec.dense for spec in wide.specs.values())
 
 
 def test_a_perplexity_allowance_lets_less_be_read_when_it_is_larger(run):
