@@ -1,32 +1,27 @@
 """What ``train.py --check`` prints after all checks: stages, what of them is there, tokens, bytes and minutes.
 
-Nothing is written. The minutes follow from a second of measuring on the device of the run: one product of matrices,
-from which the passes of the dense model are reckoned, and some training steps of a real predictor on random rows.
+Nothing is written. The minutes are those of estimate.py, which times a block and some steps on the device of the run.
 """
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from dejavu_train.config import RunConfig
-from dejavu_train.data.samples import CYCLE, TOKENS_ON_CPU, TOKENS_ON_GPU, SampleManifest
-from dejavu_train.data.shards import ActivationManifest
+from dejavu_train.data.samples import CYCLE, SampleManifest, tokens_needed
+from dejavu_train.data.shards import SETS, ActivationManifest
 from dejavu_train.data.text import SELF, is_compressed
-from dejavu_train.models.opt import resolve_device, torch_dtype
+from dejavu_train.estimate import Estimate
+from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.pipeline import bundle_stage, checked
-from dejavu_train.predictors.losses import Batch, get_loss
 from dejavu_train.run_folder import check_run_folder
 from dejavu_train.stages import calibrate_stage, train_stage, tune_stage
-from dejavu_train.training.build import make_predictor
 from dejavu_train.training.job import has_predictor, job_folder, stored_stage
 from dejavu_train.training.trainer import start_device
 
 BYTES_PER_TOKEN = 4  # of English in OPT's vocabulary, about; for a guess from a file's size
 SHARES = {"train": 0.76, "calibration": 0.08, "val": 0.08}  # of a text's documents
-TRIAL_STEPS = 5
 
 
 def print_plan(config: RunConfig) -> None:
@@ -40,19 +35,22 @@ def print_plan(config: RunConfig) -> None:
     config, _ = check_run_folder(config, whole)
     output = Path(config.output)
     rows = [("stage", "state", "about")]
-    seconds = 0.0
-
+    seconds: dict[str, float] = {}
+    estimate = Estimate.measure(config, shape)
     manifest_path = output / "activations" / "manifest.json"
     manifest = ActivationManifest.load(output / "activations") if manifest_path.is_file() else None
     missing = None if manifest is None else manifest.missing(output / "activations")
-    tokens = expected_tokens(config) if manifest is None else sum(entry.tokens for entry in manifest.shards)
+    sets = expected_tokens(config) if manifest is None else _recorded(manifest)
+    tokens = None if None in sets.values() else sum(filter(None, sets.values()))
     if missing == []:
         state = "reused"
     else:
         state = "to do" if missing is None or manifest is None else f"{len(missing)} of {len(manifest.shards)} shards"
-        to_do = tokens if missing is None else sum(entry.tokens for entry in missing)
-        seconds += 0.0 if to_do is None else to_do * seconds_per_token(config, shape)
+        to_do = sum(filter(None, sets.values())) if missing is None else sum(entry.tokens for entry in missing)
+        seconds["text"] = estimate.sampling(tokens_to_sample(config))
+        seconds["collecting"] = estimate.collecting(to_do, to_do * _row_bytes(config, shape) * shape.n_layers)
     rows.append(("collect", state, _size(config, shape, tokens)))
+    recorded = {name: sets.get(name) or 0 for name in SETS}
 
     for target in TARGETS:
         stage = train_stage(config, target)
@@ -66,92 +64,73 @@ def print_plan(config: RunConfig) -> None:
             why = f"; trained before, but {other[0]}" if other else ""
             about = f"{len(own)} predictors of {steps} steps at most{why}" if own else f"{len(done)} predictors"
             rows.append((stage.name, _state(len(done), len(jobs)), about))
-            seconds += len(own) * steps * seconds_per_step(config, shape, target) if own else 0.0
+            if own:
+                seconds["training"] = seconds.get("training", 0.0) + estimate.training(target, len(own), recorded)
     if config.tune.steps:
         made = tune_stage(config).matches(stored_stage(output / "tuned"))
         rows.append(("tune", "reused" if made else "to do", f"{config.tune.steps} steps"))
+        seconds["tuning"] = 0.0 if made else estimate.tuning()
     bundle = output / config.bundle
-    rows.append(("calibrate", "reused" if whole.matches(bundle_stage(bundle)) else "to do", f"writes {bundle}"))
+    made = whole.matches(bundle_stage(bundle))
+    rows.append(("calibrate", "reused" if made else "to do", f"writes {bundle}"))
+    seconds["calibrating"] = 0.0 if made else estimate.calibrating(recorded["calibration"])
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     print("\n".join(f"{a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}" for a, b, c in rows))
-    device = start_device(config.trainer)
+    parts = ", ".join(f"{name} {spent / 60:.1f}" for name, spent in seconds.items() if spent)
     print(
-        f"minutes: about {seconds / 60:.1f} of collecting and training, from a product of matrices and {TRIAL_STEPS}"
-        f" training steps that were timed just now on {_device_name(device)}; text, tuning, validations and calibration"
-        " are not counted"
+        f"minutes: about {sum(seconds.values()) / 60:.1f}{f' ({parts})' if parts else ''}, from a block and training"
+        f" steps that were timed just now on {_device_name(start_device(config.trainer))}; early stopping saves some"
     )
     print("no mistake was found; the same command without --check begins")
 
 
-def expected_tokens(config: RunConfig) -> int | None:
-    """How many tokens will be recorded, about; None where only reading the text would tell."""
+def tokens_to_sample(config: RunConfig) -> int:
+    """How many tokens of its own text the model has to write before; those beside the model are there."""
+    if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
+        return 0
+    return tokens_needed(config.text.sample, _budgets(config), _on_gpu(config))[0]
+
+
+def expected_tokens(config: RunConfig) -> dict[str, int | None]:
+    """How many tokens of each set will be recorded, about; None where only reading the text would tell."""
     available: int | None = None
     shares = SHARES
-    if config.text.source == SELF:
+    source = config.text.source
+    if source == SELF:
         shares = {name: CYCLE.count(name) / len(CYCLE) for name in SHARES}
-        on_gpu = resolve_device(config.collect.device).type == "cuda"
-        available = config.text.sample.tokens or (TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU)
+        available = tokens_needed(config.text.sample, _budgets(config), _on_gpu(config))[0]
         if (Path(config.model) / "samples.json").is_file():
             available = config.text.sample.tokens or SampleManifest.load(Path(config.model)).tokens
-    elif isinstance(config.text.source, str) and Path(config.text.source).is_file():
-        if not is_compressed(config.text.source) and config.text.documents is None:
-            available = Path(config.text.source).stat().st_size // BYTES_PER_TOKEN
-    total = 0.0
+    elif isinstance(source, str) and Path(source).is_file():
+        if not is_compressed(source) and config.text.documents is None:
+            available = Path(source).stat().st_size // BYTES_PER_TOKEN
+    found: dict[str, int | None] = {}
     for name, share in shares.items():
-        budget = config.collect.budget(name)
-        if available is None and budget is None:
-            return None
-        total += min(each for each in (budget, None if available is None else share * available) if each is not None)
-    return round(total)
+        known = [config.collect.budget(name), None if available is None else round(share * available)]
+        found[name] = min((each for each in known if each is not None), default=None)
+    return found
 
 
-def seconds_per_token(config: RunConfig, shape: OPTShape) -> float:
-    """Of one pass through the dense model's blocks, reckoned from one product of matrices on the device."""
-    device = resolve_device(config.collect.device)
-    dtype = torch_dtype(config.collect.dtype)
-    rows = min(1024, config.collect.window * config.collect.batch_size)
-    a = torch.randn(rows, shape.d_model, device=device).to(dtype)
-    b = torch.randn(shape.d_model, shape.d_ffn, device=device).to(dtype)
-    taken = _timed(lambda: a @ b, device)
-    parameters = shape.n_layers * (4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn)
-    return taken / rows * parameters / (shape.d_model * shape.d_ffn)
+def _budgets(config: RunConfig) -> list[tuple[str, int | None]]:
+    return [(name, config.collect.budget(name)) for name in SETS]
 
 
-def seconds_per_step(config: RunConfig, shape: OPTShape, target: str) -> float:
-    """Of one training step of a predictor of the target, timed on random rows."""
-    device, section = start_device(config.trainer), config.predictor(target)
-    predictor = make_predictor(config, (0, target), shape.d_model, shape.units(target)).to(device)
-    inputs = torch.randn(config.data.batch_size, shape.d_model, device=device)
-    active = torch.rand(config.data.batch_size, shape.units(target), device=device) < 0.1
-    batch = Batch(inputs, active, torch.rand(active.shape, device=device) * active)
-    loss = get_loss(section.loss, f"{target}.loss")
-    optimizer = torch.optim.AdamW(predictor.parameters(), lr=1e-6)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(predictor(inputs), batch).backward()
-        optimizer.step()
-
-    return _timed(step, device, TRIAL_STEPS)
+def _on_gpu(config: RunConfig) -> bool:
+    return resolve_device(config.collect.device).type == "cuda"
 
 
-def _timed(work: Callable[[], object], device: torch.device, times: int = 3) -> float:
-    """Median seconds of a call, after one that is not counted."""
-    found: list[float] = []
-    for _ in range(times + 1):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return sorted(found[1:])[times // 2]
+def _recorded(manifest: ActivationManifest) -> dict[str, int | None]:
+    return {name: sum(entry.tokens for entry in manifest.of_set(name)) for name in SETS}
+
+
+def _row_bytes(config: RunConfig, shape: OPTShape) -> int:
+    return ActivationManifest(config.model, "", shape, config.collect.storage, {}, {}, ()).row_bytes()
 
 
 def _size(config: RunConfig, shape: OPTShape, tokens: int | None) -> str:
     if tokens is None:
         return "all tokens of the text"
-    row = ActivationManifest(config.model, "", shape, config.collect.storage, {}, {}, ()).row_bytes()
-    gigabytes = tokens * row * shape.n_layers / 1e9
+    gigabytes = tokens * _row_bytes(config, shape) * shape.n_layers / 1e9
     return f"{tokens:,} tokens, {gigabytes:.2f} GB of activations"
 
 

@@ -114,7 +114,7 @@ def bug(*_args, **_options):
 TRAIN_PHASES = {  # what breaks, and what was done before it
     "claim": ("dejavu_train.pipeline.claimed_folder", ""),
     "text": ("dejavu_train.data.collect.load_sets", ""),
-    "collecting": ("dejavu_train.data.collect._forward", ""),
+    "collecting": ("dejavu_train.data.collect.record_batch", ""),
     "predictor": ("dejavu_train.training.job.make_predictor", "collected"),
     "training step": ("dejavu_train.training.lit_predictor.LitPredictor.training_step", "collected"),
     "validation": ("dejavu_train.training.lit_predictor.LitPredictor.validation_step", "collected"),

@@ -294,7 +294,7 @@ def _fill_shard(
         start = 0
         for first in range(0, len(shard_windows), config.batch_size):
             batch = shard_windows[first : first + config.batch_size]
-            rows = _forward(model, batch, config, means, grams, thread, start)
+            rows = record_batch(model, batch, config, means, grams, thread, start)
             start += rows
             progress.update(rows)
         failed = False
@@ -310,16 +310,16 @@ def _refuse_not_finite(name: str, layer: int, dtype: str) -> NoReturn:
 
 
 @torch.inference_mode()
-def _forward(
+def record_batch(
     model: Any,
     batch: Sequence[Window],
     config: CollectConfig,
     means: Sequence[Tensor],
     grams: Sequence[Tensor],
-    thread: _WriterThread,
+    writer: Any,
     start: int,
 ) -> int:
-    """One forward pass; returns the number of rows (tokens, without padding) handed to the writer."""
+    """One forward pass; returns the number of rows (tokens, without padding) handed to ``writer.put``."""
     longest = max(len(window.ids) for window in batch)
     ids = torch.full((len(batch), longest), PAD_TOKEN)
     for row, window in enumerate(batch):
@@ -360,7 +360,7 @@ def _forward(
             "mlp_active": pack_bits(active).cpu().numpy(),
             "head_norm": heads.clamp_max(65504).half().cpu().numpy(),
         }
-        thread.put(layer, start, rows, int(active.sum()))
+        writer.put(layer, start, rows, int(active.sum()))
 
     with record(model, {"attn_in", "mlp_in", "activation", "head_out"}, on_layer=on_layer):
         device = model.get_input_embeddings().weight.device

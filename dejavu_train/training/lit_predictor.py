@@ -136,11 +136,23 @@ class LitPredictor(lightning.LightningModule):
             torch.set_rng_state(checkpoint["random"].cpu())
 
     def training_step(self, raw: dict[str, Tensor], _index: int) -> Tensor:
+        loss = self.loss_of_batch(raw)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(raw["inputs"]))
+        return loss
+
+    def loss_of_batch(self, raw: dict[str, Tensor]) -> Tensor:
+        """The loss of a raw batch, with its gradients."""
         with torch.no_grad():
             batch = self.make_batch(raw, self._train_contribution)
-        loss = self._loss_of(self.predictor(batch.inputs), batch)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.inputs))
-        return loss
+        return self._loss_of(self.predictor(batch.inputs), batch)
+
+    def score_batch(self, raw: dict[str, Tensor]) -> Tensor:
+        """Count a raw batch in the metrics; its loss."""
+        batch = self.make_batch(raw, need_contribution=True)
+        logits = self.predictor(batch.inputs).float()
+        assert batch.contribution is not None
+        self.metrics.update(logits, batch.active, batch.contribution)
+        return self._loss_of(logits, batch)
 
     def on_validation_start(self) -> None:
         # Looked at here, not at every step: a GPU would have to be waited for.
@@ -151,11 +163,7 @@ class LitPredictor(lightning.LightningModule):
             )
 
     def validation_step(self, raw: dict[str, Tensor], _index: int) -> None:
-        batch = self.make_batch(raw, need_contribution=True)
-        logits = self.predictor(batch.inputs).float()
-        assert batch.contribution is not None
-        self.metrics.update(logits, batch.active, batch.contribution)
-        self.log("val/loss", self._loss_of(logits, batch), sync_dist=True, batch_size=len(batch.inputs))
+        self.log("val/loss", self.score_batch(raw), sync_dist=True, batch_size=len(raw["inputs"]))
 
     def on_validation_epoch_end(self) -> None:
         histograms = self.metrics.compute().cpu()

@@ -1,0 +1,186 @@
+"""Reckons how long the stages of a run take on its device, from a few seconds of timing; what ``--check`` prints.
+
+Timed are one block of the model's shape, recorded as collecting does, and steps and validations of a real predictor on
+random rows. What follows a known number of such passes is reckoned from them, with factors that were measured once.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
+from dejavu_train.config import RunConfig
+from dejavu_train.data.collect import record_batch
+from dejavu_train.data.shards import LayerWeights, pack_bits
+from dejavu_train.data.windows import Window
+from dejavu_train.models.hooks import decoder_layers, output_gram
+from dejavu_train.models.opt import resolve_device, torch_dtype
+from dejavu_train.models.shape import OPTShape
+from dejavu_train.training.build import make_predictor
+from dejavu_train.training.lit_predictor import LitPredictor
+from dejavu_train.training.trainer import start_device
+
+TRIALS = 5
+TRIAL_FLOPS = {"cpu": 2e10, "cuda": 2e13}  # of one timed block: a second at most
+DISK_BYTES = 1.0e9  # that are written, or read and hashed, in a second
+JOB_SECONDS = 0.3  # until a fit's first step, and after its last
+STEP_SECONDS = 1.5e-3  # of Lightning, around a step
+BACKWARD = 3.0  # a forward and a backward pass, in forward passes
+SPARSE_PASS = 1.0  # a pass with a selection in plain torch, in passes of the dense model
+UNIT_SECONDS = 4e-8  # to score one unit of one row for a curve
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of a run's stages, each of them in all.
+
+    Args:
+        config: the run.
+        shape: of its model.
+        block: seconds of one block for one token, recorded.
+        row: seconds of one block for one row of 32 that are continued by one token.
+    """
+
+    config: RunConfig
+    shape: OPTShape
+    block: float
+    row: float
+
+    @classmethod
+    def measure(cls, config: RunConfig, shape: OPTShape) -> "Estimate":
+        """Time one block on the device of the run."""
+        device, run = resolve_device(config.collect.device), config.collect
+        block = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
+        tokens = int(TRIAL_FLOPS[device.type] / (2 * block))
+        length = max(16, min(run.window, tokens))
+        rows = max(1, min(run.batch_size, tokens // length))
+        record = _recorded_block(config, shape, device, rows, length)
+        write = _recorded_block(config, shape, device, 32, 1)
+        return cls(config, shape, timed(record, device) / (rows * length), timed(write, device) / 32)
+
+    @property
+    def token(self) -> float:
+        """Seconds of all blocks for one token."""
+        return self.block * self.shape.n_layers
+
+    @property
+    def head(self) -> float:
+        """The vocabulary's logits in blocks, by their weights."""
+        block = 4 * self.shape.d_model**2 + 2 * self.shape.d_model * self.shape.d_ffn
+        return self.shape.vocab_size * self.shape.d_model / block
+
+    def sampling(self, tokens: int) -> float:
+        """Of the model's own text."""
+        return tokens * self.row * (self.shape.n_layers + self.head)
+
+    def collecting(self, tokens: int, n_bytes: int) -> float:
+        """Of recording so many tokens, all bytes of which are then hashed."""
+        return max(tokens * self.token, n_bytes / DISK_BYTES) + n_bytes / DISK_BYTES
+
+    def training(self, target: str, jobs: int, rows: Mapping[str, int]) -> float:
+        """Of so many jobs with all their steps, where the sets have so many ``rows``."""
+        section = self.config.predictor(target)
+        step, validation = seconds_of_steps(self.config, self.shape, target)
+        batch, width = self.config.data.batch_size, 2 * self.shape.d_model + self.shape.d_ffn // 8
+        scored = (section.validations + 1) * -(-rows["val"] // batch)
+        read = sum(rows.values()) * width / DISK_BYTES
+        return jobs * (JOB_SECONDS + read + section.steps * (step + STEP_SECONDS) + scored * validation)
+
+    def tuning(self) -> float:
+        """Of the predictors' training in the model: a dense pass, and a sparse one with its gradients."""
+        return self.config.tune.steps * self.config.tune.tokens * self.token * (1 + BACKWARD)
+
+    def calibrating(self, rows: int) -> float:
+        """Of curves over ``rows`` rows, of heads' losses, and of sensitivities: the layers behind a probe run again."""
+        config, shape = self.config.calibrate, self.shape
+        stages = 1 if config.cascade is None else 2
+        seconds = min(rows, config.rows) * shape.n_layers * shape.d_ffn * UNIT_SECONDS * stages
+        if not config.sensitivity_tokens:
+            return seconds
+        probes = {"mlp": len(MLP_PROBES if config.cascade is None else CASCADE_PROBES), "heads": len(HEAD_PROBES)}
+        asked = sum(count for target, count in probes.items() if self.config.predictor(target).enabled)
+        layers = asked * shape.n_layers * (shape.n_layers / 2 + self.head)
+        seconds += min(rows, config.sensitivity_tokens) * layers * self.block * SPARSE_PASS
+        if self.config.heads.enabled:
+            seconds += min(rows, config.head_loss_tokens) * self.token * (1 + BACKWARD)
+        return seconds
+
+
+class _Nowhere:
+    """Takes what a shard's writer would."""
+
+    def put(self, *_: Any) -> None:
+        pass
+
+
+def _recorded_block(
+    config: RunConfig, shape: OPTShape, device: torch.device, rows: int, length: int
+) -> Callable[[], object]:
+    """A pass of ``rows`` windows through one block of the model's shape, as collecting makes it."""
+    sizes = OPTConfig(
+        vocab_size=16,
+        hidden_size=shape.d_model,
+        word_embed_proj_dim=shape.d_model,
+        ffn_dim=shape.d_ffn,
+        num_hidden_layers=1,
+        num_attention_heads=shape.n_heads,
+        max_position_embeddings=shape.max_positions,
+        dropout=0.0,
+    )
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        model = OPTForCausalLM(sizes).to(torch_dtype(config.collect.dtype)).eval()
+    gram = output_gram(decoder_layers(model)[0].self_attn.out_proj.weight.detach(), shape.n_heads)  # type: ignore[union-attr, arg-type]
+    mean = torch.zeros(shape.n_heads, shape.head_dim, device=device)
+    windows = [Window(0, np.full(length, 3)) for _ in range(rows)]
+    return lambda: record_batch(model, windows, config.collect, [mean], [gram], _Nowhere(), 0)
+
+
+def seconds_of_steps(config: RunConfig, shape: OPTShape, target: str) -> tuple[float, float]:
+    """Of one training step and of one validation of a batch, timed on random rows."""
+    device, section, n_units = start_device(config.trainer), config.predictor(target), shape.units(target)
+    predictor = make_predictor(config, (0, target), shape.d_model, n_units)
+    module = LitPredictor(target, predictor, n_units, section.density or 0.1, section.loss).to(device)
+    weights = LayerWeights(
+        torch.randn(shape.d_ffn, shape.d_model),
+        torch.zeros(shape.d_ffn),
+        torch.ones(shape.d_ffn),
+        torch.zeros(shape.n_heads, shape.head_dim),
+    )
+    module.init_predictor("small", weights.to(device))
+    rows = config.data.batch_size
+    held = torch.randn(4 * rows, shape.d_model, device=device).half()
+    raw: dict[str, Any] = {"active": pack_bits(torch.rand(4 * rows, shape.d_ffn, device=device) < 0.1)}
+    raw = raw if target == "mlp" else {"contribution": torch.rand(4 * rows, n_units, device=device).half()}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
+
+    def batch() -> dict[str, Any]:
+        chosen = torch.randint(len(held), (rows,), device=device)
+        return {"inputs": held[chosen], **{name: values[chosen] for name, values in raw.items()}}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module.loss_of_batch(batch()).backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def validate() -> None:
+        module.score_batch(batch())
+
+    return timed(step, device), timed(validate, device)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    found: list[float] = []
+    for _ in range(TRIALS + 1):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return sorted(found[1:])[TRIALS // 2]
