@@ -79,10 +79,10 @@ def generate(
     request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, max_rows)
     refuse(request)
     engine = engine_for(len(request.prompts), max(map(len, request.prompts)) + request.max_new_tokens)
+    known = ids.repeat_interleave(len(request.prompts) // len(ids), dim=0)
     if streamer is not None:  # behind all that can be refused: another backend would show the prompt again
-        streamer.put(ids.cpu())
-    new = run(engine, request).to(ids)
-    known = ids.repeat_interleave(len(new) // len(ids), dim=0)
+        streamer.put(known.cpu())
+    new = run(engine, request).to(known)
     sequences = torch.cat([known, new], dim=1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 

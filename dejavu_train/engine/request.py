@@ -17,6 +17,9 @@ HONOURED = frozenset(
     "bos_token_id num_return_sequences use_cache return_dict_in_generate transformers_version".split()
 )
 SAMPLING_ONLY = frozenset("temperature top_p top_k min_p typical_p epsilon_cutoff eta_cutoff top_h".split())
+# Of what is passed beside the settings: read here, and what False leaves as it is.
+ARGUMENTS = ("input_ids", "attention_mask", "tokenizer")
+OFF = ("synced_gpus", "trust_remote_code", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         Unsupported: the first of them by name.
     """
     for name, value in arguments.items():
-        if name in ("input_ids", "attention_mask", "tokenizer") or value is None or value is False:
+        if name in ARGUMENTS or value is None or (value is False and name in OFF):
             continue
         if isinstance(value, (list, tuple)) and not value:  # an empty list of processors
             continue
@@ -120,7 +123,8 @@ def read_request(
         input_ids: (B, T), left- or right-padded; mask: (B, T), or None: read from the padding token.
         config: with all defaults filled in; default_length: nobody has set max_length.
     Raises:
-        Unsupported: see `check_settings`; more than ``max_rows`` rows, more than 8 stop tokens.
+        Unsupported: see `check_settings`; more than ``max_rows`` rows, more than 8 stop tokens; as many tokens as the
+            model's positions and one more, which is never run.
         UserError: no room for a new token.
     """
     check_settings(config)
@@ -142,16 +146,23 @@ def read_request(
         longest = width + config.max_new_tokens
     elif default_length:
         longest = min(width + config.max_length, max_positions)
-    if longest <= width:
-        raise UserError(
-            f"max_length={longest} leaves no room for a new token behind a prompt of {width}; set max_new_tokens"
-        )
     least = config.min_new_tokens if config.min_new_tokens is not None else max(0, (config.min_length or 0) - width)
     visible = padding_mask(input_ids, mask, config)
     rows = [ids[seen].tolist() for ids, seen in zip(input_ids.cpu(), visible.cpu(), strict=True)]
+    new, known = int(longest) - width, max(map(len, rows))
+    if new < 1 and known >= max_positions:
+        raise UserError(f"the prompt's {known} tokens take the model's {max_positions} positions; shorten the prompt")
+    if new < 1:
+        raise UserError(
+            f"max_length={longest} leaves no room for a new token behind a prompt of {width}; set max_new_tokens"
+        )
+    if known + new == max_positions + 1:
+        raise Unsupported(
+            f"the decode engine holds {max_positions} tokens, prompt and new ones together, got {known + new}"
+        )
     return Request(
         prompts=[list(row) for row in rows for _ in range(repeats)],
-        max_new_tokens=longest - width,
+        max_new_tokens=new,
         min_new_tokens=least,
         sampling=_sampling(config),
         stop_tokens=stops,
@@ -167,7 +178,9 @@ def _sampling(config: GenerationConfig) -> Sampling:
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     if temperature <= 0:
         raise UserError(f"temperature must be above 0 when sampling, got {temperature}; for greedy use do_sample=False")
-    top_p = 1.0 if config.top_p is None else float(config.top_p)
+    top_p = 1.0 if config.top_p is None else min(1.0, float(config.top_p))  # above 1 it is off in transformers too
+    if top_p == 0:
+        raise Unsupported("generate(top_p=0), the likeliest token alone, is not for the decode engine")
     # The seed comes from torch's generator, so torch.manual_seed makes a text repeatable.
     return Sampling(temperature, top_p, top_k=int(config.top_k or 0), seed=int(torch.randint(SEEDS, ())))
 

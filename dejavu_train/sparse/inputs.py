@@ -1,14 +1,23 @@
-"""What stands where in the inputs of a sparse model: positions, padding, lengths of prompts."""
+"""What stands where in the inputs of a sparse model: positions, padding, lengths of prompts; and which it refuses.
 
+``docs/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from dejavu_train.errors import UserError
 
 SparseFrom = int | Tensor | str
+
+# Keywords of a forward pass, beside its parameters, that are read; the loss takes all of them.
+READ = frozenset("return_dict output_attentions output_hidden_states is_causal".split())
+OF_THE_LOSS = frozenset("num_items_in_batch ignore_index shift_labels".split())
 
 
 def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
@@ -30,17 +39,79 @@ def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
     return positions >= start
 
 
-def kept_columns(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """The columns whose logits are requested: the last so many (0 = all), or those named."""
-    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+def keep_columns(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Of ``values`` (B, T, n) the columns whose logits are requested, (B, K, n).
+
+    Args:
+        logits_to_keep: the last so many (0 = all); (K,) columns of all rows; (B, K) int64, those of each row; or (B, T)
+            bool, whose columns come back as one row (number of true, n).
+    """
+    if isinstance(logits_to_keep, int):
+        return values[:, -logits_to_keep:]
+    if not isinstance(logits_to_keep, Tensor) or logits_to_keep.dim() < 2:
+        return values[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return values[logits_to_keep]
+    return values[torch.arange(len(values), device=values.device)[:, None], logits_to_keep]
+
+
+def as_rows(input_ids: Any) -> Tensor:
+    """Token ids as (B, T), of a single row also from (T,), as transformers takes them.
+
+    Raises:
+        UserError: something else than a tensor of int64 or int32, or no token.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32) or not input_ids.dim():
+        hint = ": unpack it, model(**inputs)" if isinstance(input_ids, Mapping) else ""
+        raise UserError(f"input_ids must be a tensor (batch, tokens) of int64 or int32, got {_kind(input_ids)}{hint}")
+    if not input_ids.numel():
+        raise UserError(f"input_ids holds no token, its shape is {tuple(input_ids.shape)}; give at least </s> (id 2)")
+    return input_ids.view(-1, input_ids.shape[-1])
+
+
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def refuse_outputs(asked: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse what the backends that read selected rows only cannot give: attentions, hidden states, other masks.
+
+    Args:
+        asked: keywords of a forward pass. What is missing there, transformers reads from the ``config``.
+    Raises:
+        UserError: the first of them by name.
+    """
+    for name in ("output_attentions", "output_hidden_states"):
+        if asked[name] if name in asked else getattr(config, name, False):
+            raise UserError(f"only the backend mask gives {name.removeprefix('output_')}; use backend='mask'")
+    if asked.get("is_causal") is False:
+        raise UserError("only the backend mask lets a token see later ones, is_causal=False; use backend='mask'")
+
+
+def unread_keywords(asked: Mapping[str, Any]) -> list[str]:
+    """Keywords of a forward pass that nothing reads but perhaps the loss."""
+    return [name for name, value in asked.items() if value is not None and name not in READ | OF_THE_LOSS]
 
 
 def positions_of(
-    shape: torch.Size, attention_mask: Tensor | None, position_ids: Tensor | None, past: int, device: torch.device
+    shape: torch.Size,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past: int,
+    device: torch.device,
 ) -> Tensor:
-    """(B, T) int64, the position of every new token; -1 for padding, as transformers counts."""
+    """(B, T) int64, the position of every new token; -1 for padding, as transformers counts.
+
+    Raises:
+        UserError: ``position_ids`` of another shape or dtype, or below -1.
+    """
     rows, new = shape
     if position_ids is not None:
+        given = tuple(position_ids.shape)
+        if position_ids.is_floating_point() or given not in ((rows, new), (1, new), (new,)):
+            raise UserError(f"position_ids must be int64 of ({rows}, {new}), got {position_ids.dtype} of {given}")
+        if (lowest := int(position_ids.min())) < -1:
+            raise UserError(f"position_ids must be at least 0, got {lowest}")
         return position_ids.to(device).expand(rows, new)
     if attention_mask is not None and attention_mask.dim() == 2:
         counted = attention_mask.to(device).long().cumsum(dim=1)
@@ -53,10 +124,9 @@ def visible_columns(attention_mask: Tensor | None, shape: torch.Size, past: int,
     total = past + shape[1]
     if attention_mask is None:
         return torch.ones(shape[0], total, dtype=torch.bool, device=device)
-    if attention_mask.shape != (shape[0], total):
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != (shape[0], total):
         raise UserError(
-            f"attention_mask must be (batch, past + new tokens) = {(shape[0], total)},"
-            f" got {tuple(attention_mask.shape)}"
+            f"attention_mask must be (batch, past + new tokens) = {(shape[0], total)}, got {_kind(attention_mask)}"
         )
     return attention_mask.to(device, torch.bool)
 
@@ -68,10 +138,56 @@ def prompt_lengths(inputs: Tensor | None, kwargs: dict[str, Any], pad: int | Non
         return mask.sum(dim=1)
     ids = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
     if ids is None:
-        raise UserError("sparse_from='prompt' needs a prompt; give input_ids")
+        return torch.ones(1, dtype=torch.int64)  # transformers begins with the start token
     if ids.dim() == 2 and pad is not None:
         return (ids != pad).sum(dim=1)
     return torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+
+
+def check_prompt(
+    inputs: Tensor | None, kwargs: Mapping[str, Any], cache: Cache | None, vocab_size: int, limit: int
+) -> None:
+    """Refuse what ``generate`` of transformers would end with a traceback for, or continue wrongly.
+
+    Args:
+        inputs, kwargs: of ``generate``; cache: ``past_key_values``, or None.
+        vocab_size: token ids lie below; limit: positions of the model.
+    Raises:
+        UserError: no tensor of token ids, an id outside the vocabulary, more tokens than positions, a mask of another
+            shape or with an empty row, a cache that holds the whole prompt.
+    """
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+    if cache is not None and not isinstance(cache, Cache):
+        raise UserError(f"past_key_values must be a Cache, got {type(cache).__name__}; see model.new_cache()")
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if embeds is None:
+        if ids is None:
+            return
+        if as_rows(ids).shape != ids.shape:
+            raise UserError(f"generate() takes input_ids (batch, tokens), got {tuple(ids.shape)}")
+        low, high = int(ids.min()), int(ids.max())
+        if not 0 <= low <= high < vocab_size:
+            raise UserError(f"token ids must lie in 0 to {vocab_size - 1}, got {low} to {high}")
+    rows, new = (ids if embeds is None else embeds).shape[:2]
+    whole, behind = (rows, new), (rows, past + new)
+    if mask is None:
+        columns, tokens = new, new
+    else:
+        if not isinstance(mask, Tensor) or tuple(mask.shape) not in (whole, behind):
+            allowed = f"(batch, tokens) = {whole}" + (f", or {behind} with those in the cache" if past else "")
+            raise UserError(f"attention_mask must be {allowed}, got {_kind(mask)}")
+        counts = (mask != 0).sum(dim=1)
+        if not counts.all():
+            raise UserError(f"row {int(counts.argmin())} of attention_mask is 0 everywhere, so its prompt is empty")
+        columns, tokens = mask.shape[1], int(counts.max())
+    if tokens > limit:
+        raise UserError(f"the prompt has {tokens} tokens and the model {limit} positions; shorten the prompt")
+    if past and columns == new and new <= past:
+        raise UserError(
+            f"the cache holds {past} tokens and the prompt has {new}: give the whole text, longer than the cache, or"
+            f" new tokens with an attention_mask of {behind}"
+        )
 
 
 def refuse_right_padding(inputs: Tensor | None, kwargs: dict[str, Any], pad: Any, ending: Any) -> None:
@@ -85,8 +201,10 @@ def refuse_right_padding(inputs: Tensor | None, kwargs: dict[str, Any], pad: Any
     """
     mask = kwargs.get("attention_mask")
     ids = inputs if inputs is not None else kwargs.get("input_ids")
-    if mask is None and ids is not None and pad is not None and pad not in torch.as_tensor(ending or []).reshape(-1):
-        mask = ids != pad
+    if mask is None and ids is not None and pad is not None:
+        ends = [] if ending is None else torch.as_tensor(ending).reshape(-1).tolist()
+        if int(pad) not in ends:
+            mask = ids != int(pad)
     if mask is None or mask.dim() != 2:
         return
     padded = (mask[:, -1] == 0) & (mask != 0).any(dim=1)

@@ -37,12 +37,17 @@ from dejavu_train.sparse.derived import Held
 from dejavu_train.sparse.finite import check_finite
 from dejavu_train.sparse.gather import KV_POLICIES
 from dejavu_train.sparse.inputs import (
+    READ,
     SparseFrom,
-    kept_columns,
+    as_rows,
+    check_prompt,
+    keep_columns,
     positions_of,
     prompt_lengths,
+    refuse_outputs,
     refuse_right_padding,
     sparse_positions,
+    unread_keywords,
     visible_columns,
 )
 from dejavu_train.sparse.loading import load_together
@@ -283,9 +288,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def _log_once(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
         text = str(refusal).removesuffix("; use backend='gather'")
-        if text not in self._logged:
-            self._logged.add(text)
-            logger.warning("%s: the backend gather runs instead, several times slower", text)
+        self._log_line(f"{text}: the backend gather runs instead, several times slower")
+
+    def _log_line(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.warning(line)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``cuda``, ``half`` and the like do: predictors and folded weights follow the model."""
@@ -331,8 +339,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                 " selects; export the dense model"
             )
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            raise UserError("give exactly one of input_ids and inputs_embeds")
+        if input_ids is not None:
+            input_ids = as_rows(input_ids)
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            raise UserError(f"past_key_values must be a Cache, got {type(past_key_values).__name__}")
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         runtime, call = self._runtime, self._call
         start = self.sparse_from if call is None else call.sparse_from
@@ -340,7 +352,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
         positions = positions_of(shape, attention_mask, position_ids, past, self.device)
         limit = self.config.max_position_embeddings
-        if past + shape[1] > limit and (needed := int(positions.max()) + 1) > limit:  # padding has no position
+        may_exceed = position_ids is not None or past + shape[1] > limit  # padding has no position
+        if may_exceed and (needed := int(positions.max()) + 1) > limit:
             raise UserError(
                 f"{needed} tokens do not fit the model's {limit} positions; shorten the prompt or max_new_tokens"
             )
@@ -369,15 +382,19 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                 )
             if not self.training:
                 logits = output.logits if isinstance(output, CausalLMOutputWithPast) else output[labels is not None]
-                check_finite(logits, (positions >= 0)[:, kept_columns(logits_to_keep)], lambda: finite)
+                shown = keep_columns((positions >= 0)[..., None], logits_to_keep)[..., 0]
+                check_finite(logits, shown, lambda: finite)
             return output
         assert attention_mask is not None
+        refuse_outputs(kwargs, self.config)
+        for name in unread_keywords(kwargs) if call is None else ():
+            self._log_line(f"forward() without backend='mask' gives {name} to the loss alone")
         if runtime.engines is not None and call is None:
             try:
                 runtime.prepare(self)
                 _check_forward(past_key_values, inputs_embeds, position_ids, common)
                 logits = runtime.engines.logits(input_ids, attention_mask, start)
-                return self._output(logits[:, kept_columns(logits_to_keep)], labels, None, kwargs)
+                return self._output(keep_columns(logits, logits_to_keep), labels, None, kwargs)
             except UserError as refusal:
                 self._judge(refusal, runtime)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
@@ -389,7 +406,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     ) -> tuple | CausalLMOutputWithPast:
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+            rest = {name: value for name, value in kwargs.items() if name not in READ}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **rest)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
@@ -408,24 +426,18 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """The forward pass of ``gather``."""
-        for name in ("output_attentions", "output_hidden_states"):
-            if kwargs.get(name):
-                raise UserError(f"the backend gather gives no {name.removeprefix('output_')}; use backend='mask'")
-        if cache is not None and not isinstance(cache, SparseCache):
-            raise UserError(
-                f"the backend gather needs a SparseCache, got {type(cache).__name__};"
-                " leave past_key_values out, or make one with model.new_cache()"
-            )
+        _check_cache(cache)
+        kept = cache is not None or (self.config.use_cache if use_cache is None else use_cache)
         cache = cache if cache is not None else SparseCache(self.config.num_hidden_layers)
         live = self._note_ended_rows(input_ids, cache)
         decoder = self.model.decoder
         hidden = decoder.embed_tokens(input_ids) if embeds is None else embeds
         hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
         hidden = runtime.gather(self).forward(hidden, cache, sparse, visible, live)
-        logits = self.lm_head(hidden[:, kept_columns(logits_to_keep)])
+        logits = self.lm_head(keep_columns(hidden, logits_to_keep))
         if logits.requires_grad:
             logits = _RefuseGradient.apply(logits)
-        return self._output(logits, labels, None if use_cache is False else cache, kwargs)
+        return self._output(logits, labels, cache if kept else None, kwargs)
 
     def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
         """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
@@ -447,18 +459,24 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             UserError: ``triton`` was asked for anything else; ``gather`` for prompts that are padded on the right.
         """
         runtime, nested, start = self._runtime, self._call is not None, self.sparse_from
-        if runtime.engines is not None:
-            try:
-                runtime.prepare(self)
-                return runtime.engines.generate(self, inputs, generation_config, kwargs, start)
-            except UserError as refusal:
-                self._judge(refusal, runtime)
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
             return kwargs.get(name, getattr(settings, name, None))
 
         cache = kwargs.get("past_key_values")
+        limit = self.config.max_position_embeddings
+        check_prompt(inputs, kwargs, cache, self.get_input_embeddings().num_embeddings, limit)
+        if setting("cache_implementation") == "paged":
+            self.init_continuous_batching()
+        if setting("assistant_early_exit") is not None:
+            raise UserError("assistant_early_exit leaves layers out, and a bundle is for all; give assistant_model")
+        if runtime.engines is not None:
+            try:
+                runtime.prepare(self)
+                return runtime.engines.generate(self, inputs, generation_config, kwargs, start)
+            except UserError as refusal:
+                self._judge(refusal, runtime)
         mask = runtime.backend == "mask"
         if cache is None and not mask and setting("use_cache") is not False:
             cache = kwargs["past_key_values"] = self.new_cache()
@@ -466,6 +484,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             cache.finished = None
         if not mask:
             refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
+            asked = {name: setting(name) for name in ("output_attentions", "output_hidden_states") if setting(name)}
+            refuse_outputs({**asked, "is_causal": kwargs.get("is_causal")}, self.config)
+            _check_cache(cache)
             if setting("cache_implementation") is not None:
                 raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
@@ -474,6 +495,22 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         call = Call(self, runtime, start, None if ending is None else torch.as_tensor(ending).reshape(-1))
         with runtime.turn(nested), within(call):
             return super().generate(inputs, generation_config, **kwargs)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refused: its attention and its cache are its own, and it calls the model from a thread of its own.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("continuous batching (generate_batch, 'paged') is for dense models; use generate()")
+
+
+def _check_cache(cache: Cache | None) -> None:
+    if cache is not None and not isinstance(cache, SparseCache):
+        raise UserError(
+            f"the backend gather needs a SparseCache, got {type(cache).__name__};"
+            " leave past_key_values out, or make one with model.new_cache()"
+        )
 
 
 def _checkpoints_gradients(model: torch.nn.Module) -> bool:

@@ -208,7 +208,6 @@ def test_forward_passes_and_batches_that_the_engine_refuses(folder, bundle):
     for options in (
         {"use_cache": True},
         {"past_key_values": DynamicCache(config=engine.config)},
-        {"output_hidden_states": True},
         {"position_ids": torch.arange(4)[None]},
     ):
         with pytest.raises(UserError, match="use backend='gather'"):
@@ -219,8 +218,12 @@ def test_forward_passes_and_batches_that_the_engine_refuses(folder, bundle):
         engine.generate(tokens(33, 4), **GREEDY)
     with pytest.raises(UserError, match="leaves no room"):
         engine.generate(ids, max_length=4)
+    with pytest.raises(UserError, match="holds 512 tokens, prompt and new ones together, got 513; use backend='gather'"):
+        engine.generate(ids, max_new_tokens=509)  # transformers does not run the last one
     with pytest.raises(UserError, match="model's limit is 512"):
-        engine.generate(ids, max_new_tokens=509)
+        engine.generate(ids, max_new_tokens=510)
+    with pytest.raises(UserError, match="only the backend mask gives hidden_states"):
+        engine(ids, output_hidden_states=True)
 
 
 def test_auto_falls_back_to_gather_and_says_so_once(folder, bundle, caplog):
