@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TextGenerationPipeline,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.generation import NoBadWordsLogitsProcessor
 from transformers.generation.configuration_utils import CompileConfig
+from transformers.pipelines.text_generation import ReturnType
 
 WORDS = {"t": "taken", "g": "gather", "i": "ignored", "r": "refused", "x": "transformers refuses it"}
 BACKENDS = ("mask", "gather", "cpu", "triton")
@@ -212,3 +219,104 @@ FORWARD = [
     Row("seq_idx", "tigi", {**GIVEN, "seq_idx": torch.zeros(1, 5)}),
     Row("any other keyword", "tigi", {**GIVEN, "token_type_ids": 0 * IDS}, "the loss is given all of them"),
 ]  # fmt: skip
+
+# Of pipeline("text-generation"): what it is made with, and what a call takes. The model is one in memory.
+CHAT = [{"role": "user", "content": "the model reads"}]
+
+MADE = [
+    Row("task", "tttt", {"task": "text-generation"}),
+    Row("model", "tttt", {}, "or a folder of save_pretrained, see from_pretrained"),
+    Row("config", "tttt", lambda case: {"config": case.dense.config}),
+    Row("tokenizer", "tttt", lambda case: {"tokenizer": case.tokenizer}),
+    Row("feature_extractor", "tttt", {"feature_extractor": None}),
+    Row("image_processor", "tttt", {"image_processor": None}),
+    Row("video_processor", "tttt", {"video_processor": None}),
+    Row("processor", "tttt", {"processor": None}),
+    Row("revision", "tttt", {"revision": "main"}, "of a model on the hub"),
+    Row("code_revision", "tttt", {"code_revision": "main"}, "no code is fetched"),
+    Row("use_fast", "tttt", {"use_fast": True}),
+    Row("token", "tttt", {"token": False}),
+    Row("local_files_only", "xxgg", {"local_files_only": True}, "of a folder"),
+    Row("device", "tttt", {"device": "cpu"}, "cpu runs on the CPU alone"),
+    Row("device_map", "tttt", {"device_map": "auto"}, "of a folder; what is spread runs on mask and gather"),
+    Row("dtype", "tttt", {"dtype": torch.float32}, "of a folder; a model in memory keeps its own"),
+    Row("torch_dtype", "tttt", {"torch_dtype": torch.float32}, "dtype by its earlier name"),
+    Row("trust_remote_code", "tttt", {"trust_remote_code": True}),
+    Row("model_kwargs", "tttt", {"model_kwargs": {}}, "go to from_pretrained"),
+    Row("pipeline_class", "tttt", {"pipeline_class": TextGenerationPipeline}),
+    Row("binary_output", "tttt", {"binary_output": True}),
+    Row("batch_size", "tttt", {"batch_size": 2}),
+    Row("num_workers", "tttt", {"num_workers": 0}),
+    Row("args_parser", "tttt", {"args_parser": None}),
+    Row("generation_config", "tttt", {"generation_config": GenerationConfig(max_new_tokens=3, do_sample=False)}),
+    Row("assistant_model", "ttgg", lambda case: {"assistant_model": case.dense}),
+    Row("assistant_tokenizer", "tttt", lambda case: {"assistant_tokenizer": case.tokenizer}, "of an assistant"),
+]
+
+CALLED = [
+    Row("text_inputs", "tttt", {"text_inputs": ["the model reads", CHAT[0]["content"]], "batch_size": 2}),
+    Row("return_full_text", "tttt", {"return_full_text": False}),
+    Row("return_tensors", "tttt", {"return_tensors": True}),
+    Row("return_text", "tttt", {"return_text": True}),
+    Row("return_type", "tttt", {"return_type": ReturnType.NEW_TEXT}),
+    Row("clean_up_tokenization_spaces", "tttt", {"clean_up_tokenization_spaces": True}),
+    Row("prefix", "tttt", {"prefix": "while "}),
+    Row("handle_long_generation", "tttt", {"text_inputs": "the model " * 300, "handle_long_generation": "hole"}),
+    Row("stop_sequence", "ttgg", {"stop_sequence": "a"}),
+    Row("truncation", "tttt", {"truncation": True}),
+    Row("max_length", "tttt", {"max_length": 9, "max_new_tokens": None}),
+    Row("padding", "tttt", {"padding": True}),
+    Row("add_special_tokens", "tttt", {"add_special_tokens": False}),
+    Row("continue_final_message", "tttt", {"text_inputs": CHAT, "continue_final_message": False}),
+    Row("skip_special_tokens", "tttt", {"skip_special_tokens": False}),
+    Row("tokenizer_encode_kwargs", "tttt", {"tokenizer_encode_kwargs": {"add_special_tokens": True}}),
+    Row("tools", "tttt", {"text_inputs": CHAT, "tools": []}),
+    Row("documents", "tttt", {"text_inputs": CHAT, "documents": []}),
+    Row("generate_kwargs", "tttt", {"max_new_tokens": 3}, "as generate() takes them"),
+]
+
+PAGE = """# What transformers' calls take here
+
+`SparseOPTForCausalLM` is called as `OPTForCausalLM` is. Each parameter of transformers has a row, and a test fails
+where transformers adds one.
+This page is written from the rows that the tests run: `python tests/signature_rows.py > docs/signatures.md`.
+
+- **taken**: at density 1 the result is that of the dense model.
+- **gather**: the engine refuses it in one line that names it. With `backend="auto"` the backend `gather` runs instead,
+  and a line says so.
+- **ignored**: without effect, as for a dense OPT. One line says so.
+- **refused**: in one line, before anything runs.
+- **transformers refuses it**: for every OPT, and so for ours.
+
+A setting that is left out, None or at its default is taken everywhere.
+"""
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| parameter | mask | gather | cpu | triton | |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        name = f"`{row.name}`" if row.name.isidentifier() else row.name
+        lines.append(f"| {name} | {' | '.join(WORDS[letter] for letter in row.letters)} | {row.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The whole of docs/signatures.md."""
+    parts = [
+        ("generate()", "`cpu` is the engine for `generate()` of up to 4 rows, `triton` that of up to 32.", GENERATE),
+        (
+            "forward()",
+            "The engine `cpu` has no forward pass of its own. `triton` scores whole rows and returns no cache.",
+            FORWARD,
+        ),
+        ('pipeline("text-generation")', "What it is made with, around a model in memory:", MADE),
+        (None, "What a call of it takes:", CALLED),
+    ]
+    text = PAGE
+    for title, note, rows in parts:
+        text += ("" if title is None else f"\n## {title}\n") + f"\n{note}\n\n{table(rows)}"
+    return text
+
+
+if __name__ == "__main__":
+    print(page(), end="")

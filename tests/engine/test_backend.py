@@ -218,7 +218,9 @@ def test_forward_passes_and_batches_that_the_engine_refuses(folder, bundle):
         engine.generate(tokens(33, 4), **GREEDY)
     with pytest.raises(UserError, match="leaves no room"):
         engine.generate(ids, max_length=4)
-    with pytest.raises(UserError, match="holds 512 tokens, prompt and new ones together, got 513; use backend='gather'"):
+    with pytest.raises(
+        UserError, match="holds 512 tokens, prompt and new ones together, got 513; use backend='gather'"
+    ):
         engine.generate(ids, max_new_tokens=509)  # transformers does not run the last one
     with pytest.raises(UserError, match="model's limit is 512"):
         engine.generate(ids, max_new_tokens=510)

@@ -7,9 +7,18 @@ import re
 import pytest
 import torch
 from bundles import make_bundle
-from signature_rows import BACKENDS, FORWARD, GENERATE, IDS, Case, Recorder
-from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, OPTForCausalLM
+from conftest import REPOSITORY
+from signature_rows import BACKENDS, CALLED, FORWARD, GENERATE, IDS, MADE, Case, Recorder, page
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    OPTForCausalLM,
+    TextGenerationPipeline,
+    pipeline,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.pipelines.base import Pipeline
 from transformers.utils.generic import TransformersKwargs
 
 from dejavu_train import SparseOPTForCausalLM
@@ -39,6 +48,17 @@ def test_every_parameter_has_a_row():
         ),
         "forward": (FORWARD, forward | set(TransformersKwargs.__annotations__) | parameters(ForCausalLMLoss)),
     }  # fmt: skip
+    own = {"_commit_hash", "kwargs", "self", "args"}
+    calls["pipeline"] = (
+        MADE,
+        (parameters(pipeline) | parameters(Pipeline.__init__) | keywords(pipeline) | keywords(Pipeline.__init__)) - own,
+    )
+    calls["a pipeline"] = (
+        CALLED,
+        parameters(TextGenerationPipeline._sanitize_parameters)
+        | parameters(TextGenerationPipeline.__call__)
+        | parameters(TextGenerationPipeline.preprocess) - {"prompt_text"},
+    )
     for call, (rows, there) in calls.items():
         names = [row.name for row in rows]
         assert len(names) == len(set(names)), call
@@ -139,3 +159,34 @@ def test_generate(row, models, dense, tokenizer, caplog):
 def test_forward(row, models, dense, tokenizer, caplog):
     for backend, letter in zip(BACKENDS, row.letters, strict=True):
         check(run_forward, row, letter, backend, models, dense, tokenizer, caplog)
+
+
+def plain(value):
+    """What a pipeline returns, as lists and numbers."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def run_pipeline(case: Case, row):
+    options = {"task": "text-generation", "model": case.model, "tokenizer": case.tokenizer}
+    call = {"text_inputs": "the model reads", "max_new_tokens": 6, "do_sample": False}
+    (options if row in MADE else call).update(row.value(case) if callable(row.value) else row.value)
+    case.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    case.tokenizer.model_max_length = 512
+    if "generation_config" in options:
+        del call["max_new_tokens"], call["do_sample"]
+    return plain(pipeline(**options)(**call))
+
+
+@pytest.mark.parametrize("row", [*MADE, *CALLED], ids=[row.name for row in [*MADE, *CALLED]])
+def test_pipeline(row, models, dense, tokenizer, caplog):
+    for backend, letter in zip(BACKENDS, row.letters, strict=True):
+        check(run_pipeline, row, letter, backend, models, dense, tokenizer, caplog)
+
+
+def test_the_page_is_what_the_rows_say():
+    text = (REPOSITORY / "docs" / "signatures.md").read_text(encoding="utf-8")
+    assert text == page(), "write it anew: python tests/signature_rows.py > docs/signatures.md"
