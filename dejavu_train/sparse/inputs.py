@@ -161,15 +161,17 @@ def check_prompt(
     if cache is not None and not isinstance(cache, Cache):
         raise UserError(f"past_key_values must be a Cache, got {type(cache).__name__}; see model.new_cache()")
     past = 0 if cache is None else int(cache.get_seq_length())
-    if embeds is None:
-        if ids is None:
-            return
+    if embeds is not None:
+        rows, new = embeds.shape[:2]
+    elif ids is None:
+        return
+    else:
         if as_rows(ids).shape != ids.shape:
             raise UserError(f"generate() takes input_ids (batch, tokens), got {tuple(ids.shape)}")
         low, high = int(ids.min()), int(ids.max())
         if not 0 <= low <= high < vocab_size:
             raise UserError(f"token ids must lie in 0 to {vocab_size - 1}, got {low} to {high}")
-    rows, new = (ids if embeds is None else embeds).shape[:2]
+        rows, new = ids.shape
     whole, behind = (rows, new), (rows, past + new)
     if mask is None:
         columns, tokens = new, new
