@@ -144,13 +144,11 @@ def prompt_lengths(inputs: Tensor | None, kwargs: dict[str, Any], pad: int | Non
     return torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
 
 
-def check_prompt(
-    inputs: Tensor | None, kwargs: Mapping[str, Any], cache: Cache | None, vocab_size: int, limit: int
-) -> None:
+def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, vocab_size: int, limit: int) -> None:
     """Refuse what ``generate`` of transformers would end with a traceback for, or continue wrongly.
 
     Args:
-        inputs, kwargs: of ``generate``; cache: ``past_key_values``, or None.
+        inputs, kwargs: of ``generate``; pad: the padding token, which transformers looks for where no mask is given.
         vocab_size: token ids lie below; limit: positions of the model.
     Raises:
         UserError: no tensor of token ids, an id outside the vocabulary, more tokens than positions, a mask of another
@@ -158,6 +156,7 @@ def check_prompt(
     """
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+    cache = kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, Cache):
         raise UserError(f"past_key_values must be a Cache, got {type(cache).__name__}; see model.new_cache()")
     past = 0 if cache is None else int(cache.get_seq_length())
@@ -172,6 +171,8 @@ def check_prompt(
         if not 0 <= low <= high < vocab_size:
             raise UserError(f"token ids must lie in 0 to {vocab_size - 1}, got {low} to {high}")
         rows, new = ids.shape
+        if mask is None and pad is not None and new > limit:
+            mask = ids != pad
     whole, behind = (rows, new), (rows, past + new)
     if mask is None:
         columns, tokens = new, new

@@ -466,7 +466,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
         cache = kwargs.get("past_key_values")
         limit = self.config.max_position_embeddings
-        check_prompt(inputs, kwargs, cache, self.get_input_embeddings().num_embeddings, limit)
+        check_prompt(inputs, kwargs, setting("pad_token_id"), self.get_input_embeddings().num_embeddings, limit)
         if setting("cache_implementation") == "paged":
             self.init_continuous_batching()
         if setting("assistant_early_exit") is not None:
