@@ -26,6 +26,8 @@ from transformers.generation import NoBadWordsLogitsProcessor
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.pipelines.text_generation import ReturnType
 
+from dejavu_train.sparse import keywords
+
 WORDS = {"t": "taken", "g": "gather", "i": "ignored", "r": "refused", "x": "transformers refuses it"}
 BACKENDS = ("mask", "gather", "cpu", "triton")
 
@@ -291,12 +293,31 @@ This page is written from the rows that the tests run: `python tests/signature_r
 A setting that is left out, None or at its default is taken everywhere.
 """
 
+FROM_PRETRAINED = """
+## from_pretrained()
+
+Beside its own keywords (`predictors`, `backend`, `sparse_from`, `kv_policy`, `dtype`, `device`, `device_map`,
+`predictor_class`, `guard`) and values of the config, on every backend:
+
+"""
+
 
 def table(rows: list[Row]) -> str:
     lines = ["| parameter | mask | gather | cpu | triton | |", "| --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         name = f"`{row.name}`" if row.name.isidentifier() else row.name
         lines.append(f"| {name} | {' | '.join(WORDS[letter] for letter in row.letters)} | {row.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def loading() -> str:
+    """What becomes of the keywords of from_pretrained, on every backend alike: the tables that it reads itself."""
+    lines = ["| keyword | | |", "| --- | --- | --- |"]
+    lines += [f"| `{name}` | taken | |" for name in (*keywords.HUB, *keywords.WITHIN, *keywords.TAKEN)]
+    lines += [f"| `{name}` | ignored | {why} |" for name, why in keywords.IGNORED.items()]
+    for name, remedy in keywords.REFUSED.items():
+        lines.append(f"| `{name}` | refused | {remedy.format(name='SparseOPTForCausalLM')} |")
+    lines += [f"| `{name}` | refused | it is that of the weights |" for name in keywords.STRUCTURE]
     return "\n".join(lines) + "\n"
 
 
@@ -315,7 +336,7 @@ def page() -> str:
     text = PAGE
     for title, note, rows in parts:
         text += ("" if title is None else f"\n## {title}\n") + f"\n{note}\n\n{table(rows)}"
-    return text
+    return text + FROM_PRETRAINED + loading()
 
 
 if __name__ == "__main__":
