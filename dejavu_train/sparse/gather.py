@@ -234,8 +234,8 @@ class GatherDecoder:
             allowed = allowed & _units(layer.valid, heads, dim=1)[:, :, : layer.length]
         # In fp32: a score of an OPT can be ten times what fp16 holds.
         scores = (keys.float() @ query.float()[..., None]).squeeze(-1)
-        weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(torch.float32).min), dim=-1).to(query.dtype)
-        mixed = (weights[:, :, None] @ values).squeeze(2)
+        weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(torch.float32).min), dim=-1)
+        mixed = (weights[:, :, None] @ values.float()).squeeze(2).to(query.dtype)
         if mean is not None:
             mixed = mixed - _units(mean, heads)
         see(mixed)
