@@ -1,15 +1,21 @@
-"""Has ``AutoConfig`` know the config.json that ``SparseOPTForCausalLM.save_pretrained`` writes."""
+"""Has ``AutoConfig`` know the config.json that ``SparseOPTForCausalLM.save_pretrained`` writes.
+
+Only when it is asked for one: ``OPTConfig`` may be half imported while this module is.
+"""
+
+import functools
+from typing import Any
 
 from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.opt.configuration_opt import OPTConfig
 
-from dejavu_train.models.shape import SPARSE_OPT
-
-
-class SparseOPTConfig(OPTConfig):
-    """An OPT's configuration, but for its type."""
-
-    model_type = SPARSE_OPT
+_read = AutoConfig.from_pretrained.__func__
 
 
-AutoConfig.register(SPARSE_OPT, SparseOPTConfig, exist_ok=True)
+@functools.wraps(_read)
+def _from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    import dejavu_train.sparse.joint_config  # noqa: F401
+
+    return _read(cls, *args, **kwargs)
+
+
+AutoConfig.from_pretrained = classmethod(_from_pretrained)

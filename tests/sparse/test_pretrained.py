@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -253,3 +255,17 @@ def test_a_pipeline_by_name(hub, joint):
 def test_repr_names_backend_and_bundle(joint):
     shown = repr(SPARSE.from_pretrained(joint, backend="gather"))
     assert "backend=gather, sparse_from=0, bundle=Bundle(" in shown and len(shown) < 3000
+
+
+@pytest.mark.parametrize("first", [
+    "from dejavu_train import SparseOPTForCausalLM", "import dejavu_train; from transformers import OPTConfig",
+    "import dejavu_train",
+])  # fmt: skip
+def test_whatever_is_imported_first(first, joint):
+    """OPTConfig's module is half imported while ours joins transformers'."""
+    code = (
+        f"{first}; from transformers import AutoConfig, AutoModelForCausalLM as auto; AutoConfig.from_pretrained('.');"
+        "print(type(auto.from_pretrained('.', backend='mask')).__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=joint)
+    assert run.stdout.strip() == "SparseOPTForCausalLM", run.stderr[-500:]
