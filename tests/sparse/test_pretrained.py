@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from bundles import make_bundle
-from conftest import save_tiny_tokenizer
+from conftest import REPOSITORY, save_tiny_tokenizer
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -257,15 +257,13 @@ def test_repr_names_backend_and_bundle(joint):
     assert "backend=gather, sparse_from=0, bundle=Bundle(" in shown and len(shown) < 3000
 
 
-@pytest.mark.parametrize("first", [
-    "from dejavu_train import SparseOPTForCausalLM", "import dejavu_train; from transformers import OPTConfig",
-    "import dejavu_train",
-])  # fmt: skip
-def test_whatever_is_imported_first(first, joint):
+def test_whatever_is_imported_first(joint):
     """OPTConfig's module is half imported while ours joins transformers'."""
     code = (
-        f"{first}; from transformers import AutoConfig, AutoModelForCausalLM as auto; AutoConfig.from_pretrained('.');"
-        "print(type(auto.from_pretrained('.', backend='mask')).__name__)"
+        "import dejavu_train; from transformers import OPTConfig, AutoConfig, AutoModelForCausalLM as auto;"
+        "AutoConfig.from_pretrained('.'); print(type(auto.from_pretrained('.', backend='mask')).__name__)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=joint)
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    options = {"capture_output": True, "text": True, "cwd": joint, "env": os.environ | {"PYTHONPATH": paths}}
+    run = subprocess.run([sys.executable, "-c", code], **options)
     assert run.stdout.strip() == "SparseOPTForCausalLM", run.stderr[-500:]
