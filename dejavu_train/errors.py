@@ -74,6 +74,8 @@ def describe(error: OSError) -> str:
     reason = error.strerror or str(error) or type(error).__name__
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     remedy = _REMEDIES.get(error.errno or 0, "check the path and try again")
+    if error.errno == errno.ENOENT and error.filename is None:  # as tempfile says it
+        remedy = "set TMPDIR to a folder that can be written"
     return " ".join(f"{path}{reason}; {remedy}".split())
 
 
