@@ -102,8 +102,8 @@ class Exact(Given):
             self.off[layer, target] = (logits - self.watched.values[layer, target]).abs().amax(-1, keepdim=True)
         return keep
 
-    def fc1(self, layer: int) -> Any:
-        return self.watched.fc1(layer)
+    def up(self, layer: int) -> Any:
+        return self.watched.up(layer)
 
 
 class Partings:

@@ -18,7 +18,8 @@ from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
-from dejavu_train.models.hooks import decoder_layers, output_gram
+from dejavu_train.families import blocks_of
+from dejavu_train.models.hooks import output_gram
 from dejavu_train.models.opt import resolve_device, torch_dtype
 from dejavu_train.models.shape import OPTShape
 from dejavu_train.training.build import make_predictor
@@ -134,7 +135,7 @@ def _recorded_block(
     )
     with torch.random.fork_rng(devices=[]), torch.device(device):
         model = OPTForCausalLM(sizes).to(torch_dtype(config.collect.dtype)).eval()
-    gram = output_gram(decoder_layers(model)[0].self_attn.out_proj.weight.detach(), shape.n_heads)  # type: ignore[union-attr, arg-type]
+    gram = output_gram(blocks_of(model)[0].out.weight.detach(), shape.n_heads)
     mean = torch.zeros(shape.n_heads, shape.head_dim, device=device)
     windows = [Window(0, np.full(length, 3)) for _ in range(rows)]
     return lambda: record_batch(model, windows, config.collect, [mean], [gram], _Nowhere(), 0)

@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.models.parts import block_parts
+from dejavu_train.families.plain import plain_blocks
 
 Sites = Mapping[tuple[str, int], Tensor]
 
@@ -51,7 +51,7 @@ class Predicted:
         self.device = torch.device(device)
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.specs}
         staged = model is not None and bool(bundle.cascades())
-        self._second_stages = bundle.second_stages([b.up for b in block_parts(model)]) if staged else {}
+        self._second_stages = bundle.second_stages([b.up for b in plain_blocks(model)]) if staged else {}
         self._fc1: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
         self.thresholds: dict[Key, Tensor] = {}
@@ -62,7 +62,7 @@ class Predicted:
         tested = {("mlp_in", layer) for layer in self._second_stages if not self.bundle.specs[layer, "mlp"].dense}
         return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | tested
 
-    def fc1(self, layer: int) -> tuple[Tensor, Tensor] | None:
+    def up(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own fc1."""
         if layer not in self._second_stages or self.bundle.specs[layer, "mlp"].dense:
             return None

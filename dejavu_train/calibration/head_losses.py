@@ -32,7 +32,7 @@ from dejavu_train.calibration.sensitivity import (
     run_layer,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.families import BlockParts, blocks_of
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.progress import progress
@@ -54,15 +54,15 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
         means: by layer (n, e), what stands in for skipped heads; zeros where nothing does.
         labels: (T - 1,) a token drawn from the model at each position.
     """
-    layers = decoder_layers(model)
-    hidden = run_layer(model, run, len(layers) - 1, layer_input(run, len(layers) - 1)).detach().requires_grad_()
+    blocks = blocks_of(model)
+    hidden = run_layer(model, run, len(blocks) - 1, layer_input(run, len(blocks) - 1)).detach().requires_grad_()
     with torch.enable_grad():
         drawn = next_log_probabilities(model, hidden)[0].gather(1, labels[:, None])
         (gradient,) = torch.autograd.grad(drawn.sum(), hidden)
     found = {}
-    for layer in reversed(range(len(layers))):
+    for layer in reversed(range(len(blocks))):
         hidden = layer_input(run, layer).detach().requires_grad_()
-        with torch.enable_grad(), _head_outputs(layers[layer]) as heads:
+        with torch.enable_grad(), _head_outputs(blocks[layer]) as heads:
             output = run_layer(model, run, layer, hidden)
         gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
         shape = means[layer].shape  # whatever leading shape the model gives it, positions come one after the other
@@ -72,10 +72,10 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
 
 
 @contextmanager
-def _head_outputs(layer: Any) -> Any:
+def _head_outputs(block: BlockParts) -> Any:
     """The list yielded holds what the layer's output projection was last given."""
     seen: list[Tensor] = []
-    handle = layer.self_attn.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    handle = block.out.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:
         yield seen
     finally:
@@ -120,7 +120,7 @@ def refit_heads(
     """By layer a predictor with the ``down`` of its low-rank one, whose logits are log nats that skipping costs.
 
     Args:
-        model: an OPTForCausalLM.
+        model: of a registered family.
         predictors: by layer what training wrote of it (its site above all) and the predictor; custom ones are left out.
         means: as in :func:`skip_losses`, of every layer.
         dtype: to which predictors are rounded; ``up`` is fitted to the rounded ``down``.

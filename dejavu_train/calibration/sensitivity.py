@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.families import BlockParts, blocks_of, family_of
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.progress import progress
 
@@ -45,19 +45,19 @@ class SensitivityProbe:
 
 
 @contextmanager
-def masked(layer: Any, target: str, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
+def masked(block: BlockParts, target: str, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
     """Zero the unselected units of one decoder layer, or put ``mean`` in the place of unselected heads.
 
     Args:
-        layer: an OPT decoder layer of transformers.
+        block: the layer's parts.
         target: ``mlp`` or ``heads``.
         keep: (B, T, n) bool, true for selected units.
         mean: (n_heads, head_dim) or None.
     """
     if target == "mlp":
-        module, wide, rest = layer.fc2, keep, keep.new_zeros((), dtype=torch.float32)
+        module, wide, rest = block.down, keep, keep.new_zeros((), dtype=torch.float32)
     else:
-        module = layer.self_attn.out_proj
+        module = block.out
         wide = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
         rest = torch.zeros(module.in_features) if mean is None else mean.flatten().float()
 
@@ -81,7 +81,7 @@ def loss_increases(
     """Mean nats per token that each probe loses at each of its thresholds, everything else dense.
 
     Args:
-        model: an OPTForCausalLM.
+        model: of a registered family.
         probes: what to measure.
         windows: token ids of calibration documents, each starting with ``</s>``.
     """
@@ -116,8 +116,8 @@ class DenseRun:
 @torch.no_grad()
 def dense_pass(model: Any, ids: Tensor) -> DenseRun:
     """Run ``ids`` (1, T) through the dense model and keep what a layer needs to be run again."""
-    layers = decoder_layers(model)
-    calls: list[Any] = [None] * len(layers)
+    blocks = blocks_of(model)
+    calls: list[Any] = [None] * len(blocks)
     sites: dict[tuple[str, int], Tensor] = {}
 
     def keep_call(index: int) -> Callable[..., None]:
@@ -133,12 +133,11 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
         return hook
 
     with ExitStack() as hooks:
-        layer: Any
-        for index, layer in enumerate(layers):
+        for index, block in enumerate(blocks):
             for handle in (
-                layer.register_forward_pre_hook(keep_call(index), with_kwargs=True),
-                layer.self_attn_layer_norm.register_forward_hook(keep_site("attn_in", index)),
-                layer.final_layer_norm.register_forward_hook(keep_site("mlp_in", index)),
+                block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True),
+                block.norm_attn.register_forward_hook(keep_site("attn_in", index)),
+                block.norm_mlp.register_forward_hook(keep_site("mlp_in", index)),
             ):
                 hooks.callback(handle.remove)
         logits = model(input_ids=ids, use_cache=False).logits
@@ -158,26 +157,25 @@ def run_layer(model: Any, run: DenseRun, layer: int, hidden: Tensor) -> Tensor:
         args = (hidden, *args[1:])
     else:
         kwargs = {**kwargs, "hidden_states": hidden}
-    output = decoder_layers(model)[layer](*args, **kwargs)
+    output = blocks_of(model)[layer].whole(*args, **kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 
 def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
     """(B, T - 1, V) fp32 of the tokens that follow, from the last layer's output (B, T, d)."""
-    decoder = model.model.decoder
-    if decoder.final_layer_norm is not None:
-        hidden = decoder.final_layer_norm(hidden)
-    return F.log_softmax(model.lm_head(hidden[:, :-1]).float(), dim=-1)
+    norm = family_of(model).final_norm(model)
+    hidden = hidden if norm is None else norm(hidden)
+    return F.log_softmax(model.get_output_embeddings()(hidden[:, :-1]).float(), dim=-1)
 
 
 def _rerun(model: Any, run: DenseRun, key: Key, keep: Tensor, mean: Tensor | None) -> Tensor:
     """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
     first, target = key
-    layers = decoder_layers(model)
+    blocks = blocks_of(model)
     hidden = layer_input(run, first).expand(keep.shape[0], -1, -1)
-    with masked(layers[first], target, keep, mean):
+    with masked(blocks[first], target, keep, mean):
         hidden = run_layer(model, run, first, hidden)
-    for index in range(first + 1, len(layers)):
+    for index in range(first + 1, len(blocks)):
         hidden = run_layer(model, run, index, hidden)
     sparse = next_log_probabilities(model, hidden)
     dense = run.log_probabilities[:, :-1]

@@ -35,9 +35,10 @@ from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of
 from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
-from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
+from dejavu_train.models.hooks import head_contribution, output_gram, record
 from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
 from dejavu_train.models.tokenizer_hash import hash_of
 from dejavu_train.progress import Progress
@@ -232,15 +233,14 @@ def _head_means(model: Any, shape: OPTShape, planned: Sequence[Window], config: 
 def _save_layer_weights(
     model: Any, manifest: ActivationManifest, activations: Path, head_means: Sequence[Tensor]
 ) -> None:
-    for layer, block in enumerate(decoder_layers(model)):
-        parts: Any = block
+    for layer, block in enumerate(blocks_of(model)):
         weights = LayerWeights(
-            parts.fc1.weight.detach().cpu(),
-            parts.fc1.bias.detach().float().cpu(),
-            torch.linalg.vector_norm(parts.fc2.weight.detach().float(), dim=0).cpu(),
+            block.up.weight.detach().cpu(),
+            block.up.bias.detach().float().cpu(),
+            torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0).cpu(),
             head_means[layer].float(),
         )
-        weights.save(activations, layer, manifest.weight_hash, parts.fc1.weight.dtype)
+        weights.save(activations, layer, manifest.weight_hash, block.up.weight.dtype)
 
 
 class _WriterThread:
@@ -285,9 +285,9 @@ def _fill_shard(
     progress: Progress,
 ) -> None:
     """Send all windows of a shard through the model, batch by batch, into ``writer``."""
-    out_projs = [block.self_attn.out_proj.weight.detach() for block in decoder_layers(model)]  # type: ignore[union-attr, operator]
-    grams = [output_gram(weight, len(means[0])) for weight in out_projs]
-    means = [mean.to(weight.device) for mean, weight in zip(means, out_projs, strict=True)]
+    outs = [block.out.weight.detach() for block in blocks_of(model)]
+    grams = [output_gram(weight, len(means[0])) for weight in outs]
+    means = [mean.to(weight.device) for mean, weight in zip(means, outs, strict=True)]
     thread = _WriterThread(writer)
     failed = True
     try:
@@ -320,6 +320,7 @@ def record_batch(
     start: int,
 ) -> int:
     """One forward pass; returns the number of rows (tokens, without padding) handed to ``writer.put``."""
+    blocks = blocks_of(model)
     longest = max(len(window.ids) for window in batch)
     ids = torch.full((len(batch), longest), PAD_TOKEN)
     for row, window in enumerate(batch):
@@ -349,8 +350,7 @@ def record_batch(
         if not bool(torch.isfinite(activation.sum())):  # a NaN is not above 0 and would pass for a silent neuron
             _refuse_not_finite("the MLP's activation", layer, config.dtype)
         active = activation > 0
-        out_proj = decoder_layers(model)[layer].self_attn.out_proj.weight
-        heads = head_contribution(tensors["head_out"][kept], out_proj, grams[layer], means[layer])
+        heads = head_contribution(tensors["head_out"][kept], blocks[layer].out.weight, grams[layer], means[layer])
         if not bool(torch.isfinite(heads).all()):
             _refuse_not_finite("the heads' contribution", layer, config.dtype)
         rows = {

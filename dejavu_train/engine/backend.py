@@ -23,9 +23,9 @@ from dejavu_train.engine.predictors import Key, TargetPredictor, check_calibrate
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
 from dejavu_train.errors import Unsupported
+from dejavu_train.families.plain import NotPlain, check_calls
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES, OPTShape
-from dejavu_train.models.parts import NotPlain, check_calls
 from kernels.common.checks import HEAD_DIMS, runs_on
 
 

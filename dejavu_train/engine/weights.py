@@ -21,14 +21,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.predictors import Grid, TargetPredictor
 from dejavu_train.errors import Unsupported
+from dejavu_train.families import blocks_of
+from dejavu_train.families.plain import plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
 from dejavu_train.models.opt import OPTShape
-from dejavu_train.models.parts import block_part, plain_linear, plain_table
 from dejavu_train.predictors.bit_planes import BitPlanes
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
@@ -179,8 +181,8 @@ class DecodeWeights:
             )
 
         layers = []
-        for number, layer in enumerate(decoder.layers):
-            attention, block = layer.self_attn, block_part(number, layer)
+        for number, whole in enumerate(blocks_of(model)):
+            attention, block = whole.attention, plain_block(whole)
             parts = (block.q, block.k, block.v)
             matrices: dict[str, Matrix]
             packed = isinstance(block.up, CodedLinear)
@@ -233,7 +235,7 @@ class DecodeWeights:
         return cls(
             shape=shape,
             embedding=embedding,
-            positions=own(plain_table("embed_positions", decoder.embed_positions)),
+            positions=own(plain_table("embed_positions", decoder.embed_positions, OPTLearnedPositionalEmbedding)),
             layers=layers,
             final_norm=norm(decoder.final_layer_norm),
             lm_head=lm_head,

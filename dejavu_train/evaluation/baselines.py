@@ -12,11 +12,13 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.selector import Sites
 from dejavu_train.bundle.spec import Key
-from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution
+from dejavu_train.families import family_of
+from dejavu_train.families.block import forward_block, join_heads, positions_like
+from dejavu_train.models.hooks import head_contribution, neuron_contribution
 
 
 class Given:
@@ -30,7 +32,7 @@ class Given:
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
         return self.masks.get((layer, target))
 
-    def fc1(self, layer: int) -> None:
+    def up(self, layer: int) -> None:
         return None
 
 
@@ -65,7 +67,7 @@ def random_ranks(shape: tuple[int, ...], generator: torch.Generator, device: tor
 
 @torch.no_grad()
 def noncontextual_contributions(
-    model: OPTForCausalLM, token_ids: Tensor, layer: int, head_mean: Tensor | None = None
+    model: PreTrainedModel, token_ids: Tensor, layer: int, head_mean: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Contributions when the embeddings at the model's input go through one block alone, no token seeing another.
 
@@ -76,16 +78,15 @@ def noncontextual_contributions(
         head_mean: (n_heads, head_dim) that stands in for skipped heads, see ``hooks.head_contribution``.
     Returns: ``heads`` (B, T, n_heads) and ``mlp`` (B, T, d_ffn), fp32.
     """
-    decoder = model.model.decoder
-    block = decoder_layers(model)[layer]
-    embedded = decoder.embed_tokens(token_ids)
-    positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-    embedded = embedded + decoder.embed_positions(torch.ones_like(token_ids), 0, position_ids=positions)
-    embedded = embedded.to(block.fc1.weight.device)
-    attention = block.self_attn
-    values = attention.v_proj(block.self_attn_layer_norm(embedded))
-    by_head = values.unflatten(-1, (attention.num_heads, -1))
-    heads = head_contribution(by_head, attention.out_proj.weight, mean=head_mean)
-    middle = embedded + attention.out_proj(values)
-    activation = torch.relu(block.fc1(block.final_layer_norm(middle)))
-    return {"heads": heads, "mlp": neuron_contribution(activation, block.fc2.weight)}
+    family = family_of(model)
+    block = family.blocks(model)[layer]
+    embedded = family.embed(model, token_ids, positions_like(token_ids)).to(block.up.weight.device)
+    by_head: list[Tensor] = []
+
+    def attend_to_itself(_attn_in: Tensor, _q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
+        by_head.append(join_heads(v).unflatten(-1, (block.n_heads, -1)))
+        return v
+
+    _, activation = forward_block(block, embedded, attend_to_itself)
+    heads = head_contribution(by_head[0], block.out.weight, mean=head_mean)
+    return {"heads": heads, "mlp": neuron_contribution(activation, block.down.weight)}

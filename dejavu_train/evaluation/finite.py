@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, OPTForCausalLM
+from transformers import LogitsProcessor, PreTrainedModel
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.families import family_of
 
 
-def check_logits(logits: Tensor, model: OPTForCausalLM, ids: Tensor, **inputs: Any) -> None:
+def check_logits(logits: Tensor, model: PreTrainedModel, ids: Tensor, **inputs: Any) -> None:
     """Refuse logits, or what was made of them, that hold a NaN or an infinity.
 
     Args:
@@ -30,14 +30,13 @@ def check_logits(logits: Tensor, model: OPTForCausalLM, ids: Tensor, **inputs: A
 
 
 @torch.no_grad()
-def first_fault(model: OPTForCausalLM, ids: Tensor, **inputs: Any) -> str | None:
+def first_fault(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> str | None:
     """The first part of the model whose output for ids (B, T) is not finite; None where no one is known."""
-    decoder = model.model.decoder
-    parts: list[tuple[str, nn.Module]] = [("the embeddings", decoder.embed_tokens)]
-    parts += [("the positions", decoder.embed_positions)]
-    for layer, block in enumerate(decoder_layers(model)):
-        parts += [(f"the attention of layer {layer}", block.self_attn), (f"the MLP of layer {layer}", block.fc2)]
-    parts += [("the final LayerNorm", decoder.final_layer_norm)]
+    family = family_of(model)
+    parts: list[tuple[str, nn.Module]] = [("the embeddings", module) for module in family.embeddings(model)]
+    for layer, block in enumerate(family.blocks(model)):
+        parts += [(f"the attention of layer {layer}", block.attention), (f"the MLP of layer {layer}", block.down)]
+    parts += [("the final norm", family.final_norm(model))]
     found: list[str] = []
 
     def looks(name: str) -> Any:
@@ -50,7 +49,7 @@ def first_fault(model: OPTForCausalLM, ids: Tensor, **inputs: Any) -> str | None
 
     handles = [part.register_forward_hook(looks(name)) for name, part in parts if part is not None]
     try:
-        decoder(input_ids=ids.to(model.device), use_cache=False, **inputs)
+        model(input_ids=ids.to(model.device), use_cache=False, **inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -62,7 +61,7 @@ def first_fault(model: OPTForCausalLM, ids: Tensor, **inputs: Any) -> str | None
 class FiniteLogits(LogitsProcessor):
     """Refuses logits that are not finite within ``generate()`` of a dense model."""
 
-    def __init__(self, model: OPTForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

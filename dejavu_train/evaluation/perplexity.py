@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import measured_mlp_share
@@ -27,7 +27,8 @@ from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.evaluation.finite import check_logits
-from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
+from dejavu_train.families import blocks_of
+from dejavu_train.models.hooks import head_contribution, output_gram, record
 from dejavu_train.models.shape import TARGETS
 from dejavu_train.models.weight_format import WeightFormat, loaded_format
 from dejavu_train.predictors.metrics import SelectionSums
@@ -164,7 +165,7 @@ def _spread(
 
 
 def evaluate(
-    model: OPTForCausalLM,
+    model: PreTrainedModel,
     bundle: Bundle,
     held: EvalCorpus,
     rows: Sequence[EvalSetting],
@@ -236,7 +237,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        model: OPTForCausalLM,
+        model: PreTrainedModel,
         bundle: Bundle,
         rows: Sequence[EvalSetting],
         held: EvalCorpus,
@@ -347,14 +348,14 @@ class _Evaluation:
         self.progress(int(batch.real.sum()))
 
 
-def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
+def window_nats(model: PreTrainedModel, batch: EvalBatch) -> np.ndarray:
     """Summed nats of each window's real tokens: (B,) float64. Raises UserError for logits that are not finite."""
-    hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
     real = batch.real.flatten()
     flat, targets = hidden.flatten(0, 1)[real.to(hidden.device)], batch.targets.flatten()[real]
     pieces = []
     for states, next_tokens in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
-        logits = model.lm_head(states).float()
+        logits = model.get_output_embeddings()(states).float()
         pieces.append(F.cross_entropy(logits, next_tokens.to(logits.device), reduction="none"))
     found = torch.cat(pieces).double()
     check_logits(found, model, batch.ids)
@@ -363,24 +364,24 @@ def window_nats(model: OPTForCausalLM, batch: EvalBatch) -> np.ndarray:
     return np.bincount(window, weights=losses, minlength=len(batch.ids))
 
 
-def _no_sums(model: OPTForCausalLM) -> dict[Key, SelectionSums]:
-    return {(layer, target): SelectionSums() for layer in range(len(decoder_layers(model))) for target in TARGETS}
+def _no_sums(model: PreTrainedModel) -> dict[Key, SelectionSums]:
+    return {(layer, target): SelectionSums() for layer in range(len(blocks_of(model))) for target in TARGETS}
 
 
 class _Meter:
     """Contributions of a model's units, with what depends on the weights only computed once."""
 
-    def __init__(self, model: OPTForCausalLM, means: Mapping[int, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, means: Mapping[int, Tensor]) -> None:
         self.means = means
-        self.blocks = decoder_layers(model)
-        self.norms = [torch.linalg.vector_norm(block.fc2.weight.float(), dim=0) for block in self.blocks]
-        self.grams = [output_gram(b.self_attn.out_proj.weight, b.self_attn.num_heads) for b in self.blocks]
+        self.blocks = blocks_of(model)
+        self.norms = [torch.linalg.vector_norm(block.down.weight.float(), dim=0) for block in self.blocks]
+        self.grams = [output_gram(b.out.weight, b.n_heads) for b in self.blocks]
 
     def neurons(self, layer: int, activation: Tensor) -> Tensor:
         return activation.float() * self.norms[layer]
 
     def heads(self, layer: int, head_out: Tensor) -> Tensor:
-        weight = self.blocks[layer].self_attn.out_proj.weight
+        weight = self.blocks[layer].out.weight
         return head_contribution(head_out, weight, self.grams[layer], self.means.get(layer))
 
     def add(

@@ -5,8 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dejavu_train.families.plain import RowLinear
 
-class GroupedProjection(nn.Module):
+
+class GroupedProjection(RowLinear):
     """A q, k or v projection with its rows grouped by head in the engine's tensor; used as the `nn.Linear` it replaces.
 
     The engine reads one contiguous range a head, (h, 3, head_dim, d); this module holds a view of one third. `weight`

@@ -1,7 +1,7 @@
-"""Reads the hidden states of a Hugging Face OPT by hooks, writes nothing: one dict of tensors per layer and forward.
+"""Reads the hidden states of a Hugging Face model by hooks, writes nothing: one dict of tensors per layer and forward.
 
 The places are named as in the bundle: ``attn_in`` (after the LayerNorm before attention), ``mlp_in`` (after the
-LayerNorm before fc1), ``activation`` (post-ReLU, the input of fc2), ``head_out`` (each head's output before the output
+LayerNorm before the MLP), ``activation`` (what its neurons give), ``head_out`` (each head's output before the output
 projection); the residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to
 it is ``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any
 attention implementation, dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dejavu_train.families import BlockParts, blocks_of
+
 PLACES = ("attn_in", "mlp_in", "activation", "head_out", "residual", "attn_out", "middle", "mlp_out")
 OnLayer = Callable[[int, dict[str, Tensor]], None]
 
 
 def decoder_layers(model: Any) -> Any:
-    """The decoder blocks (a ModuleList) of an OPTForCausalLM, in order."""
-    return model.model.decoder.layers
+    """The decoder layers of a model as its family has them, in order."""
+    return [block.whole for block in blocks_of(model)]
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def record(
     """Within the context every forward pass of ``model`` hands over ``places`` of ``layers``.
 
     Args:
-        model: an OPTForCausalLM (pre-norm).
+        model: of a registered family.
         places: some of ``PLACES``.
         layers: layer numbers; None means all.
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
@@ -45,7 +47,7 @@ def record(
     recorded = set(places)
     assert recorded <= set(PLACES), f"unknown places {sorted(recorded - set(PLACES))}; known are {PLACES}"
     kept: dict[int, dict[str, Tensor]] = {}
-    blocks = decoder_layers(model)
+    blocks = blocks_of(model)
     chosen = range(len(blocks)) if layers is None else sorted(set(layers))
     handles = []
     for layer in chosen:
@@ -57,11 +59,11 @@ def record(
             handle.remove()
 
 
-def _hook_layer(layer: int, block: Any, recorded: set[str], hand_over: OnLayer) -> list[Any]:
+def _hook_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: OnLayer) -> list[Any]:
     """Hooks on one decoder block; returns their handles."""
     got: dict[str, Tensor] = {}
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
-    n_heads = block.self_attn.num_heads
+    n_heads = block.n_heads
 
     def after_attn_norm(_module: nn.Module, args: Any, output: Tensor) -> None:
         got.clear()
@@ -71,10 +73,10 @@ def _hook_layer(layer: int, block: Any, recorded: set[str], hand_over: OnLayer) 
         if "attn_in" in recorded:
             got["attn_in"] = output.detach()
 
-    def before_out_proj(_module: nn.Module, args: Any) -> None:
+    def before_out(_module: nn.Module, args: Any) -> None:
         got["head_out"] = args[0].detach().unflatten(-1, (n_heads, -1))
 
-    def after_out_proj(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    def after_out(_module: nn.Module, _args: Any, output: Tensor) -> None:
         got["attn_out"] = output.detach()
 
     def after_mlp_norm(_module: nn.Module, args: Any, output: Tensor) -> None:
@@ -82,55 +84,55 @@ def _hook_layer(layer: int, block: Any, recorded: set[str], hand_over: OnLayer) 
             if name in recorded:
                 got[name] = values.detach().view(*rows[0], -1)
 
-    def before_fc2(_module: nn.Module, args: Any) -> None:
+    def before_down(_module: nn.Module, args: Any) -> None:
         got["activation"] = args[0].detach().view(*rows[0], -1)
 
-    def after_fc2(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    def after_down(_module: nn.Module, _args: Any, output: Tensor) -> None:
         got["mlp_out"] = output.detach().view(*rows[0], -1)
 
     def after_block(_module: nn.Module, _args: Any, _output: Any) -> None:
         hand_over(layer, dict(got))
         got.clear()
 
-    handles = [block.self_attn_layer_norm.register_forward_hook(after_attn_norm)]
+    handles = [block.norm_attn.register_forward_hook(after_attn_norm)]
     if "head_out" in recorded:
-        handles.append(block.self_attn.out_proj.register_forward_pre_hook(before_out_proj))
+        handles.append(block.out.register_forward_pre_hook(before_out))
     if "attn_out" in recorded:
-        handles.append(block.self_attn.out_proj.register_forward_hook(after_out_proj))
+        handles.append(block.out.register_forward_hook(after_out))
     if recorded & {"mlp_in", "middle"}:
-        handles.append(block.final_layer_norm.register_forward_hook(after_mlp_norm))
+        handles.append(block.norm_mlp.register_forward_hook(after_mlp_norm))
     if "activation" in recorded:
-        handles.append(block.fc2.register_forward_pre_hook(before_fc2))
+        handles.append(block.down.register_forward_pre_hook(before_down))
     if "mlp_out" in recorded:
-        handles.append(block.fc2.register_forward_hook(after_fc2))
-    handles.append(block.register_forward_hook(after_block))
+        handles.append(block.down.register_forward_hook(after_down))
+    handles.append(block.whole.register_forward_hook(after_block))
     return handles
 
 
-def neuron_contribution(activation: Tensor, fc2_weight: Tensor) -> Tensor:
-    """What each neuron adds to the residual stream: activation x the norm of its fc2 column.
+def neuron_contribution(activation: Tensor, down_weight: Tensor) -> Tensor:
+    """What each neuron adds to the residual stream: activation x the norm of its column of the map out of the MLP.
 
     Args:
         activation: (..., f), post-ReLU.
-        fc2_weight: (d, f), as stored.
+        down_weight: (d, f), as stored.
     Returns: (..., f) in fp32, never negative.
     """
-    return activation.float() * torch.linalg.vector_norm(fc2_weight.float(), dim=0)
+    return activation.float() * torch.linalg.vector_norm(down_weight.float(), dim=0)
 
 
-def output_gram(out_proj_weight: Tensor, n_heads: int) -> Tensor:
+def output_gram(out_weight: Tensor, n_heads: int) -> Tensor:
     """Per head the Gram matrix of its slice of the output projection, for ``head_contribution``.
 
     Args:
-        out_proj_weight: (d, h * e), as stored.
+        out_weight: (d, h * e), as stored.
     Returns: (h, e, e) fp32.
     """
-    slices = out_proj_weight.float().unflatten(1, (n_heads, -1)).transpose(0, 1)  # (h, d, e)
+    slices = out_weight.float().unflatten(1, (n_heads, -1)).transpose(0, 1)  # (h, d, e)
     return slices.transpose(1, 2) @ slices
 
 
 def head_contribution(
-    head_out: Tensor, out_proj_weight: Tensor, gram: Tensor | None = None, mean: Tensor | None = None
+    head_out: Tensor, out_weight: Tensor, gram: Tensor | None = None, mean: Tensor | None = None
 ) -> Tensor:
     """What each head adds to the residual stream: the norm of its output through its slice of the output projection.
 
@@ -138,13 +140,13 @@ def head_contribution(
 
     Args:
         head_out: (..., h, e).
-        out_proj_weight: (d, h * e), as stored.
+        out_weight: (d, h * e), as stored.
         gram: ``output_gram`` of it, when the caller keeps that for many calls.
         mean: (h, e), what stands in for a skipped head; then a head contributes its distance from that.
     Returns: (..., h) in fp32, never negative.
     """
     if gram is None:
-        gram = output_gram(out_proj_weight, head_out.shape[-2])
+        gram = output_gram(out_weight, head_out.shape[-2])
     outputs = head_out.float() if mean is None else head_out.float() - mean.to(head_out.device)
     flat = outputs.flatten(0, -3).transpose(0, 1)  # (h, N, e)
     squares = ((flat @ gram) * flat).sum(-1)  # (h, N)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dejavu_train.families.plain import RowLinear
 from dejavu_train.models.int4_sizes import RowSizes, row_sizes
 from dejavu_train.models.shape import OPTShape
 from kernels.common.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
@@ -78,7 +79,7 @@ class Int8Rows:
         return (groups * self.scales.float()[..., None]).flatten(1)
 
 
-class CodedLinear(nn.Module):
+class CodedLinear(RowLinear):
     """An ``nn.Linear`` whose weight is held as rows of codes; products are in fp32, whatever the input's dtype.
 
     ``weight`` is made of the rows at each use. On a CPU, where no kernel multiplies with 4 bits, it is kept from its

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.models.parts import BlockHook, hooks_of, is_adapter
+from dejavu_train.families.plain import BlockHook, hooks_of, is_adapter
 
 COMPARED = 2**22
 """Elements of all tensors together up to which every element is looked at."""

@@ -9,6 +9,7 @@ Letters: B batch rows, T columns, S columns in the cache, d model width, h heads
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,10 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
+from dejavu_train.families import BlockParts, family_of
+from dejavu_train.families.block import forward_block, split_heads
+from dejavu_train.families.plain import check_calls, plain_blocks
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
-from dejavu_train.models.parts import BlockParts, block_parts, check_calls
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.sparse.cache import SparseCache, SparseLayer
 from dejavu_train.sparse.finite import check_finite, finite_positions
@@ -52,11 +55,11 @@ class GatherDecoder:
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         self.kv_policy = kv_policy
-        self.blocks = block_parts(model)
-        decoder = model.model.decoder
-        self.final_norm = decoder.final_layer_norm
+        family = family_of(model)
+        self.blocks = plain_blocks(model)
+        self.final_norm = family.final_norm(model)
         called = [norm for block in self.blocks for norm in (block.norm_attn, block.norm_mlp)]
-        called += [decoder.embed_tokens, decoder.embed_positions, model.lm_head]
+        called += [*family.embeddings(model), model.get_output_embeddings()]
         check_calls(model, called if self.final_norm is None else [*called, self.final_norm], itself=True)
         self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
         self.second_stages = {
@@ -120,33 +123,38 @@ class GatherDecoder:
     def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
         """Dense columns, all at once: hidden (B, T, d), visible (B, S + T)."""
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            hidden = hidden.to(block.up.weight.device)
-            attn_in = block.norm_attn(hidden)
-            start = layer.extend(attn_in, block.n_heads)
-            assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
-            assert layer.watermark is not None and layer.valid is not None
-            low = start if self.kv_policy == "stale" else int(layer.watermark.min())
-            source = layer.attn_in[:, low : layer.length]
-            layer.keys[:, :, low : layer.length] = _heads(block.k(source), block.n_heads)
-            layer.values[:, :, low : layer.length] = _heads(block.v(source), block.n_heads)
-            layer.valid[:, :, low : layer.length] = True
-            layer.watermark.fill_(layer.length)
-            allowed = visible.to(hidden.device)[:, None, None, :].expand(-1, 1, attn_in.shape[1], -1)
-            columns = torch.arange(layer.length, device=hidden.device)
-            own = columns[start:, None]
-            # A padded query may see itself only: a softmax over nothing would be NaN and spread through the cache.
-            allowed = (allowed & (columns <= own)) | (columns == own)
-            if self.kv_policy == "stale":
-                allowed = allowed & layer.valid[:, :, None, : layer.length]
-            query = _heads(block.q(attn_in) * block.scaling, block.n_heads)
-            keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
-            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=1.0)
-            hidden = hidden + block.out(mixed.transpose(1, 2).flatten(2))
-            hidden = hidden + block.down(torch.relu(self._fc1(number, block.norm_mlp(hidden))))
+            block = replace(block, up=partial(self._neurons, number))
+            attend = partial(self._attend_at_once, block, layer, visible)
+            hidden, _ = forward_block(block, hidden.to(block.down.weight.device), attend)
         return hidden
 
-    def _fc1(self, number: int, mlp_in: Tensor) -> Tensor:
-        """All of fc1 (B, T, n), from its planes where the layer has a cascade."""
+    def _attend_at_once(
+        self, block: BlockParts, layer: SparseLayer, visible: Tensor, attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Attention of new columns over all; K and V of earlier columns that a head lacks are computed as well."""
+        start = layer.extend(attn_in, block.n_heads)
+        assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
+        assert layer.watermark is not None and layer.valid is not None
+        low = start if self.kv_policy == "stale" else int(layer.watermark.min())
+        if low < start:
+            missing = layer.attn_in[:, low:start]
+            layer.keys[:, :, low:start] = split_heads(block.k(missing), block.head_dim)
+            layer.values[:, :, low:start] = split_heads(block.v(missing), block.head_dim)
+        layer.keys[:, :, start : layer.length], layer.values[:, :, start : layer.length] = k, v
+        layer.valid[:, :, low : layer.length] = True
+        layer.watermark.fill_(layer.length)
+        allowed = visible.to(q.device)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+        columns = torch.arange(layer.length, device=q.device)
+        own = columns[start:, None]
+        # A padded query may see itself only: a softmax over nothing would be NaN and spread through the cache.
+        allowed = (allowed & (columns <= own)) | (columns == own)
+        if self.kv_policy == "stale":
+            allowed = allowed & layer.valid[:, :, None, : layer.length]
+        keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, scale=1.0)
+
+    def _neurons(self, number: int, mlp_in: Tensor) -> Tensor:
+        """Pre-activations of all neurons (B, T, n), by the planes where the layer has a cascade."""
         up = self.blocks[number].up
         if number not in self.second_stages:
             return up(mlp_in)
@@ -176,9 +184,8 @@ class GatherDecoder:
             if guard is not None and chosen is not None:
                 stage = self.second_stages.get(number)
                 passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
-                contribution = neuron_contribution(
-                    torch.relu(self._fc1(number, mlp_in)), self.blocks[number].down.weight
-                )
+                block = self.blocks[number]
+                contribution = neuron_contribution(block.activate(self._neurons(number, mlp_in)), block.down.weight)
                 guard.measure((number, "mlp"), judged, chosen, passed, contribution)
 
         def report_selection(number: int, target: str, keep: Tensor) -> None:
@@ -308,7 +315,7 @@ def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = 
     """down(relu(up x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of up, if read."""
     units = keep.any(dim=0).nonzero().flatten()
     hidden = F.linear(mlp_in, _units(block.up.weight, units) if rows is None else rows, _bias(block.up, units))
-    hidden = torch.where(keep[:, units], torch.relu(hidden), 0.0)
+    hidden = torch.where(keep[:, units], block.activate(hidden), 0.0)
     out = hidden @ _units(block.down.weight.t(), units)
     return out if block.down.bias is None else out + block.down.bias
 
@@ -327,8 +334,3 @@ def _project(linear: Any, heads: Tensor, head_dim: int, x: Tensor) -> Tensor:
     rows = _units(linear.weight.unflatten(0, (-1, head_dim)), heads).flatten(0, 1)
     bias = None if linear.bias is None else _units(linear.bias.unflatten(0, (-1, head_dim)), heads).flatten()
     return F.linear(x, rows, bias).unflatten(-1, (-1, head_dim))
-
-
-def _heads(x: Tensor, n_heads: int) -> Tensor:
-    """(B, T, h * e) -> (B, h, T, e)."""
-    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)

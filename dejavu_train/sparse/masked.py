@@ -1,7 +1,7 @@
 """The backend ``mask``: computes everything, then takes out what was not selected. The reference for quality.
 
-Hooks on the Hugging Face model: fc2 and the output projection see zeros in place of unselected neurons and heads, or
-the mean output of a head where the bundle holds one. A hook acts in the thread or task that has put it there alone.
+Hooks on the Hugging Face model: the maps out of neurons and heads see zeros in place of what is not selected, or the
+mean output of a head where the bundle holds one. A hook acts in the thread or task that has put it there alone.
 Whole sequences at once, any attention implementation, any cache: K and V are computed for all heads, which is what the
 back-fill of the other backends reproduces.
 
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
-from dejavu_train.models.hooks import decoder_layers
-from dejavu_train.models.parts import BlockHook
+from dejavu_train.families import BlockParts, blocks_of
+from dejavu_train.families.plain import BlockHook
 
 
 class Select(Protocol):
-    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for fc1.
+    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for ``up``.
 
-    None is a dense layer, and fc1 as it is.
+    None is a dense layer, and ``up`` as it is.
     """
 
     @property
@@ -33,7 +33,7 @@ class Select(Protocol):
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None: ...
 
-    def fc1(self, layer: int) -> tuple[Tensor, Tensor] | None: ...
+    def up(self, layer: int) -> tuple[Tensor, Tensor] | None: ...
 
 
 Observe = Callable[[int, str, Tensor | None, Tensor], None]
@@ -63,7 +63,7 @@ def masking(
     """Within the context every forward pass of ``model`` is sparse, in this thread or task.
 
     Args:
-        model: an OPTForCausalLM.
+        model: a dense model of a registered family.
         selector: gives the selection of every layer and target.
         sparse: (B, T) bool, false where everything is selected (before ``sparse_from``, padding); None: all true.
         observe: called as ``observe(layer, target, keep, values)`` before anything is taken out; ``keep`` (B, T, n)
@@ -75,7 +75,7 @@ def masking(
     needed = set(selector.sites)
     handles: list[Any] = []
     call = object()
-    for layer, block in enumerate(decoder_layers(model)):
+    for layer, block in enumerate(blocks_of(model)):
         mean = (means or {}).get(layer)
         handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean, finite)
     token = _ACTIVE.set((*_ACTIVE.get(), call))
@@ -89,7 +89,7 @@ def masking(
 
 def _hook_layer(
     layer: int,
-    block: Any,
+    block: BlockParts,
     call: object,
     selector: Select,
     needed: set[tuple[str, int]],
@@ -130,19 +130,19 @@ def _hook_layer(
 
         return hook
 
-    attention = block.self_attn
+    width = block.down.in_features
     handles = [
-        block.self_attn_layer_norm.register_forward_hook(_Hook(call, keep_site("attn_in"))),
-        attention.out_proj.register_forward_pre_hook(_Hook(call, zero_unselected("heads", attention.num_heads))),
-        block.final_layer_norm.register_forward_hook(_Hook(call, keep_site("mlp_in"))),
-        block.fc2.register_forward_pre_hook(_Hook(call, zero_unselected("mlp", block.fc2.in_features))),
+        block.norm_attn.register_forward_hook(_Hook(call, keep_site("attn_in"))),
+        block.out.register_forward_pre_hook(_Hook(call, zero_unselected("heads", block.n_heads))),
+        block.norm_mlp.register_forward_hook(_Hook(call, keep_site("mlp_in"))),
+        block.down.register_forward_pre_hook(_Hook(call, zero_unselected("mlp", width))),
     ]
-    instead = selector.fc1(layer)
-    return handles if instead is None else handles + _multiply_with(block.fc1, call, *instead)
+    instead = selector.up(layer)
+    return handles if instead is None else handles + _multiply_with(block.up, call, *instead)
 
 
-def _multiply_with(fc1: nn.Module, call: object, weight: Tensor, bias: Tensor) -> list[Any]:
-    """Have fc1 give x @ weight.T + bias: weight (n, d), bias (n). Its own parameters get the gradient of what it gives.
+def _multiply_with(up: nn.Module, call: object, weight: Tensor, bias: Tensor) -> list[Any]:
+    """Have ``up`` give x @ weight.T + bias: weight (n, d), bias (n). Its own parameters get the gradient of that.
 
     Where nothing needs a gradient the module itself is handed no rows, so that nothing is multiplied twice.
     """
@@ -159,6 +159,6 @@ def _multiply_with(fc1: nn.Module, call: object, weight: Tensor, bias: Tensor) -
 
     # Others' hooks see what the model computes: the whole input before this one, its output behind it.
     return [
-        fc1.register_forward_pre_hook(_Hook(call, take)),
-        fc1.register_forward_hook(_Hook(call, put), prepend=True),
+        up.register_forward_pre_hook(_Hook(call, take)),
+        up.register_forward_hook(_Hook(call, put), prepend=True),
     ]

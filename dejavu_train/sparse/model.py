@@ -30,6 +30,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.families import family_of
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
@@ -430,9 +431,9 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         kept = cache is not None or (self.config.use_cache if use_cache is None else use_cache)
         cache = cache if cache is not None else SparseCache(self.config.num_hidden_layers)
         live = self._note_ended_rows(input_ids, cache)
-        decoder = self.model.decoder
-        hidden = decoder.embed_tokens(input_ids) if embeds is None else embeds
-        hidden = hidden + decoder.embed_positions(visible.long(), 0, position_ids=positions).to(hidden.device)
+        given = input_ids if embeds is None else embeds
+        assert given is not None
+        hidden = family_of(self).embed(self, given, positions)
         hidden = runtime.gather(self).forward(hidden, cache, sparse, visible, live)
         logits = self.lm_head(keep_columns(hidden, logits_to_keep))
         if logits.requires_grad:

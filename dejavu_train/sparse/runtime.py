@@ -16,9 +16,9 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.families import blocks_of
+from dejavu_train.families.plain import NotPlain, is_adapter
 from dejavu_train.models.opt import OPTShape
-from dejavu_train.models.parts import NotPlain, is_adapter
 from dejavu_train.sparse.derived import Held, Sources
 from dejavu_train.sparse.gather import GatherDecoder
 
@@ -118,17 +118,17 @@ class Runtime:
             yield
 
     def _read_sources(self, model: Any) -> Sources:
-        layers = decoder_layers(model)
-        staged = [layers[layer] for layer in self.bundle.cascades()]
+        blocks = blocks_of(model)
+        staged = [blocks[layer] for layer in self.bundle.cascades()]
         if self.backend == "mask":
-            return Sources(staged, lambda: _tensors(*(layer.fc1 for layer in staged)))
-        folded = [layers[layer].self_attn.out_proj for layer in self.bundle.head_means()]
+            return Sources((block.whole for block in staged), lambda: _tensors(*(block.up for block in staged)))
+        folded = [blocks[layer].out for layer in self.bundle.head_means()]
         adapters = [module for module in model.modules() if is_adapter(module)]
-        roots = (model.model, model.lm_head)
+        roots = (model.base_model, model.get_output_embeddings())
         if self.backend == "cpu":
             return Sources(roots, lambda: _tensors(*roots))
-        screened = [] if self.engines is None else [model.lm_head]
-        derived = (*(layer.fc1 for layer in staged), *folded, *adapters, *screened)
+        screened = [] if self.engines is None else [model.get_output_embeddings()]
+        derived = (*(block.up for block in staged), *folded, *adapters, *screened)
         if self.engines is None:
             return Sources(roots, lambda: _tensors(*derived))
         return Sources(roots, lambda: [*(t for t in _tensors(*roots) if t.dim() < 2), *_tensors(*derived)])

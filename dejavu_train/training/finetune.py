@@ -38,8 +38,8 @@ from dejavu_train.bundle.selector import select
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of
 from dejavu_train.files import json_digest
-from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -104,17 +104,17 @@ class _Gates:
 
     def __init__(self, model: Any, bundle: Bundle, width: float, weights: WeightFormat) -> None:
         self.unit = weights.unit_bytes(bundle.shape)
-        self.blocks = decoder_layers(model)
+        self.blocks = blocks_of(model)
         device = next(model.parameters()).device
         self.bundle, self.width = bundle, width
         self.means = bundle.head_means(device)
-        self.second_stages = bundle.second_stages([block.fc1 for block in self.blocks])
+        self.second_stages = bundle.second_stages([block.up for block in self.blocks])
         self.predictors: dict[tuple[int, str], nn.Module] = {}
         self.trained: dict[int, LowRankPredictor] = {}
         for (layer, target), spec in bundle.specs.items():
             if not spec.dense:
                 block = self.blocks[layer]  # of a model over several devices each layer has its own
-                place = (block.fc1 if target == "mlp" else block.self_attn.out_proj).weight.device
+                place = (block.up if target == "mlp" else block.out).weight.device
                 self.predictors[layer, target] = bundle.predictor(layer, target).to(place)
                 if target == "mlp":
                     predictor = self.predictors[layer, target]
@@ -144,9 +144,9 @@ class _Gates:
 
                 return hook
 
-            handles.append(block.self_attn_layer_norm.register_forward_hook(keep("attn_in")))
-            handles.append(block.final_layer_norm.register_forward_hook(keep("mlp_in")))
-            for target, module in (("heads", block.self_attn.out_proj), ("mlp", block.fc2)):
+            handles.append(block.norm_attn.register_forward_hook(keep("attn_in")))
+            handles.append(block.norm_mlp.register_forward_hook(keep("mlp_in")))
+            for target, module in (("heads", block.out), ("mlp", block.down)):
                 if (layer, target) in self.predictors:
                     handles.append(module.register_forward_pre_hook(gated(target)))
         try:
@@ -198,7 +198,7 @@ def finetune(
     """Tune the neuron predictors of ``bundle`` at the bytes it reads.
 
     Args:
-        model: the dense OPTForCausalLM in fp32, on the device where it is done; its weights are not changed.
+        model: the dense model in fp32, on the device where it is done; its weights are not changed.
         bundle: calibrated with thresholds; layers that it keeps dense stay so.
         windows: token ids of train documents; the longest ones of one length are used.
         weights: format in which the model's are read where bytes are counted.

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases, masked
+from dejavu_train.families import blocks_of
 from dejavu_train.models.opt import load_opt
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -45,7 +46,7 @@ def test_equals_a_masked_forward_pass(model):
             dense = F.log_softmax(model(ids).logits, -1)[0, :-1]
             handle.remove()
             keep = predictor(seen[0].reshape(1, len(window), -1)) > 0.2
-            with masked(layer, "mlp", keep):
+            with masked(blocks_of(model)[0], "mlp", keep):
                 sparse = F.log_softmax(model(ids).logits, -1)[0, :-1]
         total += float((dense.exp() * (dense - sparse)).sum())
         tokens += len(window) - 1
@@ -60,7 +61,7 @@ def test_a_mean_takes_the_place_of_skipped_heads(model):
     mean = torch.arange(48.0).view(4, 12)
     keep = torch.zeros(1, ids.shape[1], 4, dtype=torch.bool)
     keep[..., 1] = True
-    with torch.no_grad(), masked(layer, "heads", keep, mean):
+    with torch.no_grad(), masked(blocks_of(model)[0], "heads", keep, mean):
         model(ids)
     handle.remove()
     got = seen[0].view(1, ids.shape[1], 4, 12)
@@ -73,7 +74,7 @@ def test_masking_every_head_removes_attention_and_hooks_leave_no_trace(model):
     ids = torch.tensor([WINDOWS[0]])
     with torch.no_grad():
         before = model(ids).logits
-        with masked(layer, "heads", torch.zeros(1, ids.shape[1], 4, dtype=torch.bool)):
+        with masked(blocks_of(model)[1], "heads", torch.zeros(1, ids.shape[1], 4, dtype=torch.bool)):
             without = model(ids).logits
         after = model(ids).logits
     assert not torch.allclose(before, without)

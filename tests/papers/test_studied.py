@@ -117,7 +117,7 @@ def test_the_oracle_takes_the_largest_of_the_dense_pass_as_many_as_predicted(dee
     class Best:
         sites = frozenset()
 
-        def fc1(self, layer):
+        def up(self, layer):
             return None
 
         def __call__(self, layer, target, sites):

@@ -17,9 +17,9 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.errors import Unsupported
+from dejavu_train.families.plain import NotPlain, check_calls
 from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import OPTShape
-from dejavu_train.models.parts import NotPlain, check_calls
 
 
 class CpuBackend:

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of
+from dejavu_train.families.plain import plain_block, plain_linear, plain_table
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 from dejavu_train.models.opt import OPTShape
-from dejavu_train.models.parts import block_part, plain_linear, plain_table
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
@@ -66,7 +68,7 @@ class CpuWeights:
         decoder = model.model.decoder
         stored, note = how_stored(model, stored)
         head, embedding = plain_linear("lm_head", model.lm_head), plain_table("embed_tokens", decoder.embed_tokens)
-        positions = plain_table("embed_positions", decoder.embed_positions)
+        positions = plain_table("embed_positions", decoder.embed_positions, OPTLearnedPositionalEmbedding)
         coded_head = isinstance(head, CodedLinear)
         tied = not coded_head and head.weight.data_ptr() == embedding.data_ptr()
         eps = decoder.layers[0].self_attn_layer_norm.eps
@@ -88,11 +90,11 @@ class CpuWeights:
             weights.put(weights.model.lm_head, head.weight)
         weights.screen()
         h = shape.n_heads
-        for i, layer in enumerate(decoder.layers):
-            block, first = block_part(i, layer), weights.model.first[i]
+        for i, whole in enumerate(blocks_of(model)):
+            block, first = plain_block(whole), weights.model.first[i]
             parts = (block.q, block.k, block.v)
             if stored == "codes":
-                weights.put_coded_layer(i, layer)
+                weights.put_coded_layer(i, whole.whole)
             else:
                 weights.put(first[QKV], _by_head([part.weight for part in parts], h))
                 weights.put(first[OUT], block.out.weight.T)
@@ -105,7 +107,7 @@ class CpuWeights:
             small = (weights.model.qkv_bias, weights.out_bias, weights.model.fc1_bias, weights.model.fc2_bias)
             weights.check_finite(int(first[QKV]), *(each[i] for each in small), weights.model.norms[2 * i : 2 * i + 2])
             if release:
-                for tensor in (*layer.parameters(), *layer.buffers()):
+                for tensor in (*whole.whole.parameters(), *whole.whole.buffers()):
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
         return weights
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from dejavu_train import signals
 from dejavu_train.data.text import (
@@ -33,6 +33,8 @@ from dejavu_train.data.text import (
     write_paragraph_hashes,
 )
 from dejavu_train.errors import UserError
+from dejavu_train.families import family_of
+from dejavu_train.families.block import causal, forward_block, positions_like
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
@@ -145,10 +147,10 @@ def make_model(config: PretrainConfig, vocab_size: int) -> OPTForCausalLM:
     )
 
 
-def forward_with_activations(model: OPTForCausalLM, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """OPT's forward pass on unpadded rows, from the model's own modules.
+def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The forward pass on unpadded rows, from the model's own modules.
 
-    A plain function compiles into one graph, needs no mask and hands out the post-ReLU activations.
+    A plain function compiles into one graph, needs no mask and hands out what the neurons give.
 
     Args:
         ids: (B, T) int64.
@@ -156,27 +158,16 @@ def forward_with_activations(model: OPTForCausalLM, ids: Tensor) -> tuple[Tensor
     Returns:
         Final hidden states (B, T, d_model) and per layer the activations (B, T, d_ffn).
     """
-    decoder = model.model.decoder
-    batch, length = ids.shape
-    # OPT's learned positions are stored with an offset of 2.
-    hidden = decoder.embed_tokens(ids) + decoder.embed_positions.weight[2 : 2 + length]
-    activations = []
-    for layer in decoder.layers:
-        attention = layer.self_attn
-        x = layer.self_attn_layer_norm(hidden)
-        q, k, v = (
-            projection(x).view(batch, length, attention.num_heads, attention.head_dim).transpose(1, 2)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden = hidden + attention.out_proj(heads.transpose(1, 2).reshape(batch, length, -1))
-        activation = F.relu(layer.fc1(layer.final_layer_norm(hidden)))
-        hidden = hidden + layer.fc2(activation)
-        activations.append(activation)
-    return decoder.final_layer_norm(hidden), activations
+    family, activations = family_of(model), []
+    hidden = family.embed(model, ids, positions_like(ids))
+    for block in family.blocks(model):
+        hidden, neurons = forward_block(block, hidden, causal)
+        activations.append(neurons)
+    norm = family.final_norm(model)
+    return hidden if norm is None else norm(hidden), activations
 
 
-def training_loss(model: OPTForCausalLM, rows: Tensor, l1: float) -> tuple[Tensor, Tensor]:
+def training_loss(model: PreTrainedModel, rows: Tensor, l1: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy (nats a token) plus ``l1`` times the summed mean activations; and the cross-entropy alone.
 
     Args:
@@ -249,7 +240,7 @@ class RowSampler:
         return self._starts[place]
 
 
-def make_optimizers(model: OPTForCausalLM, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel, config: PretrainConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers (unless ``adamw``), AdamW for embeddings, biases and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     inside = {id(parameter) for parameter in matrices}
@@ -273,7 +264,7 @@ def learning_rate_factor(progress: float, step: int, warmup_steps: int) -> float
 
 
 @torch.no_grad()
-def bits_per_byte(model: OPTForCausalLM, tokenizer: Any, texts: Sequence[str], window: int) -> dict[str, Any]:
+def bits_per_byte(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], window: int) -> dict[str, Any]:
     """Score whole texts with the model as it is (fp32 sums): bits per byte, perplexity, tokens, density per layer."""
     device = next(model.parameters()).device
     nats, tokens, n_bytes = 0.0, 0, 0
@@ -310,7 +301,7 @@ def _heldout_texts(name: str) -> list[str]:
     return [document.text for document in documents]
 
 
-def _train(model: OPTForCausalLM, sampler: RowSampler, config: PretrainConfig, device: torch.device) -> dict[str, Any]:
+def _train(model: PreTrainedModel, sampler: RowSampler, config: PretrainConfig, device: torch.device) -> dict[str, Any]:
     optimizers = make_optimizers(model, config)
     state_path = Path(config.output) / "pretraining.ckpt"
     step, elapsed = 0, 0.0

@@ -68,7 +68,7 @@ class Exact:
         keep = torch.zeros(len(found), self.blocks[layer].fc1.out_features, dtype=torch.bool, device=found.device)
         return keep.scatter_(-1, found, True).view(*inputs.shape[:-1], -1)
 
-    def fc1(self, layer: int) -> None:
+    def up(self, layer: int) -> None:
         return None
 
 

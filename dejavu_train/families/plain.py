@@ -1,4 +1,4 @@
-"""The modules of an OPT that a backend reads by their weights: each one plain, merged, or refused by name.
+"""The modules that a backend reads by their weights: each one plain, merged, or refused by name.
 
 A backend that reads rows of a weight skips whatever else the module does when it is called. So a module must be a plain
 linear map. An adapter (a module with ``merge`` and ``get_base_layer``, as peft makes) is merged into a copy. Anything
@@ -7,15 +7,13 @@ else that changes what a call gives is refused: hooks, an exchanged ``forward``,
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoderLayer, OPTLearnedPositionalEmbedding
 
-from dejavu_train.models.grouped import GroupedProjection
-from dejavu_train.models.int4 import CodedLinear
+from dejavu_train.families.base import BlockParts, blocks_of
 
 
 class NotPlain(Exception):
@@ -25,28 +23,11 @@ class NotPlain(Exception):
         super().__init__(f"{name} {what}")
 
 
-@dataclass(frozen=True)
-class BlockParts:
-    """The modules of one decoder layer. q, k, v, out, up and down have a ``weight`` (out, in) and a ``bias`` or None.
+LINEAR = ("q", "k", "v", "out", "up", "down")
 
-    A merged adapter stands here as a new ``nn.Linear``; all others are the model's own modules.
-    """
 
-    norm_attn: Any
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    norm_mlp: Any
-    up: Any
-    down: Any
-    n_heads: int
-    head_dim: int
-
-    @property
-    def scaling(self) -> float:
-        """What queries are multiplied with."""
-        return float(self.head_dim**-0.5)
+class RowLinear(nn.Module):
+    """Base of linear maps that hold their rows in another form. A call multiplies with what ``weight`` gives."""
 
 
 class BlockHook:
@@ -82,48 +63,37 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
     yield from module._forward_pre_hooks.values()
 
 
-def block_parts(model: Any) -> list[BlockParts]:
-    """The modules of every decoder layer of an ``OPTForCausalLM``, adapters merged into copies.
+def plain_blocks(model: Any) -> list[BlockParts]:
+    """The parts of every layer of a model, all of whose linear maps are plain; adapters are merged into copies.
 
     Raises:
         NotPlain: a module that is neither a plain linear map nor can be merged into one.
     """
-    return [block_part(number, layer) for number, layer in enumerate(model.model.decoder.layers)]
+    return [plain_block(block) for block in blocks_of(model)]
 
 
-def block_part(number: int, layer: Any) -> BlockParts:
-    """The modules of one decoder layer, as :func:`block_parts`."""
-    prefix, attention = f"model.decoder.layers.{number}", layer.self_attn
-    for name, module, kind in (("", layer, OPTDecoderLayer), (".self_attn", attention, OPTAttention)):
+def plain_block(block: BlockParts) -> BlockParts:
+    """The same of one layer, so that a large model is merged layer by layer."""
+    for module, kind in zip((block.whole, block.attention), block.kinds, strict=True):
         if type(module) is not kind:
-            raise NotPlain(prefix + name, f"is a {type(module).__name__}, not transformers' {kind.__name__}")
-    return BlockParts(
-        norm_attn=_norm(f"{prefix}.self_attn_layer_norm", layer.self_attn_layer_norm),
-        **{part: plain_linear(f"{prefix}.self_attn.{part}_proj", getattr(attention, f"{part}_proj")) for part in "qkv"},
-        out=plain_linear(f"{prefix}.self_attn.out_proj", attention.out_proj),
-        norm_mlp=_norm(f"{prefix}.final_layer_norm", layer.final_layer_norm),
-        up=plain_linear(f"{prefix}.fc1", layer.fc1),
-        down=plain_linear(f"{prefix}.fc2", layer.fc2),
-        n_heads=attention.num_heads,
-        head_dim=attention.head_dim,
-    )
+            raise NotPlain(block.name, f"has a {type(module).__name__} in the place of transformers' {kind.__name__}")
+    for norm in (block.norm_attn, block.norm_mlp):
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            raise NotPlain(block.name, "has a norm that is not in memory, device_map has put it on disk")
+    parts = {part: plain_linear(f"{block.name} ({part})", getattr(block, part)) for part in LINEAR}
+    return replace(block, **parts)
 
 
-def _norm(name: str, module: Any) -> Any:
-    if module.weight is not None and module.weight.is_meta:
-        raise NotPlain(name, "is not in memory, device_map has put it on disk")
-    return module
-
-
-def plain_table(name: str, module: Any) -> Tensor:
+def plain_table(name: str, module: Any, kind: type[nn.Module] = nn.Embedding) -> Tensor:
     """(rows, d), the weight of an embedding that does nothing but look rows up.
 
     Raises:
         NotPlain: it does more.
     """
-    if type(module) not in (nn.Embedding, OPTLearnedPositionalEmbedding):
+    if type(module) is not kind:
         raise NotPlain(name, f"is a {type(module).__name__}, whose weight is not all that it does")
-    return module.weight
+    (weight,) = module.parameters()
+    return weight
 
 
 def plain_linear(name: str, module: Any) -> Any:
@@ -134,7 +104,7 @@ def plain_linear(name: str, module: Any) -> Any:
     """
     if is_adapter(module):
         return _merged(name, module)
-    if type(module).forward is not nn.Linear.forward and not isinstance(module, (CodedLinear, GroupedProjection)):
+    if type(module).forward is not nn.Linear.forward and not isinstance(module, RowLinear):
         raise NotPlain(name, f"is a {type(module).__name__}, whose weight is not all that it does")
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers())]
     if any(tensor.is_meta for tensor in tensors):

@@ -1,0 +1,88 @@
+"""The parts of a decoder layer, whatever a family calls them, and the table of families."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dejavu_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The modules of one decoder layer.
+
+    Attributes:
+        name: of the layer in the model, such as ``model.decoder.layers.3``.
+        whole: the layer itself; attention: the module that holds q, k, v and out.
+        q, k, v, out, up, down: linear maps, or adapters around them, with ``weight`` (out, in) and ``bias`` or None.
+        activate: of ``up``'s output, element by element.
+        kinds: the classes that ``whole`` and ``attention`` have where nobody exchanged them.
+        n_heads, head_dim: of the queries; scaling: what queries are multiplied with.
+    """
+
+    name: str
+    whole: Any
+    attention: Any
+    norm_attn: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    norm_mlp: Any
+    up: Any
+    down: Any
+    activate: Callable[[Tensor], Tensor]
+    kinds: tuple[type, type]
+    n_heads: int
+    head_dim: int
+    scaling: float
+
+
+class Family(Protocol):
+    """What the library asks of a kind of model. One file a family."""
+
+    model_types: tuple[str, ...]
+    """The ``model_type`` of its configurations."""
+
+    def blocks(self, model: Any) -> list[BlockParts]:
+        """The decoder layers, in order; the model's own modules."""
+        ...
+
+    def embed(self, model: Any, inputs: Tensor, positions: Tensor) -> Tensor:
+        """(B, T, d), what the first layer reads: inputs (B, T) token ids or (B, T, d) embeddings, positions (B, T)."""
+        ...
+
+    def embeddings(self, model: Any) -> list[Any]:
+        """The modules that :meth:`embed` calls."""
+        ...
+
+    def final_norm(self, model: Any) -> Any:
+        """The norm behind the last layer, or None."""
+        ...
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Let the library run models of another family. A later one of the same ``model_type`` takes its place."""
+    _FAMILIES.update(dict.fromkeys(family.model_types, family))
+
+
+def family_of(model: Any) -> Family:
+    """The family of a model.
+
+    Raises:
+        UserError: none is registered for its ``model_type``.
+    """
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    if kind not in _FAMILIES:
+        raise UserError(f"{type(model).__name__} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}")
+    return _FAMILIES[kind]
+
+
+def blocks_of(model: Any) -> list[BlockParts]:
+    """The decoder layers of a model of any family, in order."""
+    return family_of(model).blocks(model)
