@@ -83,7 +83,8 @@ class CodedLinear(RowLinear):
     """An ``nn.Linear`` whose weight is held as rows of codes; products are in fp32, whatever the input's dtype.
 
     ``weight`` is made of the rows at each use. On a CPU, where no kernel multiplies with 4 bits, it is kept from its
-    first use on. ``words`` and ``scales`` keep their dtypes through ``to``, ``half`` and the like.
+    first use on, until words or scales are changed. A copy or pickle leaves it out. ``words`` and ``scales`` keep
+    their dtypes through ``to``, ``half`` and the like.
 
     Args:
         layout: of the matrix, see :func:`row_layouts` and :func:`head_layout`.
@@ -102,7 +103,7 @@ class CodedLinear(RowLinear):
         self.register_buffer("words", torch.zeros(stored["weight"], dtype=words))
         self.register_buffer("scales", torch.zeros(stored["scales"], dtype=torch.float16))
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
-        self._kept: Tensor | None = None
+        self._kept: tuple[Any, Tensor] | None = None  # of which words and scales, and the weight
 
     @property
     def rows(self) -> Int4Rows | Int8Rows:
@@ -116,17 +117,21 @@ class CodedLinear(RowLinear):
     @property
     def weight(self) -> Tensor:
         """(out_features, in_features) fp32, exactly code * scale."""
-        if self._kept is not None:
-            return self._kept
+        found = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (self.words, self.scales)]
+        if self._kept is not None and self._kept[0] == found:
+            return self._kept[1]
         made = self.layout.from_rows(self.rows.dequantised())
         if self.words.device.type == "cpu":
-            self._kept = made
+            self._kept = found, made
         return made
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features), in the dtype of x."""
         bias = None if self.bias is None else self.bias.float()
         return F.linear(x.float(), self.weight, bias).to(x.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "CodedLinear":
         scales, self._kept = self.scales, None
