@@ -110,6 +110,8 @@ class EngineBackend:
             engine = self._make(batch, context)
         return engine
 
+    @torch.inference_mode(False)  # its caches are written in later calls, which may be outside
+    @torch.no_grad()
     def _make(self, batch: int, context: int) -> DecodeEngine:
         dtype = self.weights.embedding.dtype
         codes = read_as_codes(self.bundle, dtype, batch)

@@ -57,7 +57,7 @@ class Sources:
         for root in self._modules:
             found += [_kind(module) for module in root.modules()]
             tensors = (*root.parameters(), *root.buffers())
-            found += [(t.data_ptr(), t._version, t.shape, t.dtype, t.device) for t in tensors]
+            found += [(t.data_ptr(), version_of(t), t.shape, t.dtype, t.device) for t in tensors]
         return found
 
     def _sample(self) -> list[Tensor]:
@@ -69,6 +69,11 @@ class Sources:
             part = tensor if whole else sample(tensor)
             parts.setdefault(tensor.device, []).append(part.reshape(-1).contiguous().view(torch.uint8))
         return [torch.cat(each) for each in parts.values()]
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Edits in place so far, as autograd counts them; None for a tensor of inference mode, which has no count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:

@@ -436,8 +436,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         hidden = family_of(self).embed(self, given, positions)
         hidden = runtime.gather(self).forward(hidden, cache, sparse, visible, live)
         logits = self.lm_head(keep_columns(hidden, logits_to_keep))
-        if logits.requires_grad:
-            logits = _RefuseGradient.apply(logits)
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            logits = _RefuseGradient.apply(logits if logits.requires_grad else logits.detach().requires_grad_())
         return self._output(logits, labels, cache if kept else None, kwargs)
 
     def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
