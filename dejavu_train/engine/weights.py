@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.predictors import Grid, TargetPredictor
@@ -203,7 +204,8 @@ class DecodeWeights:
                 numbers = torch.stack([own(part.weight).view(h, hd, d) for part in parts], dim=1)
                 if share:
                     for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
-                        if getattr(attention, name) is parts[i]:  # an adapter stays, its sum is the engine's alone
+                        # What an adapter or a parametrisation makes is the engine's alone: the module stays.
+                        if getattr(attention, name) is parts[i] and not is_parametrized(parts[i]):
                             setattr(attention, name, GroupedProjection(numbers[:, i], parts[i].bias))
                 matrices = {
                     "qkv": numbers,
