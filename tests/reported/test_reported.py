@@ -228,6 +228,17 @@ class Turned(nn.Module):
         return weight * TURN
 
 
+def a_parametrised_projection_of_a_gpus_engine(case: Case) -> bool:
+    """It counts while it is there, and the module is as before once it is removed."""
+    dense, model = case.dense(), case.sparse("triton", case.full, ops="reference")
+    for each in (dense, model):
+        parametrised(each.model.decoder.layers[0].self_attn.q_proj)
+    counted = agree(model, dense)
+    for each in (dense, model):
+        parametrize.remove_parametrizations(each.model.decoder.layers[0].self_attn.q_proj, "weight", False)
+    return counted and agree(model, dense)
+
+
 def hooked(module: nn.Module) -> None:
     module.register_forward_hook(lambda _module, _args, output: output * TURN)
 
@@ -618,6 +629,7 @@ ROWS = (
     Row("K2", "LoRA of out and k", lora(["out_proj", "k_proj"]), TRUE),
     Row("K2", "a forward hook on fc2", counts_or_refused(hooked), TRUE),
     Row("K2", "a parametrisation of fc2", counts_or_refused(parametrised), TRUE),
+    Row("K2", "a parametrised q of a GPU's engine", a_parametrised_projection_of_a_gpus_engine),
     Row("K3", "load_state_dict after a first use", edited("state"), TRUE),
     Row("K3", "weights changed in place after a first use", edited("in place"), TRUE),
     Row(
