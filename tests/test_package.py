@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import tomllib
 from importlib.metadata import version
 
 import pytest
@@ -20,6 +21,15 @@ def test_version_is_that_of_the_installation_and_read_when_asked_for():
     assert dejavu_train.__version__ == version("dejavu-train")
     said = python("import dejavu_train, sys; print('importlib.metadata' in sys.modules, dejavu_train.__version__)")
     assert said.split() == ["False", dejavu_train.__version__]
+
+
+def test_every_file_beside_the_modules_is_installed_with_them():
+    taken = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folders = [REPOSITORY / package.replace(".", "/") for package in taken]
+    installed = {path for folder, names in zip(folders, taken.values(), strict=True) for path in folder.glob(names[0])}
+    beside = {path for room in ("dejavu_train", "kernels") for path in (REPOSITORY / room).rglob("*.*")}
+    beside = {path for path in beside if path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts}
+    assert installed == beside and installed
 
 
 def test_without_the_training_packages_train_says_what_to_install():
