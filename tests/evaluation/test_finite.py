@@ -3,6 +3,9 @@
 import math
 
 import pytest
+
+pytest.importorskip("lm_eval")
+
 import torch
 from bundles import make_bundle
 

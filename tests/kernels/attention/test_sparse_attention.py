@@ -32,14 +32,11 @@ def test_head_select(device, batch, d, n_heads):
     for function in (head_select, head_select_reference):
         attn_in = torch.full((batch, capacity, d), NAN, device=device)
         selection = head_selection(n_heads, device)
-        selection.counts.fill_(7)
         selection.row_bits.fill_(-1)
         function(x, ln, predictor, bias, threshold, position, row_state, attn_in, selection)
         made.append((attn_in, selection))
     torch.testing.assert_close(made[0][0], made[1][0], equal_nan=True, atol=1e-5, rtol=1e-5)
     assert torch.equal(made[0][1].row_bits, made[1][1].row_bits)
-    assert torch.equal(made[0][1].counts, made[1][1].counts)
-    assert torch.equal(made[0][1].indices(), made[1][1].indices())
 
 
 def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.float32, density=0.5):
