@@ -21,6 +21,7 @@ from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.memory import DoesNotFit
 from dejavu_train.engine.predictors import Key, TargetPredictor, check_calibrated, load_predictors, read_as_codes
 from dejavu_train.engine.request import starts_of
+from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
 from dejavu_train.errors import Unsupported
 from dejavu_train.families.plain import NotPlain, check_calls
@@ -106,7 +107,8 @@ class EngineBackend:
             engine = self._make(batch, context)
         if engine is None:  # behind the error, which would hold what was half made
             self.pool.engines.clear()
-            torch.cuda.empty_cache()
+            with CAPTURING:
+                torch.cuda.empty_cache()
             engine = self._make(batch, context)
         return engine
 

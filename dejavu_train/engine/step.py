@@ -7,6 +7,7 @@ kernels a half launches stands in its `run`.
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,11 @@ class Half:
 
     sites: tuple[SitePredictor, ...]
     body: Attention | Mlp | GuardedAttention | GuardedMlp
+
+
+CAPTURING = threading.Lock()
+"""Held while a graph is recorded. A capture ends in an error where another thread waits for the whole device, as the
+beginning of another capture does."""
 
 
 class DecodeStep:
@@ -266,6 +272,10 @@ class DecodeStep:
 
     def _capture(self, *call: Any) -> torch.cuda.CUDAGraph:
         """`eager` with these arguments: compile every kernel in a step whose effects are undone, then record one."""
+        with CAPTURING:
+            return self._captured(*call)
+
+    def _captured(self, *call: Any) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), self.undone():
