@@ -145,6 +145,10 @@ def loaded_files(folder: Path) -> list[Path]:
         )
     for candidate in candidates(folder):
         if not (folder / candidate).is_file():
+            if candidate in names:
+                raise UserError(
+                    f"{candidate} of the model folder {folder} is no file, or a link to none; fetch or save it again"
+                )
             continue
         if not candidate.endswith(".index.json"):
             return [folder / candidate]

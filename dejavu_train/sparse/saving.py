@@ -51,6 +51,7 @@ def save_together(dense: OPTForCausalLM, bundle: Bundle, folder: Path, architect
     aside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder))
     try:
         _write(dense, bundle, aside, architecture, options)
+        _check_places(aside, folder)
         with deferred():
             _replace(aside, folder)
     finally:
@@ -86,6 +87,15 @@ def _write(dense: OPTForCausalLM, bundle: Bundle, aside: Path, architecture: str
     digest = weight_hash(str(aside), bundle.weight_hash.startswith("full:"))
     saved = dataclasses.replace(bundle, model=str(aside), weight_hash=digest, shape=shape)
     saved.save_pretrained(aside / PREDICTORS_FOLDER)
+
+
+def _check_places(aside: Path, folder: Path) -> None:
+    """Raise :class:`UserError` where a folder stands in a file's place, or a file in that of the bundle's folder."""
+    for path in sorted(aside.rglob("*")):
+        place = folder / path.relative_to(aside)
+        if place.is_dir() != path.is_dir() and os.path.lexists(place):
+            kind = "folder" if place.is_dir() else "file"
+            raise UserError(f"{place} is a {kind}, in the place of what is saved; move it away, or save elsewhere")
 
 
 def _replace(aside: Path, folder: Path) -> None:

@@ -99,6 +99,7 @@ def test_hash_and_check_read_what_is_loaded(folder, tensors, layout):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda f: (f / SINGLE).rename(f / "model.fp16.safetensors"), "has model.fp16.safetensors, and neither"),
     (lambda f: (f / SINGLE).rename(f / "model-00001-of-00002.safetensors"), "and neither model.safetensors nor"),
+    (lambda f: (f / SINGLE).unlink() or (f / SINGLE).symlink_to(f / "gone"), "is no file, or a link to none"),
     (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter.*merge_and_unload"),
     (lambda f: (f / "shard-00001-model-00001-of-00001.safetensors").touch(), "distributed checkpoint"),
     (lambda f: (f / "config.json").write_text('{"model_type": "opt", "transformers_weights": "../a.safetensors"}'),

@@ -179,3 +179,22 @@ def test_pushed_together(folder, model, monkeypatch, tmp_path):
 class Api:
     def create_repo(self, repo_id, **_):
         return type("Url", (), {"repo_id": repo_id})
+
+
+def test_what_stands_in_a_place_is_refused_before_anything_changes(folder, model):
+    for name in ("generation_config.json", "predictors"):
+        place, aside = folder / name, folder.parent / f"moved-{name}"
+        if place.exists():
+            place.rename(aside)
+        if name == "predictors":
+            place.write_text("mine")
+        else:
+            place.mkdir()
+        before = content(folder)
+        with pytest.raises(UserError, match=f"{name} is a (file|folder), in the place of what is saved; move it away"):
+            model.save_pretrained(folder)
+        assert content(folder) == before
+        place.unlink() if place.is_file() else place.rmdir()
+        if aside.exists():
+            aside.rename(place)
+    model.save_pretrained(folder)
