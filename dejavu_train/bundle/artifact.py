@@ -7,6 +7,7 @@ predictors, so one bundle serves every density (``Bundle.at``).
 """
 
 import dataclasses
+import hashlib
 import logging
 import os
 import re
@@ -130,8 +131,10 @@ class Bundle:
         return sum(found) / len(found) if found else 1.0
 
     def selects_top_k(self, target: str) -> bool:
-        """Whether ``target`` selects the k largest logits, and not those above a threshold."""
-        return any(spec.top_k is not None for spec in self.specs.values() if spec.target == target)
+        """Whether ``target`` selects the k largest logits, and not those above a threshold; where it is dense, whether
+        the other one does."""
+        sparse = [spec for spec in self.specs.values() if not spec.dense]
+        return any(spec.top_k is not None for spec in [one for one in sparse if one.target == target] or sparse)
 
     def with_densities(self, densities: Mapping[Key, float], top_k: bool | None = None) -> "Bundle":
         """The same predictors with thresholds for the given densities; specs not named stay as they are.
@@ -219,6 +222,16 @@ class Bundle:
                 f" {self.tokenizer_hash[:12]}, {model} has {tokenizer[:12]}; put back the tokenizer that the bundle was"
                 " made with, or train and calibrate predictors with this one"
             )
+
+    def digest(self) -> str:
+        """A name for exactly these predictors and thresholds, wherever they lie."""
+        specs = [dataclasses.asdict(self.specs[key]) for key in sorted(self.specs)]
+        found = hashlib.sha256(json_digest({"predictors": specs}).encode())
+        for name in sorted(self.tensors):
+            found.update(
+                name.encode() + self.tensors[name].detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+            )
+        return found.hexdigest()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``bundle.json``, ``predictors.safetensors`` and the model card ``README.md`` into ``folder``.

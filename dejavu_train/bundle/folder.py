@@ -91,6 +91,13 @@ def named_model(bundle: str | None) -> str:
     return "" if looks_local(name) else name
 
 
+def beside(bundle: str, name: str = "") -> str:
+    """Where results of a bundle go when nothing is named: the folder that the bundle's lies in, for a bundle of the hub
+    checkpoints/NAME; ``name`` is of a folder within it."""
+    folder = Path(bundle)
+    return str((folder.parent if folder.is_dir() else Path("checkpoints") / folder.name) / name)
+
+
 def _metadata(bundle: str) -> Any:
     try:
         return read_json(Path(bundle) / METADATA, "the bundle")

@@ -88,12 +88,11 @@ class PredictorSpec:
             return dataclasses.replace(self, threshold=None, top_k=None, precision=self.active_density, **read)
         if not self.curve:
             raise UserError(f"{self.target} of layer {self.layer} has no calibration curve; calibrate the bundle again")
-        row = read_curve(self.curve, density)
-        read = {column: row[column] for column in CURVE_COLUMNS}
-        if top_k:
-            read |= {"threshold": None, "top_k": max(1, round(density * self.n_out))}
-        else:
-            read |= {"top_k": None}
+        k = max(1, round(density * self.n_out)) if top_k else None
+        row = read_curve(self.curve, density if k is None else k / self.n_out)
+        read = {column: row[column] for column in CURVE_COLUMNS} | {"top_k": k}
+        if k is not None:
+            read["threshold"] = None
         return dataclasses.replace(self, **read)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dejavu_train.bundle.folder import named_model
+from dejavu_train.bundle.folder import beside, named_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
@@ -115,9 +115,7 @@ class InferConfig:
         if not self.model:
             object.__setattr__(self, "model", named_model(self.bundle))
         if not self.output:
-            folder = Path(self.bundle)
-            beside = folder.parent if folder.is_dir() else Path("checkpoints") / folder.name
-            object.__setattr__(self, "output", str(beside))
+            object.__setattr__(self, "output", beside(self.bundle))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""

@@ -145,8 +145,8 @@ def test_without_sensitivities_neurons_follow_true_density(run):
 
 def test_retained_mass_top_k_and_dense_layers(run):
     bundle = calibrated(run, retained_mass=0.9, dense_layers=(1,), selection="top_k")
-    assert bundle.specs[0, "mlp"].retained_mass == pytest.approx(0.9, abs=1e-6)
-    assert bundle.specs[0, "mlp"].top_k == round(bundle.specs[0, "mlp"].density * 96)
+    assert bundle.specs[0, "mlp"].retained_mass == pytest.approx(0.9, abs=0.01)  # of the nearest whole k
+    assert bundle.specs[0, "mlp"].density == bundle.specs[0, "mlp"].top_k / 96
     assert bundle.specs[1, "mlp"].dense and bundle.specs[1, "heads"].dense
 
 

@@ -1,5 +1,6 @@
 """The model `dejavu` of lm-eval: scores are those of a plain loop, on every backend; the command line ends to end."""
 
+import dataclasses
 import json
 
 import pytest
@@ -302,6 +303,23 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="bundle"):
         DejavuLM(str(tiny_opt), backend="mask")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="sees no GPU"):
+            DejavuLM(str(tiny_opt), backend="dense", device="cuda")
+
+
+def test_answers_are_kept_for_one_model_and_one_bundle(tiny_opt, bundle, bundle_folder, tmp_path):
+    """Two bundles of the same densities give other answers, and so do weights that were changed in their folder."""
+    moved = next(key for key in bundle.specs if key[1] == "mlp")
+    threshold = bundle.specs[moved].threshold
+    spec = dataclasses.replace(bundle.specs[moved], threshold=0.5 if threshold is None else threshold + 1)
+    other = dataclasses.replace(bundle, specs=bundle.specs | {moved: spec})
+    (tmp_path / "other").mkdir()
+    other.save_pretrained(tmp_path / "other")
+    same, changed = (DejavuLM(str(tiny_opt), str(f), "mask").identity for f in (bundle_folder, tmp_path / "other"))
+    assert same["mlp"] == changed["mlp"] and same != changed
+    assert same == DejavuLM(str(tiny_opt), str(bundle_folder), "mask").identity
+    assert "weight_hash" in DejavuLM(str(tiny_opt), backend="dense").identity
 
 
 def test_the_configuration_is_read():

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from dejavu_train.bundle.folder import named_model
+from dejavu_train.bundle.folder import beside, named_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
 from dejavu_train.ranges import SHARE, check_ranges
@@ -19,8 +19,8 @@ class GenerationConfig:
     """Commit or tag of a hub model."""
     bundle: str = "checkpoints/demo/bundle"
     """Folder or hub id."""
-    output: str = "checkpoints/demo"
-    """The folder generation is made in it: generation.json, CSV, SVG and PNG files."""
+    output: str = ""
+    """The folder generation is made in it: generation.json, CSV, SVG and PNG files; empty: as that of infer.py."""
     text: str = "installed-docs"
     """An installed source, a .txt or .jsonl file, or a hub dataset."""
     text_config: str | None = None
@@ -69,6 +69,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if not self.model:
             object.__setattr__(self, "model", named_model(self.bundle))
+        if not self.output:
+            object.__setattr__(self, "output", beside(self.bundle))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""

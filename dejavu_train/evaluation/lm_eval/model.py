@@ -9,7 +9,6 @@ Letters: K positions whose logits are requested, V vocabulary.
 
 import contextlib
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from dejavu_train.bundle.folder import PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.finite import FiniteLogits, check_logits
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.hub import model_folder
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
 
@@ -72,12 +72,14 @@ class DejavuLM(HFLM):
         self.encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self.identity: dict[str, Any] = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
         if isinstance(pretrained, str):
-            placed = resolve_device("cpu" if not torch.cuda.is_available() else device or "auto")
+            placed = resolve_device(device or "auto")
             tokenizer = load_tokenizer(pretrained, revision)
+            self.identity["weight_hash"] = weight_hash(pretrained, revision=revision)
             if backend == DENSE:
                 model = load_opt(pretrained, dtype, placed, revision=revision)
             else:
-                bundle = Bundle.from_pretrained(predictors or Path(pretrained) / PREDICTORS_FOLDER)
+                beside = model_folder(pretrained, revision=revision) / PREDICTORS_FOLDER
+                bundle = Bundle.from_pretrained(predictors or beside)
                 model = SparseOPTForCausalLM.from_pretrained(
                     pretrained,
                     bundle.at(mlp_density, head_density),
@@ -89,7 +91,7 @@ class DejavuLM(HFLM):
                     revision=revision,
                 )
                 self.identity |= {name: model.bundle.mean_density(name) for name in model.bundle.targets}
-                self.identity["weight_hash"] = bundle.weight_hash
+                self.identity["bundle"] = model.bundle.digest()
         else:
             model, self.identity["model"] = pretrained, pretrained.name_or_path
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory

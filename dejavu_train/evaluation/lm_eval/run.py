@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.folder import named_model, require_model
+from dejavu_train.bundle.folder import beside, named_model, require_model
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.calibrated import described
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
@@ -48,7 +48,7 @@ class TasksConfig:
     Attributes:
         model: folder or hub id; empty: the one that the bundle was made for.
         bundle: folder or hub id.
-        output: results.json goes here.
+        output: results.json goes here; empty: the folder tasks beside the bundle's.
         tasks: accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's.
         texts: perplexities: wikitext, c4, prose.
         folder: of local files (configs/tasks names them); null: the hub.
@@ -69,7 +69,7 @@ class TasksConfig:
 
     model: str = ""
     bundle: str = "checkpoints/demo/bundle"
-    output: str = "checkpoints/demo/tasks"
+    output: str = ""
     tasks: tuple[str, ...] = tuple(TASKS)
     texts: tuple[str, ...] = ("wikitext",)
     folder: str | None = None
@@ -90,6 +90,8 @@ class TasksConfig:
     def __post_init__(self) -> None:
         if not self.model:
             object.__setattr__(self, "model", named_model(self.bundle))
+        if not self.output:
+            object.__setattr__(self, "output", beside(self.bundle, "tasks"))
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
