@@ -6,8 +6,8 @@ from dejavu_train.config import RunConfig
 from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_sets
 from dejavu_train.errors import UserError
-from dejavu_train.files import probe_folder
-from dejavu_train.machine import check_device_name, has_package, require_package
+from dejavu_train.files import probe_folder, require_name
+from dejavu_train.machine import check_device_map, check_device_name, has_package, require_package
 from dejavu_train.models.shape import OPTShape, read_shape
 from dejavu_train.models.stored import check_folder
 
@@ -42,6 +42,7 @@ def check_output(config: RunConfig) -> None:
         UserError: something else stands in a folder's place, or in the bundle's folder.
         OSError: what the system says.
     """
+    require_name(config.output)
     output = Path(config.output)
     probe_folder(output)
     bundle = output / config.bundle
@@ -66,8 +67,7 @@ def check_packages() -> None:
 
 
 def _check_asked_packages(config: RunConfig) -> None:
-    if config.collect.device_map is not None:
-        require_package("accelerate", "collect.device_map", "'dejavu-train[large]'")
+    check_device_map(config.collect.device_map, "collect.device_map")
     loggers = config.trainer.get("logger")
     for entry in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
         path = str(entry.get("class_path") if isinstance(entry, dict) else entry)

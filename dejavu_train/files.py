@@ -167,6 +167,14 @@ LEAST_SPACE, LEAST_FILES = 1_000_000, 16
 PROBES = 50
 
 
+def require_name(output: str) -> None:
+    """Raise :class:`UserError` for an output that is no name, or one whose ~ the shell has left as it is."""
+    if not output.strip():
+        raise UserError("--output is empty; name a folder")
+    if output.startswith("~"):
+        raise UserError(f"the output {output} begins with ~, which only a shell makes a home of; write the whole path")
+
+
 def probe_folder(folder: str | Path) -> None:
     """Write a file into an output folder, so that what cannot be written is known before any work; leave nothing.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dejavu_train.errors import UserError
 
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of a device map, that accelerate works out
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 ROOT = Path("/")  # of the file system that the kernel describes itself in
 
@@ -30,6 +31,15 @@ def check_device_name(name: str, key: str) -> None:
     """Raise :class:`UserError` for a device that cannot be one; whether it is there torch says."""
     if not _DEVICE.fullmatch(name):
         raise UserError(f"{key} must be auto, cpu, cuda or cuda:N, got {name}")
+
+
+def check_device_map(name: str | None, key: str) -> None:
+    """Raise :class:`UserError` for a device map that cannot be one, or without the package that lays models out."""
+    if name is None:
+        return
+    if name not in PLACEMENTS and not _DEVICE.fullmatch(name):
+        raise UserError(f"{key} must be one of {', '.join(PLACEMENTS)}, or a device such as cuda:0, got {name}")
+    require_package("accelerate", key, "'dejavu-train[large]'")
 
 
 def cores() -> int:

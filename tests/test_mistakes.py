@@ -7,12 +7,14 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import typing
 from pathlib import Path
 
 import pytest
 import torch
+from bundles import make_bundle
 from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 from small_runs import activations, flags
@@ -25,6 +27,7 @@ from dejavu_train.errors import UserError, describe, exit_on_user_error
 from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
 from dejavu_train.models.stored import check_folder
@@ -472,3 +475,47 @@ def test_an_observation_without_a_bundle_wants_a_model():
 
     with pytest.raises(UserError, match="give --model"):
         observe.main(["--bundle", "null"])
+
+
+def test_values_that_would_fail_late_are_refused_before_anything_is_written(run, capsys, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "x"}\n')  # which a reader of hub datasets would take
+    for flag, words in (
+        (f"--text.source={tmp_path / 'texts'}", "is a folder; name a .txt or .jsonl file in it"),
+        ("--collect.device_map=nonsense", "collect.device_map must be one of auto, balanced"),
+        ("--output=", "--output is empty"),
+        ("--output=~/run", "begins with ~"),
+    ):
+        one_line(capsys, run(flag), words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--wandb=a/b"], "--wandb 'a/b' cannot be a project's name: .*cannot contain"),
+        (["--wandb="], "--wandb is empty"),
+        (["--timing_backends=cpu", "--batch=5"], "--timing_backends cpu times 1 to 4 rows at once, got --batch 5"),
+        (["--device_map=nonsense"], "--device_map must be one of auto, balanced"),
+        (["--generation.prompt=5000"], "--generation: --prompt 5000 and --new_tokens 128 exceed the model's 512"),
+    ],
+)
+def test_infer_refuses_before_it_measures(tiny_opt, text_file, tmp_path, capsys, flags, words):
+    (tmp_path / "bundle").mkdir()
+    make_bundle(tiny_opt).save_pretrained(tmp_path / "bundle")
+    base = [f"--model={tiny_opt}", f"--bundle={tmp_path / 'bundle'}", f"--text={text_file}", "--window=64"]
+    base += [f"--output={tmp_path / 'out'}", "--prompt=8", "--new_tokens=4", "--device=cpu"]
+    base += [f"--generation.text={text_file}"] if flags[0].startswith("--generation") else []
+    for only_check in ([], ["--check"]):
+        assert exit_on_user_error(infer, [*base, *flags, *only_check]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert len(lines) == 1 and re.search(words, lines[0]), lines
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_a_bundle_lie_beside_it(tmp_path):
+    (tmp_path / "bundle").mkdir()
+    bundle = str(tmp_path / "bundle")
+    assert GenerationConfig(bundle=bundle).output == InferConfig(bundle=bundle).output == str(tmp_path)
+    assert GenerationConfig(bundle="owner/mine").output == "checkpoints/mine"
+    assert GenerationConfig(bundle=bundle, output="there").output == "there"

@@ -129,9 +129,16 @@ class TextSource:
         """
         if self.file is None:
             return None
-        if not Path(self.file).is_file():
-            raise UserError(f"there is no text file {self.file}")
+        require_file(self.file)
         return sha256_file(self.file)
+
+
+def require_file(name: str) -> None:
+    """Raise :class:`UserError` for a text file that is not there, or is a folder."""
+    if Path(name).is_dir():
+        raise UserError(f"the text {name} is a folder; name a .txt or .jsonl file in it")
+    if not Path(name).is_file():
+        raise UserError(f"there is no text file {name}")
 
 
 def suffixes(path: str | Path) -> list[str]:
@@ -146,7 +153,7 @@ def is_compressed(path: str | Path) -> bool:
 
 def _names_file(source: str) -> bool:
     suffixed = suffixes(source)[-1:] in ([".txt"], [".jsonl"], [".xz"], [".gz"])
-    return Path(source).is_file() or suffixed or source.startswith((".", "/", "~"))
+    return (Path(source).exists() and source not in INSTALLED) or suffixed or source.startswith((".", "/", "~"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +331,7 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
     elif Path(source.source).is_file():
         documents = _local_documents(Path(source.source), source.field)
     elif _names_file(source.source):
-        raise UserError(f"there is no text file {source.source}")
+        require_file(source.source)
     else:
         documents = _hub_documents(source, source.source)
     if source.documents is not None and len(documents) > source.documents:

@@ -11,6 +11,7 @@ from dejavu_train.data.text import (
     load_documents,
     read_beginning,
     read_paragraph_hashes,
+    require_file,
     split_documents,
 )
 from dejavu_train.errors import UserError
@@ -31,8 +32,7 @@ def check_source(source: TextSource) -> list[Document] | None:
     """
     if source.file is not None:
         path = Path(source.file)
-        if not path.is_file():
-            raise UserError(f"there is no text file {source.file}")
+        require_file(source.file)
         if source.source == SELF or path.stat().st_size > SMALL or is_compressed(path):
             read_beginning(path, source.field, SMALL // 8)
             return None

@@ -8,7 +8,7 @@ from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
 from dejavu_train.files import probe_folder
-from dejavu_train.machine import check_device_name, require_package
+from dejavu_train.machine import check_device_map, check_device_name, require_package
 from dejavu_train.models.shape import read_shape
 from dejavu_train.models.stored import check_folder
 
@@ -22,8 +22,10 @@ def check(config: InferConfig) -> None:
     """
     if config.wandb is not None:
         require_package("wandb", "--wandb", "'dejavu-train[train]'")
-    if config.device_map is not None:
-        require_package("accelerate", "--device_map", "'dejavu-train[large]'")
+        from dejavu_train.evaluation.project import check_project  # imports wandb
+
+        check_project(config.wandb)
+    check_device_map(config.device_map, "--device_map")
     check_device_name(config.device, "--device")
     check_bundle(config.bundle)
     require_model(config.model, config.bundle)

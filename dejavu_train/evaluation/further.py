@@ -9,6 +9,7 @@ import json
 import logging
 from typing import Any, TypeVar
 
+import torch
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
@@ -17,7 +18,8 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.check import text_source
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.generation.config import GenerationConfig
-from dejavu_train.evaluation.generation.run import table, write_generation
+from dejavu_train.evaluation.generation.run import choose_backend, table, write_generation
+from dejavu_train.models.shape import read_shape
 from dejavu_train.parser import parse
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,17 @@ def plan(config: InferConfig) -> Further:
     if generation is not None:
         check_source(text_source(generation, generation.text))
     return Further(generation, tasks)
+
+
+def check_plan(asked: Further, bundle: Bundle, device: torch.device) -> None:
+    """Raise :class:`UserError` for what neither the model, nor the bundle, nor the device can give."""
+    config = asked.generation
+    if config is None:
+        return
+    try:
+        choose_backend(config, read_shape(config.model, config.revision).max_positions, device, bundle)
+    except UserError as error:
+        raise UserError(f"--generation: {error}") from None
 
 
 def measure(asked: Further, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle) -> None:

@@ -21,7 +21,7 @@ from dejavu_train.evaluation.calibrated import described, ignored, moved, openin
 from dejavu_train.evaluation.check import check, text_source
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
 from dejavu_train.evaluation.finite import FiniteLogits
-from dejavu_train.evaluation.further import measure, plan
+from dejavu_train.evaluation.further import check_plan, measure, plan
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
@@ -81,6 +81,7 @@ def run(config: InferConfig) -> None:
     torch.manual_seed(config.seed)
     bundle, device = checked(config)
     further = plan(config)
+    check_plan(further, bundle, device)
     for line in (opening(config, bundle, device), *ignored(config, bundle)):
         logger.info("%s", line)
     tokenizer = load_tokenizer(config.model, config.revision)
@@ -160,6 +161,7 @@ def print_plan(config: InferConfig) -> None:
         UserError: as :func:`checked`.
     """
     bundle, device = checked(config)
+    check_plan(plan(config), bundle, device)
     for line in (opening(config, bundle, device), *ignored(config, bundle)):
         print(line)
     names = list(name_texts(config.text)) + (["a text of your own"] if config.own_text is not None else [])
@@ -193,6 +195,10 @@ def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) ->
             raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
         if backend in (CPU, DENSE_CPU):
             load_engine()
+            from dejavu_train.engine.cpu.engine import MAX_BATCH  # imports numba
+
+            if flag == "--timing_backends" and config.batch > MAX_BATCH:
+                raise UserError(f"{flag} {backend} times 1 to {MAX_BATCH} rows at once, got --batch {config.batch}")
         if backend in ENGINES:
             check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from dejavu_train.errors import UserError
+from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.shape import INT4, OPT, OPTShape, quant_method, read_shape, read_values, refuse_foreign
 from dejavu_train.models.stored import EMBEDDING, HEAD, full_name, read_header, stored_files
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # that accelerate works out
 SPELLED = {  # as safetensors spells the dtypes of stored tensors
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",

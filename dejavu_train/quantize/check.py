@@ -7,7 +7,7 @@ from typing import Any
 from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
-from dejavu_train.files import probe_folder, require_disk
+from dejavu_train.files import probe_folder, require_disk, require_name
 from dejavu_train.machine import check_device_name
 from dejavu_train.models.int4_sizes import head_sizes, row_sizes
 from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values, refuse_unread
@@ -24,10 +24,11 @@ def check_readable(values: Mapping[str, Any], model: str) -> None:
 
 def check_output(output: str) -> None:
     """Raise :class:`UserError` where the output exists, :class:`OSError` where nothing can be written there."""
-    folder = Path(output)
+    require_name(output)
+    folder = Path(output).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"the output {output} exists; choose another folder, or delete it")
-    probe_folder(folder.absolute().parent)
+    probe_folder(folder.parent)
 
 
 def check(config: QuantizeConfig) -> OPTShape:

@@ -23,7 +23,7 @@ LEFT = ("config.json", INDEX, "README.md", "samples.json", "samples.xz", "pretra
 @contextlib.contextmanager
 def folder_aside(output: str) -> Iterator["ModelFolder"]:
     """A folder that is renamed to ``output`` behind the context, or removed after an error."""
-    target = Path(output).absolute()
+    target = Path(output).resolve()  # of a link what it leads to
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".tmp-", suffix=f"-{target.name}", dir=target.parent))
     try:

@@ -276,7 +276,9 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
     resume = last if last.is_file() else None
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-    except MisconfigurationException as error:
+    except (MisconfigurationException, ValueError) as error:
+        if isinstance(error, ValueError) and "`val_check_interval`" not in str(error):
+            raise
         raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
     except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         if resume is None or trainer.global_step > 0:

@@ -49,6 +49,13 @@ REFUSED = {
     "reload_dataloaders_every_n_epochs": "the shards stay the same",
 }
 
+# Arguments of which Lightning takes 0, and then divides by it or trains nothing.
+_UNTRAINED = "; predictors with their first values alone are made by mlp.steps 0 and heads.steps 0"
+_POSITIVE = {
+    "accumulate_grad_batches": "", "val_check_interval": "", "check_val_every_n_epoch": "",
+    "limit_train_batches": _UNTRAINED, "max_epochs": _UNTRAINED,
+}  # fmt: skip
+
 
 class _TrainerParser(Parser, LightningArgumentParser):
     """Of the Trainer's arguments alone."""
@@ -96,9 +103,11 @@ def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"trainer.{name} has no use here: {REFUSED[name]}")
     if trainer.get("max_epochs") is not None:
         logger.info("trainer.max_epochs says how long predictors are trained; mlp.steps and heads.steps do not")
-    accumulated = trainer.get("accumulate_grad_batches", 1)
-    if isinstance(accumulated, int) and accumulated < 1:  # Lightning divides by it, in the first step
-        raise UserError(f"trainer.accumulate_grad_batches must be at least 1, got {accumulated}")
+    for name in _POSITIVE:
+        number: Any = trainer.get(name)
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if is_number and number <= 0 and (name, number) != ("max_epochs", -1):
+            raise UserError(f"trainer.{name} must lie above 0, got {number}{_POSITIVE[name]}")
     # A logger is given its folder and name by build_loggers, so what is written of it need not be complete.
     given = copy.deepcopy({name: value for name, value in trainer.items() if name != "logger"})  # it is written into
     parsed: Any = _TrainerParser.of_trainer().parse_object({"trainer": given})

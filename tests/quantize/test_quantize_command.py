@@ -27,8 +27,10 @@ from dejavu_train.models.shape import INT4, read_values
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream
+from dejavu_train.quantize.check import check_output
 from dejavu_train.quantize.config import QuantizeConfig, Solver
 from dejavu_train.quantize.export import ExportConfig, export
+from dejavu_train.quantize.folder import folder_aside
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -204,6 +206,8 @@ def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, 
         (f"--model={quantised}",): "in 4 bits already",
         (f"--output={quantised}",): "exists",
         ("--text.source=no.txt",): "no text file",
+        ("--output=",): "--output is empty",
+        ("--output=~/quantised",): "begins with ~",
         ("--quantizer=awq",): "gptq, rtn",
         ("--damp_mean=-1",): "damp_mean",
     }
@@ -273,3 +277,12 @@ def test_codes_without_their_config_are_known(quantised, tmp_path):
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match="codes of 4 bits are, and config.json has no quantization_config"):
         check_folder(str(folder), read_shape(str(folder)))
+
+
+def test_a_link_to_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    check_output(str(tmp_path / "link"))
+    with folder_aside(str(tmp_path / "link")) as aside:
+        (aside.folder / "config.json").write_text("{}")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").is_file()

@@ -178,6 +178,11 @@ def test_every_argument_of_the_trainer_is_a_flag_or_refused():
         ("max_epochs=many", "trainer.max_epochs cannot be many"),
         ("callbacks=[Nope]", "Nope"),
         ("callbacks=[{class_path: EarlyStopping}]", "monitor"),
+        ("limit_train_batches=0", "trainer.limit_train_batches must lie above 0, got 0; predictors with their first"),
+        ("max_epochs=0", "trainer.max_epochs must lie above 0, got 0; predictors with their first values alone"),
+        ("max_epochs=-2", "trainer.max_epochs must lie above 0, got -2"),
+        ("val_check_interval=0", "trainer.val_check_interval must lie above 0, got 0"),
+        ("check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch must lie above 0, got 0"),
         ("logger=3", "trainer.logger must name classes by class_path, got 3"),
     ],
 )

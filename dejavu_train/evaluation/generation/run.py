@@ -39,6 +39,7 @@ from dejavu_train.models.shape import TARGETS
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseOPTForCausalLM
+from kernels.common.checks import runs_on
 
 logger = logging.getLogger(__name__)
 
@@ -145,21 +146,31 @@ def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
 
 
 def find_backend(config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle) -> str:
+    """:func:`choose_backend` for a model that is loaded."""
+    return choose_backend(config, dense.config.max_position_embeddings, dense.device, bundle)
+
+
+def choose_backend(config: GenerationConfig, positions: int, device: torch.device, bundle: Bundle) -> str:
     """The backend of all models.
 
+    Args:
+        positions: of the model.
+        device: of the model.
     Raises:
-        UserError: too few positions, or a bundle that cannot do what is asked.
+        UserError: too few positions, a device without the backend, or a bundle that cannot do what is asked.
     """
     config.check()
-    if config.prompt + config.new_tokens > dense.config.max_position_embeddings:
+    if config.prompt + config.new_tokens > positions:
         raise UserError(f"--prompt {config.prompt} and --new_tokens {config.new_tokens} exceed the model's"
-                        f" {dense.config.max_position_embeddings} positions")  # fmt: skip
+                        f" {positions} positions")  # fmt: skip
+    if config.backend == "triton" and not runs_on(device):
+        raise UserError(f"--backend triton needs a GPU, and this would run on {device}; use gather")
     for variant in variants(config, bundle):
         used = moved(bundle, variant.mlp_density, config.head_density)
         if variant.guard_every:
             GuardState(_guard(variant), used.specs, "cpu")
     if config.backend == "auto":
-        return "triton" if dense.device.type == "cuda" else "gather"
+        return "triton" if device.type == "cuda" else "gather"
     return config.backend
 
 
