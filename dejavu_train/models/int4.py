@@ -20,6 +20,7 @@ Letters: n rows, d columns of a row, h heads, e head width, V tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,9 @@ class RowLayout:
 
 def row_layouts(shape: OPTShape, name: str = "this model") -> dict[str, RowLayout]:
     """The layouts of a layer's six matrices, by the names of ``MATRICES``; raises as :func:`row_sizes`."""
-    d, h, e = shape.d_model, shape.n_heads, shape.head_dim
-
-    def by_head(weight: Tensor) -> Tensor:
-        return weight.view(d, h, e).transpose(0, 1).reshape(h * d, e)
-
-    def from_heads(rows: Tensor) -> Tensor:
-        # (h e, d) contiguous, whose transpose is the matrix: a head's part is then one range of memory.
-        return rows.view(h, d, e).transpose(1, 2).reshape(h * e, d).T
-
-    turned = {"self_attn.out_proj": (by_head, from_heads), "fc2": (_transposed, _transposed)}
+    heads = partial(_by_head, shape.n_heads), partial(_from_heads, shape.n_heads)
+    turned: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
+    turned = {"self_attn.out_proj": heads, "fc2": (_transposed, _transposed)}
     return {part: RowLayout(size, *turned.get(part, (_same, _same))) for part, size in row_sizes(shape, name).items()}
 
 
@@ -148,6 +142,16 @@ class CodedLinear(RowLinear):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, {self.layout.sizes.bits} bits, group={self.layout.sizes.group}"
+
+
+def _by_head(heads: int, weight: Tensor) -> Tensor:
+    """(d, h e) -> (h d, e)."""
+    return weight.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _from_heads(heads: int, rows: Tensor) -> Tensor:
+    # (h e, d) contiguous, whose transpose is the matrix: a head's part is then one range of memory.
+    return rows.unflatten(0, (heads, -1)).transpose(1, 2).reshape(heads * rows.shape[1], -1).T
 
 
 def _same(matrix: Tensor) -> Tensor:
