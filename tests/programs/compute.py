@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from .judge import (
     NATS,
     NATS_ROUNDED,
+    NATS_SPARSE,
     Finding,
     expect,
     judge_beams,
@@ -218,7 +219,7 @@ def score(world: World, call: dict[str, Any]) -> None:
             continue
         if not math.isfinite(want):
             raise Finding(f"score {call['kind']}: {got_nats} where the oracle is not finite")
-        limit = NATS_ROUNDED if world.coded else NATS
+        limit = (NATS_SPARSE if world.sparse else NATS_ROUNDED) if world.coded else NATS
         expect(abs(got_nats - want) <= limit * abs(want), f"score {call['kind']}: {got_nats:.6g}, not {want:.6g}")
 
 
@@ -262,6 +263,8 @@ def thread(world: World, call: dict[str, Any]) -> None:
             raise result
     oracle = world.oracle()
     for number, ids in enumerate(prompts):
+        alone = world.called.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **asked)
+        expect(torch.equal(texts[number], alone), f"thread: caller {number} has another text than alone")
         if isinstance(world.start, str) and world.sparse:
             oracle.start = torch.tensor([ids.shape[1]])
         try:

@@ -33,7 +33,7 @@ def edit(world: World, call: dict[str, Any]) -> None:
         if world.coded and part == "weight" and path.split(".", 2)[-1] in LINEAR:
             _scale_codes(world, path, 2.0 if call["factor"] > 1 else 0.5, call["way"])
             continue
-        if world.backend == "reference" and not isinstance(getattr(submodule(world.model, path), part), nn.Parameter):
+        if not isinstance(getattr(submodule(world.model, path), part), nn.Parameter):
             way = "state"  # rows that the engine holds: their weight is a copy
         old = getattr(submodule(world.truth, path), part).detach()
         noise = torch.randn(old.shape, generator=generator).to(old.dtype) * old.float().std().to(old.dtype)
@@ -95,6 +95,8 @@ def draw_move(rng: random.Random, profile: dict[str, Any]) -> dict[str, Any]:
 
 
 def move(world: World, call: dict[str, Any]) -> None:
+    if world.coded and call["way"] != "cpu":
+        return  # codes keep their numbers, which the truth's matrices would not
     for model in (world.called, world.truth):
         if call["way"] == "to":
             model.to(DTYPES[call["dtype"]])

@@ -14,10 +14,11 @@ from .oracle import near_of
 LARGEST = {torch.float32: 2e-3}
 MEAN = {torch.float32: 2e-4, torch.float16: 0.03, torch.bfloat16: 0.2}
 MEAN_SPARSE = {torch.float32: 2e-4, torch.float16: 0.06, torch.bfloat16: 0.3}
-# Of a chosen token's logit below the largest, at most; in half precision in the mean over the new tokens.
+# Of a chosen token's logit below the largest, at most; in half precision by the median over the new tokens.
 TIE = {torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.4}
-TIE_ROUNDED = 0.1  # the CPU engine keeps embeddings of a 4-bit model in 8 bits: in the mean, as in half precision
-NATS, NATS_ROUNDED = 2e-3, 2e-2  # of a row's negative log-likelihood, relative
+TIE_ROUNDED = 0.1  # the CPU engine keeps embeddings of a 4-bit model in 8 bits: as in half precision
+# Of a row's negative log-likelihood, relative; with 4 bits the CPU engine rounds embeddings, which moves selections.
+NATS, NATS_ROUNDED, NATS_SPARSE = 2e-3, 2e-2, 6e-2
 
 
 class Finding(Exception):
@@ -108,8 +109,8 @@ def judge_greedy(
                     f"generate: row {row}, new token {i} is {int(tail[row, i])}, {gaps[-1]:.3g} spreads below the"
                     f" oracle's {int(logits[row, i].argmax())}"
                 )
-    mean = sum(gaps) / max(len(gaps), 1)
-    expect(mean <= tie, f"generate: tokens {mean:.3g} spreads below the oracle's in the mean")
+    middle = sorted(gaps)[len(gaps) // 2] if gaps else 0.0  # a unit near its threshold moves some tokens, not half
+    expect(middle <= tie, f"generate: tokens {middle:.3g} spreads below the oracle's, by the median")
 
 
 def judge_beams(oracle: Any, sequences: Tensor, best: Tensor, prompt: Tensor, mask: Tensor, returned: int) -> None:

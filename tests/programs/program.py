@@ -23,7 +23,7 @@ from .judge import Finding, same_weights
 from .refusals import allowed
 from .world import Base, World, check_apart
 
-SECONDS = 120  # of one program, else it hangs
+SECONDS = 300  # of one program, else it hangs
 
 Program = dict[str, Any]
 
