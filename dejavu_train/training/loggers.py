@@ -122,6 +122,11 @@ def _check_wandb(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         lines = str(error).splitlines()
         said = "; ".join(line.strip() for line in lines[:3])
         raise UserError(f"trainer.logger: wandb refuses what WandbLogger or WANDB_* gives it: {said}") from None
+    online = given.get("mode") or (None if given.get("offline") else settings.mode)
+    if online in ("online", "shared") and not os.environ.get("WANDB_DISABLED") and not _has_wandb_key():
+        raise UserError(
+            "trainer.logger: wandb is to be online and has no key; type wandb login, or set WANDB_MODE=offline"
+        )
 
 
 def use_wandb_offline_without_key() -> None:

@@ -102,6 +102,17 @@ def test_what_wandb_refuses_is_known_before(config, tmp_path, init_args, words):
         wandb_ids(config(), tmp_path, "layer-00-mlp", **init_args)
 
 
+def test_online_without_a_key_is_known_before(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    entry = resolved_arguments({"logger": "WandbLogger"})["logger"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(UserError, match="is to be online and has no key; type wandb login, or set WANDB_MODE=offline"):
+        build_loggers(config(), entry, tmp_path, "x")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert len(build_loggers(config(), entry, tmp_path, "x")) == 2
+
+
 def test_nobody_has_a_home(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
