@@ -112,9 +112,10 @@ class Bundle:
         layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
         return {i: tuple(self.tensors[tensor_name(i, "mlp", part)] for part in parts) for i in layers}  # type: ignore[misc]
 
-    def second_stages(self, ups: Sequence[Any]) -> dict[int, SecondStage]:
-        """By layer the second stage of its cascade; ``ups``: of every layer the linear map into the neurons (fc1)."""
-        return {i: build_second_stage(ups[i].weight, ups[i].bias, *grid) for i, grid in self.cascades().items()}
+    def second_stages(self, ups: Mapping[int, Any] | Sequence[Any]) -> dict[int, SecondStage]:
+        """By layer the second stage of its cascade, of layers that are not dense; ``ups``: their linear maps (fc1)."""
+        tested = {i: grid for i, grid in self.cascades().items() if not self.specs[i, "mlp"].dense}
+        return {i: build_second_stage(ups[i].weight, ups[i].bias, *grid) for i, grid in tested.items()}
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibration``; orders the static selection."""

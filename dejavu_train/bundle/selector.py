@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.families.plain import plain_blocks
+from dejavu_train.families.plain import plain_ups
 
 Sites = Mapping[tuple[str, int], Tensor]
 
@@ -42,6 +42,9 @@ class Predicted:
         device: where the predictors live; with a model over several GPUs inputs are brought here.
         model: whose fc1 the second stages of cascades read. Without it a cascade's candidates are its selection.
 
+    Raises:
+        UserError: an fc1 that a second stage tests and that must be called.
+
     ``candidates``: by layer with a cascade, how many neurons of each position (B, T) passed the first stage when the
     layer was last called; for counting what a cascade reads. ``thresholds``: (1,) each, in place of the bundle's.
     """
@@ -50,8 +53,8 @@ class Predicted:
         self.bundle = bundle
         self.device = torch.device(device)
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.specs}
-        staged = model is not None and bool(bundle.cascades())
-        self._second_stages = bundle.second_stages([b.up for b in plain_blocks(model)]) if staged else {}
+        tested = [layer for layer in bundle.cascades() if not bundle.specs[layer, "mlp"].dense]
+        self._second_stages = {} if model is None else bundle.second_stages(plain_ups(model, tested))
         self._fc1: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
         self.thresholds: dict[Key, Tensor] = {}
@@ -59,12 +62,12 @@ class Predicted:
     @property
     def sites(self) -> set[tuple[str, int]]:
         """Which (site, layer) must be handed to ``__call__``."""
-        tested = {("mlp_in", layer) for layer in self._second_stages if not self.bundle.specs[layer, "mlp"].dense}
-        return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | tested
+        staged = {("mlp_in", layer) for layer in self._second_stages}
+        return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | staged
 
     def up(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own fc1."""
-        if layer not in self._second_stages or self.bundle.specs[layer, "mlp"].dense:
+        if layer not in self._second_stages:
             return None
         if layer not in self._fc1:
             self._fc1[layer] = self._second_stages[layer].planes.weight()

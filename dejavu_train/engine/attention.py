@@ -154,7 +154,7 @@ class FusedAttention:
         self.site = None
         if late is None:
             self.site = SiteRows.of(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
-        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
+        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device, dtype=torch.float32)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         self.select(x)
@@ -203,7 +203,7 @@ class FusedDenseAttention:
         self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
         self.late = late
         self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1) if late is None else None
-        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device)
+        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device, dtype=torch.float32)
         self.every_head = head_selection(work.q.shape[1], work.q.device)
         self.every_head.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
 

@@ -132,7 +132,7 @@ class EngineBackend:
 
     def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
         """As :func:`dejavu_train.engine.generation.generate`, for up to 32 rows."""
-        with self.pool.turns:
+        with self.pool.turns, torch.autocast(self.device.type, enabled=False):
             return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
@@ -148,7 +148,7 @@ class EngineBackend:
         filled = [b for b, row in enumerate(rows) if row]
         for first in range(0, len(filled), MAX_BATCH):
             part = filled[first : first + MAX_BATCH]
-            with self.pool.turns:
+            with self.pool.turns, torch.autocast(self.device.type, enabled=False):
                 engine = self.engine(len(part), max(len(rows[b]) for b in part))
                 logits = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
             for i, b in enumerate(part):

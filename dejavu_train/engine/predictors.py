@@ -94,7 +94,7 @@ def load_predictors(
             continue
         module = bundle.predictor(layer, target)
         down, up = module.down.detach().float(), module.up.detach().float()
-        bias = torch.zeros(len(up)) if module.bias is None else module.bias.detach().float()
+        bias = torch.zeros(len(up), dtype=torch.float32) if module.bias is None else module.bias.detach().float()
         relu = module.nonlinearity == "relu"
         folded = None
         if target == "heads" and not relu and spec.top_k is None:

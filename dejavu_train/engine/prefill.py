@@ -27,7 +27,7 @@ def prefill(
     Returns:
         (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
     """
-    last = torch.zeros(len(counts), weights.shape.d_model, device=tokens.device)
+    last = torch.zeros(len(counts), weights.shape.d_model, device=tokens.device, dtype=torch.float32)
     rows = [b for b, count in enumerate(counts) if count > 0]
     size = max(1, TOKENS_AT_ONCE // max(counts))
     for first in range(0, len(rows), size):

@@ -103,8 +103,8 @@ class DecodeStep:
             shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead, weights.packed
         )  # fmt: skip
         self.state, self.ops = self.work.state, self.work.ops
-        self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device)
-        self.logits = torch.zeros(batch, shape.vocab_size, device=device)
+        self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device, dtype=torch.float32)
+        self.logits = torch.zeros(batch, shape.vocab_size, device=device, dtype=torch.float32)
         self.screen: ScreenedHead | None = None
         if screen:
             assert isinstance(weights.lm_head, torch.Tensor)

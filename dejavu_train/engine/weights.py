@@ -27,7 +27,7 @@ from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 from dejavu_train.engine.predictors import Grid, TargetPredictor
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import blocks_of
-from dejavu_train.families.plain import plain_block, plain_linear, plain_table
+from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
@@ -145,6 +145,7 @@ class DecodeWeights:
             UserError: not a pre-norm ReLU OPT. Unsupported: an LM head in 8 bits.
         """
         check_head(model)
+        check_read(model)
         shape = OPTShape.from_config(model.config)
         decoder = model.model.decoder
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model

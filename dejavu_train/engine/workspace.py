@@ -70,11 +70,11 @@ class Workspace:
             # A column more than the context: scoring the last token of a full context chooses one beyond it.
             state=TokenState.empty(batch, context + 1, device),
             ahead=ahead,
-            q=torch.zeros(batch, h, hd, device=device),
+            q=torch.zeros(batch, h, hd, device=device, dtype=torch.float32),
             heads_out=torch.zeros(batch, h * hd, dtype=mixed, device=device),
             attention=AttentionScratch.empty(batch, h, hd, context, device),
             normalised=torch.zeros(batch, d, dtype=dtype, device=device),
-            hidden=torch.zeros(batch, shape.d_ffn, device=device),
+            hidden=torch.zeros(batch, shape.d_ffn, device=device, dtype=torch.float32),
             packed=PackedSelection.empty(listed, device),
             every_neuron=_list_of_all(one, device),
             partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
@@ -124,7 +124,7 @@ class SitePredictor:
         self.stream = None if own else work.ahead
         self.normalised_out, self.listed = normalised_out, listed
         batch, rank = len(work.normalised), predictor.weights.down.shape[0]
-        self.hidden = torch.zeros(batch, rank, device=work.normalised.device)
+        self.hidden = torch.zeros(batch, rank, device=work.normalised.device, dtype=torch.float32)
         self._ready: torch.cuda.Event | None = None
 
     def run(self, x: Tensor) -> None:

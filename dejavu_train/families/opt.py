@@ -46,7 +46,7 @@ def _block(name: str, layer: Any) -> BlockParts:
         norm_mlp=layer.final_layer_norm,
         up=layer.fc1,
         down=layer.fc2,
-        activate=torch.relu,
+        activate=layer.activation_fn,
         kinds=(OPTDecoderLayer, OPTAttention),
         n_heads=attention.num_heads,
         head_dim=attention.head_dim,

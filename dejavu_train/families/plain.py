@@ -6,14 +6,15 @@ else that changes what a call gives is refused: hooks, an exchanged ``forward``,
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.families.base import BlockParts, blocks_of
+from dejavu_train.errors import UserError
+from dejavu_train.families.base import BlockParts, blocks_of, family_of
 
 
 class NotPlain(Exception):
@@ -40,16 +41,28 @@ def check_calls(model: nn.Module, called: Iterable[nn.Module] = (), itself: bool
     Args:
         itself: whether the model is called too.
     Raises:
-        NotPlain: a hook or an exchanged ``forward``, by the module's name.
+        NotPlain: a hook, an exchanged ``forward`` or a class of one's own around the layers, by the module's name.
     """
+    path = blocks_of(model)[0].name.split(".")[:-2]  # but for the list of layers
+    for name in (".".join(path[:end]) for end in range(1, len(path) + 1)):
+        around = type(model.get_submodule(name))
+        if not around.__module__.startswith("transformers."):
+            raise NotPlain(name, f"is a {around.__name__}, which this backend does not call")
     skipped = {id(inner) for module in called for inner in module.modules()}
     for name, module in model.named_modules():
         if id(module) in skipped or (itself and module is model):
             continue
-        if any(not isinstance(hook, BlockHook) for hook in hooks_of(module)):
+        if any(not isinstance(hook, BlockHook) for _, hook in hooks_of(module)):
             raise NotPlain(name or "the model", "has a hook, which this backend does not call")
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's moves tensors, nothing else
+        if exchanged_forward(module):
             raise NotPlain(name or "the model", "has an exchanged forward, which this backend does not call")
+
+
+def exchanged_forward(module: nn.Module) -> bool:
+    """Whether a module has a ``forward`` of its own; not accelerate's, which moves tensors and does nothing else."""
+    hook = getattr(module, "_hf_hook", None)
+    moves = [type(each).__name__ in ("AlignDevicesHook", "CpuOffload") for each in getattr(hook, "hooks", (hook,))]
+    return "forward" in vars(module) and not all(moves) and not hasattr(module, "_orig_mod")  # of torch.compile
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -57,10 +70,9 @@ def is_adapter(module: nn.Module) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "merge")
 
 
-def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The hooks around a module's forward pass."""
-    yield from module._forward_hooks.values()
-    yield from module._forward_pre_hooks.values()
+def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
+    """The hooks around a module's forward pass, each with its number."""
+    return [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
 
 
 def plain_blocks(model: Any) -> list[BlockParts]:
@@ -84,14 +96,50 @@ def plain_block(block: BlockParts) -> BlockParts:
     return replace(block, **parts)
 
 
+def plain_ups(model: Any, layers: Iterable[int]) -> dict[int, Any]:
+    """By layer the linear map into the neurons, for a second stage.
+
+    Raises:
+        UserError: one that must be called.
+    """
+    blocks = blocks_of(model)
+    try:
+        return {layer: plain_linear(f"{blocks[layer].name} (up)", blocks[layer].up) for layer in layers}
+    except NotPlain as refusal:
+        remedy = "give a bundle without one (calibrate.cascade null)"
+        raise UserError(f"{refusal}, and a second stage reads it; {remedy}") from None
+
+
+def check_read(model: Any) -> None:
+    """Refuse what an engine would leave out that reads LayerNorms, the LM head and numbers by what an OPT's are.
+
+    Raises:
+        NotPlain: a LayerNorm of another class, an LM head with a bias, another activation or scaling.
+    """
+    norms = {"the final norm": family_of(model).final_norm(model)}
+    for block in blocks_of(model):
+        if not isinstance(block.activate, nn.ReLU):
+            raise NotPlain(f"{block.name} (activate)", f"is a {type(block.activate).__name__}, not a ReLU")
+        if block.scaling != block.head_dim**-0.5:
+            raise NotPlain(block.name, f"scales queries by {block.scaling}, not by head_dim**-0.5")
+        norms |= {f"{block.name} (norm_attn)": block.norm_attn, f"{block.name} (norm_mlp)": block.norm_mlp}
+    for name, norm in norms.items():
+        if type(norm) is not nn.LayerNorm:
+            raise NotPlain(name, f"is a {type(norm).__name__}, whose weight is not all that it does")
+    if plain_linear("lm_head", model.get_output_embeddings()).bias is not None:
+        raise NotPlain("lm_head", "has a bias, which an OPT's has not")
+
+
 def plain_table(name: str, module: Any, kind: type[nn.Module] = nn.Embedding) -> Tensor:
     """(rows, d), the weight of an embedding that does nothing but look rows up.
 
     Raises:
         NotPlain: it does more.
     """
-    if type(module) is not kind:
+    if type(module) is not kind or module.max_norm is not None:
         raise NotPlain(name, f"is a {type(module).__name__}, whose weight is not all that it does")
+    if getattr(module, "offset", 2) != 2:
+        raise NotPlain(name, f"begins at row {module.offset}, not at 2")
     (weight,) = module.parameters()
     return weight
 
@@ -102,6 +150,7 @@ def plain_linear(name: str, module: Any) -> Any:
     Raises:
         NotPlain: neither.
     """
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
     if is_adapter(module):
         return _merged(name, module)
     if type(module).forward is not nn.Linear.forward and not isinstance(module, RowLinear):

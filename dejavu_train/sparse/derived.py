@@ -1,8 +1,10 @@
 """What was derived from a model's weights, and whether the weights still are what it was derived from."""
 
 import math
+import operator
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,41 +36,33 @@ class Held(Generic[T]):
 
 
 class Sources:
-    """The modules that something was derived from, as they were then.
+    """What something was derived from, as it is when this is made; compare it with what it is later.
 
     An edit is seen by the version that autograd counts. An edit through ``.data`` counts none. It is seen by the
     values: of all elements in a small model, else of one in every row and every column.
 
     Args:
-        modules: their hooks, classes, adapters and tensors must stay what they are.
-        copied: gives those of the tensors that were copied or folded, so that an edit must not go unseen.
+        model: whose own hooks must stay what they are.
+        modules: their hooks, classes, numbers, adapters and tensors must stay what they are.
+        copied: those of the tensors that were copied or folded, so that an edit must not go unseen.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], copied: Callable[[], Iterable[Tensor]]) -> None:
-        self._modules, self._copied = list(modules), copied
-        self._stamps, self._values = self._look(), self._sample()
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], copied: Iterable[Tensor]) -> None:
+        roots = list(modules)
+        tensors = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
+        self._modules = [module for root in roots for module in root.modules()]
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]  # a new tensor may lie where an old one lay
+        self._stamps = [_hooks(model), *map(_kind, self._modules), *map(_place, tensors)]
+        self._values = _bytes(copied)
 
-    def unchanged(self) -> bool:
-        """Whether what was derived is still right."""
-        return self._look() == self._stamps and all(map(torch.equal, self._sample(), self._values))
-
-    def _look(self) -> list[Any]:
-        found: list[Any] = []
-        for root in self._modules:
-            found += [_kind(module) for module in root.modules()]
-            tensors = (*root.parameters(), *root.buffers())
-            found += [(t.data_ptr(), version_of(t), t.shape, t.dtype, t.device) for t in tensors]
-        return found
-
-    def _sample(self) -> list[Tensor]:
-        """The bytes of what is compared, one tensor for each device."""
-        tensors = [tensor.detach() for tensor in self._copied()]
-        whole = sum(tensor.numel() for tensor in tensors) <= COMPARED
-        parts: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            part = tensor if whole else sample(tensor)
-            parts.setdefault(tensor.device, []).append(part.reshape(-1).contiguous().view(torch.uint8))
-        return [torch.cat(each) for each in parts.values()]
+    def same(self, other: "Sources") -> bool:
+        """Whether what was derived of this is right for the other."""
+        return (
+            self._stamps == other._stamps
+            and all(map(operator.is_, self._modules, other._modules))
+            and all(ours() is theirs() for ours, theirs in zip(self._tensors, other._tensors, strict=True))
+            and all(map(torch.equal, self._values, other._values))
+        )
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -77,12 +71,33 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    hooks = tuple(id(hook) for hook in hooks_of(module) if not isinstance(hook, BlockHook))
+    numbers = [(name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))]
     adapter: Any = ()
     if is_adapter(module):
         names = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
         adapter = tuple(repr(getattr(module, name, None)) for name in names)
-    return id(module), type(module), "forward" in vars(module), hooks, adapter
+    numbers = [(name, value) for name, value in numbers if name != "training" and name[0] != "_"]
+    return type(module), "forward" in vars(module), numbers, _hooks(module), adapter
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    """Numbers of hooks; torch gives none twice."""
+    return [number for number, hook in hooks_of(module) if not isinstance(hook, BlockHook)]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype, tensor.device
+
+
+def _bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The bytes of what is compared, one tensor for each device."""
+    compared = [tensor.detach() for tensor in tensors]
+    whole = sum(tensor.numel() for tensor in compared) <= COMPARED
+    parts: dict[torch.device, list[Tensor]] = {}
+    for tensor in compared:
+        part = tensor if whole else sample(tensor)
+        parts.setdefault(tensor.device, []).append(part.reshape(-1).contiguous().view(torch.uint8))
+    return [torch.cat(each) for each in parts.values()]
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -62,17 +62,14 @@ class GatherDecoder:
         called += [*family.embeddings(model), model.get_output_embeddings()]
         check_calls(model, called if self.final_norm is None else [*called, self.final_norm], itself=True)
         self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
-        self.second_stages = {
-            layer: second_stage
-            for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()
-            if not bundle.specs[layer, "mlp"].dense
-        }
+        self.second_stages = bundle.second_stages([block.up for block in self.blocks])
         self.on_select: OnSelect | None = None
         """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
         for block in self.blocks:
             for linear in (block.down, block.out):
                 if not linear.weight.t().is_contiguous():
-                    linear.weight.data = linear.weight.data.t().contiguous().t()
+                    with torch.inference_mode(linear.weight.is_inference()):  # tensors of that mode take no others
+                        linear.weight.data = linear.weight.data.t().contiguous().t()
         self.guard = guard
         if guard is not None:
             self.selector.thresholds = {key: guard.threshold(key) for key in guard.rows}

@@ -3,7 +3,9 @@
 ``docs/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
 """
 
+import contextlib
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,15 +22,31 @@ READ = frozenset("return_dict output_attentions output_hidden_states is_causal".
 OF_THE_LOSS = frozenset("num_items_in_batch ignore_index shift_labels".split())
 
 
+def read_sparse_from(value: Any) -> SparseFrom:
+    """``sparse_from`` as it was given: a position, several in a tensor, list or tuple, or "prompt".
+
+    Raises:
+        UserError: anything else.
+    """
+    if isinstance(value, str) and value == "prompt":
+        return value
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        return int(value)
+    with contextlib.suppress(ValueError, TypeError):  # a list of anything
+        starts = torch.tensor(value, device="cpu") if isinstance(value, (list, tuple)) else value
+        whole = isinstance(starts, Tensor) and not starts.is_floating_point() and starts.dtype != torch.bool
+        if whole and starts.numel() and int(starts.min()) >= 0:
+            return starts.reshape(-1)
+    raise UserError(f"sparse_from must be a position from 0 on, one per row, or 'prompt', got {value!r}")
+
+
 def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
     """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``; "prompt": those behind a cache of ``past``.
 
     Raises:
-        UserError: another word, or starts for another number of rows.
+        UserError: starts for another number of rows.
     """
     if isinstance(start, str):
-        if start != "prompt":
-            raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {start}")
         return torch.full_like(positions, past > 0, dtype=torch.bool)
     if isinstance(start, Tensor):
         start = start.to(positions.device).reshape(-1)

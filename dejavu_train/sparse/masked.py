@@ -11,6 +11,7 @@ Letters: B batch, T positions, n units.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,14 +42,34 @@ Observe = Callable[[int, str, Tensor | None, Tensor], None]
 _ACTIVE: ContextVar[tuple[object, ...]] = ContextVar("dejavu_train_masks", default=())
 
 
-class _Hook(BlockHook):
-    """Acts where the caller stands within the call of ``masking`` that made it, else does nothing."""
+class _Call:
+    """One call of ``masking``; ``layer``: the number of the layer that runs."""
 
-    def __init__(self, call: object, act: Callable[..., Any]) -> None:
-        self.call, self.act = call, act
+    layer = -1
+
+
+class _Hook(BlockHook):
+    """Acts where the caller stands within the call of ``masking`` that made it, in its layer, else does nothing.
+
+    Layers may share modules.
+    """
+
+    def __init__(self, call: _Call, layer: int, act: Callable[..., Any]) -> None:
+        self.call, self.layer, self.act = call, layer, act
 
     def __call__(self, *seen: Any) -> Any:
-        return self.act(*seen) if self.call in _ACTIVE.get() else None
+        return self.act(*seen) if self.call in _ACTIVE.get() and self.call.layer == self.layer else None
+
+
+class _Enter(BlockHook):
+    """Notes that a layer begins."""
+
+    def __init__(self, call: _Call, layer: int) -> None:
+        self.call, self.layer = call, layer
+
+    def __call__(self, *_: Any) -> None:
+        if self.call in _ACTIVE.get():
+            self.call.layer = self.layer
 
 
 @contextmanager
@@ -74,7 +95,7 @@ def masking(
     sites: dict[tuple[str, int], Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
-    call = object()
+    call = _Call()
     for layer, block in enumerate(blocks_of(model)):
         mean = (means or {}).get(layer)
         handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean, finite)
@@ -90,7 +111,7 @@ def masking(
 def _hook_layer(
     layer: int,
     block: BlockParts,
-    call: object,
+    call: _Call,
     selector: Select,
     needed: set[tuple[str, int]],
     sites: dict[tuple[str, int], Tensor],
@@ -114,10 +135,10 @@ def _hook_layer(
 
         return hook
 
-    def zero_unselected(target: str, units: int) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
+    def zero_unselected(target: str, units: int | None) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             keep = selector(layer, target, sites)
-            values = args[0].view(*rows[0], units, -1)  # (B, T, n, width of a unit)
+            values = args[0].view(*rows[0], units or args[0].shape[-1], -1)  # (B, T, n, width of a unit)
             if keep is not None and sparse is not None:
                 keep = keep | ~sparse.to(keep.device)[..., None]
             if observe is not None:
@@ -130,18 +151,19 @@ def _hook_layer(
 
         return hook
 
-    width = block.down.in_features
+    own = partial(_Hook, call, layer)
     handles = [
-        block.norm_attn.register_forward_hook(_Hook(call, keep_site("attn_in"))),
-        block.out.register_forward_pre_hook(_Hook(call, zero_unselected("heads", block.n_heads))),
-        block.norm_mlp.register_forward_hook(_Hook(call, keep_site("mlp_in"))),
-        block.down.register_forward_pre_hook(_Hook(call, zero_unselected("mlp", width))),
+        block.whole.register_forward_pre_hook(_Enter(call, layer)),
+        block.norm_attn.register_forward_hook(own(keep_site("attn_in"))),
+        block.out.register_forward_pre_hook(own(zero_unselected("heads", block.n_heads))),
+        block.norm_mlp.register_forward_hook(own(keep_site("mlp_in"))),
+        block.down.register_forward_pre_hook(own(zero_unselected("mlp", None))),
     ]
     instead = selector.up(layer)
-    return handles if instead is None else handles + _multiply_with(block.up, call, *instead)
+    return handles if instead is None else handles + _multiply_with(block.up, own, *instead)
 
 
-def _multiply_with(up: nn.Module, call: object, weight: Tensor, bias: Tensor) -> list[Any]:
+def _multiply_with(up: nn.Module, own: Callable[..., Any], weight: Tensor, bias: Tensor) -> list[Any]:
     """Have ``up`` give x @ weight.T + bias: weight (n, d), bias (n). Its own parameters get the gradient of that.
 
     Where nothing needs a gradient the module itself is handed no rows, so that nothing is multiplied twice.
@@ -159,6 +181,6 @@ def _multiply_with(up: nn.Module, call: object, weight: Tensor, bias: Tensor) ->
 
     # Others' hooks see what the model computes: the whole input before this one, its output behind it.
     return [
-        up.register_forward_pre_hook(_Hook(call, take)),
-        up.register_forward_hook(_Hook(call, put), prepend=True),
+        up.register_forward_pre_hook(own(take)),
+        up.register_forward_hook(own(put), prepend=True),
     ]

@@ -31,6 +31,7 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import family_of
+from dejavu_train.families.plain import exchanged_forward
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
@@ -45,6 +46,7 @@ from dejavu_train.sparse.inputs import (
     keep_columns,
     positions_of,
     prompt_lengths,
+    read_sparse_from,
     refuse_outputs,
     refuse_right_padding,
     sparse_positions,
@@ -78,7 +80,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def __init__(self, config: OPTConfig) -> None:
         """For transformers' own use; a model made this way has no bundle."""
         super().__init__(config)
-        self.sparse_from: SparseFrom = 0
+        self.sparse_from = 0
         self.kv_policy = "backfill"
         self._settings = Settings()
         self._bundle: Bundle | None = None
@@ -115,12 +117,16 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend}")
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
-        if isinstance(sparse_from, str) and sparse_from != "prompt":
-            raise UserError(f"sparse_from must be a position, one per row, or 'prompt', got {sparse_from}")
+        sparse_from = read_sparse_from(sparse_from)
         if not isinstance(model, OPTForCausalLM):
             raise UserError(
                 f"{cls.__name__}.from_model takes an OPTForCausalLM, got a {type(model).__name__}; from_pretrained"
                 " loads one by its name, and of a model that wraps one give the one inside"
+            )
+        if type(model).forward not in (OPTForCausalLM.forward, cls.forward) or exchanged_forward(model):
+            raise UserError(
+                f"{cls.__name__}.from_model takes the layers and the head of a model, and this {type(model).__name__}"
+                " has a forward of its own around them; put that into a module inside, or into a hook"
             )
         check_bundle_of(model, bundle)
         sparse = _adopt(cls, model)
@@ -209,6 +215,19 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         return f"backend={backend}, sparse_from={self.sparse_from}, bundle={self._bundle!r}"
 
     @property
+    def sparse_from(self) -> SparseFrom:
+        """First sparse position: one of all rows, (B,) one per row, or ``prompt``; may be set between calls.
+
+        Raises:
+            UserError: set to anything else.
+        """
+        return self._sparse_from
+
+    @sparse_from.setter
+    def sparse_from(self, value: Any) -> None:
+        self._sparse_from = read_sparse_from(value)
+
+    @property
     def bundle(self) -> Bundle:
         """The predictors and thresholds in use; change them with :meth:`set_bundle`."""
         assert self._bundle is not None, "make this model with from_pretrained or from_model"
@@ -222,7 +241,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Raises:
             UserError: no bundle, one of another shape, or one that the backend cannot run. Nothing is changed then.
         """
-        with self._held.lock:
+        with self._held.lock, torch.inference_mode(False):
             runtime = self._run_with(bundle)
             self._bundle, self._held.value = bundle, runtime
 
@@ -238,7 +257,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         call = self._call
         if call is not None:
             return call.runtime
-        with self._held.lock:
+        with self._held.lock, torch.inference_mode(False):  # what is made serves calls of both modes
             if self._held.value is None or not self._held.value.fits(self):
                 self._held.value = self._run_with(self.bundle)
             return self._held.value
@@ -297,11 +316,14 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             logger.warning(line)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``to``, ``cuda``, ``half`` and the like do: predictors and folded weights follow the model."""
-        moved = super()._apply(fn, recurse)
-        if getattr(self, "_bundle", None) is not None:
-            self.set_bundle(self.bundle)
-        return moved
+        """What ``to``, ``half`` and the like do: what was derived is given up, the next call makes it anew."""
+        with self._held.lock:
+            self._held.value = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a shallow copy takes: it derives for itself."""
+        return self.__dict__ | {"_held": Held()}
 
     def _replicate_for_data_parallel(self) -> Any:
         """A copy on another device derives for itself."""
@@ -399,7 +421,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except UserError as refusal:
                 self._judge(refusal, runtime)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
-        with runtime.turn(nested=call is not None):
+        with runtime.turn(nested=call is not None), torch.autocast(self.device.type, enabled=False):
             return self._forward_sparse(runtime, *tokens, positions, sparse, **common)
 
     def _output(
@@ -537,6 +559,9 @@ def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
         adopted = cls(model.config)
     adopted.model, adopted.lm_head = model.model, model.lm_head
     adopted.generation_config = model.generation_config
+    for name, hooks in vars(model).items():
+        if name.startswith("_forward_"):
+            setattr(adopted, name, hooks)  # the same, so that a handle removes them from both
     kept = ["hf_device_map"]
     if getattr(model, "hf_quantizer", None) is not None:  # 4-bit weights are saved under the names they were read by
         kept += ["hf_quantizer", "_weight_conversions"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dejavu_train.bundle.artifact import Bundle
@@ -90,18 +91,18 @@ class Runtime:
     def fits(self, model: Any) -> bool:
         """Whether the model still is what this was made of."""
         same = (self.device, self.dtype, self.kv_policy) == (model.device, model.dtype, model.kv_policy)
-        return same and self._sources.unchanged()
+        return same and self._sources.same(self._read_sources(model))
 
     def prepare(self, model: Any) -> None:
         """Lay weights out as the engine of a GPU shares them, before its first call."""
         if self.backend == "triton" and not self.engines.laid_out:
-            with self._made.lock:
+            with self._made.lock, torch.inference_mode(next(model.parameters()).is_inference()):
                 _ = self.engines.weights
                 self._sources = self._read_sources(model)
 
     def gather(self, model: Any) -> GatherDecoder:
         """The decoder of gather."""
-        with self._made.lock:
+        with self._made.lock, torch.inference_mode(False):
             if self.gatherer is None:
                 try:
                     self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)
@@ -121,17 +122,17 @@ class Runtime:
         blocks = blocks_of(model)
         staged = [blocks[layer] for layer in self.bundle.cascades()]
         if self.backend == "mask":
-            return Sources((block.whole for block in staged), lambda: _tensors(*(block.up for block in staged)))
+            return Sources(model, (block.whole for block in staged), _tensors(*(block.up for block in staged)))
         folded = [blocks[layer].out for layer in self.bundle.head_means()]
         adapters = [module for module in model.modules() if is_adapter(module)]
         roots = (model.base_model, model.get_output_embeddings())
         if self.backend == "cpu":
-            return Sources(roots, lambda: _tensors(*roots))
+            return Sources(model, roots, _tensors(*roots))
         screened = [] if self.engines is None else [model.get_output_embeddings()]
-        derived = (*(block.up for block in staged), *folded, *adapters, *screened)
-        if self.engines is None:
-            return Sources(roots, lambda: _tensors(*derived))
-        return Sources(roots, lambda: [*(t for t in _tensors(*roots) if t.dim() < 2), *_tensors(*derived)])
+        copied = _tensors(*(block.up for block in staged), *folded, *adapters, *screened)
+        if self.engines is not None:
+            copied += [tensor for tensor in _tensors(*roots) if tensor.dim() < 2]
+        return Sources(model, roots, copied)
 
 
 def _tensors(*modules: nn.Module) -> list[Tensor]:

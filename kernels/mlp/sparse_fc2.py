@@ -46,7 +46,7 @@ class PackedSelection:
 
     def to_dense(self) -> Tensor:
         """(1, n) fp32 with zeros elsewhere. Synchronises with the host: for tests and references."""
-        dense = torch.zeros(1, len(self.ids), device=self.ids.device)
+        dense = torch.zeros(1, len(self.ids), device=self.ids.device, dtype=torch.float32)
         count = int(self.count)
         dense[0, self.ids[:count].long()] = self.values[:count]
         return dense

@@ -44,7 +44,7 @@ class BatchActivations:
         """(B, n) fp32 with zeros elsewhere. Synchronises with the host: for tests."""
         count = int(self.count)
         ids, values = self.ids[:count].long(), self.values[:count, :batch].float()
-        dense = torch.zeros(batch, len(self.ids), device=self.ids.device)
+        dense = torch.zeros(batch, len(self.ids), device=self.ids.device, dtype=torch.float32)
         dense[:, ids[ids >= 0]] = values[ids >= 0].T
         return dense
 

@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of
-from dejavu_train.families.plain import plain_block, plain_linear, plain_table
+from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 from dejavu_train.models.opt import OPTShape
 
@@ -65,22 +65,26 @@ class CpuWeights:
                 not finite, by layer.
         """
         shape = OPTShape.from_config(model.config)
+        check_read(model)
         decoder = model.model.decoder
         stored, note = how_stored(model, stored)
         head, embedding = plain_linear("lm_head", model.lm_head), plain_table("embed_tokens", decoder.embed_tokens)
         positions = plain_table("embed_positions", decoder.embed_positions, OPTLearnedPositionalEmbedding)
         coded_head = isinstance(head, CodedLinear)
         tied = not coded_head and head.weight.data_ptr() == embedding.data_ptr()
-        eps = decoder.layers[0].self_attn_layer_norm.eps
         own = decoder.layers[0].fc1.layout.sizes.group if stored == "codes" else 0
         if group is not None and own % group:
             raise UserError(f"codes in groups of {own} columns cannot be kept in groups of {group}")
-        weights = replace(_empty(shape, stored, group, tied, eps), note=note)
         norms = [norm for layer in decoder.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)] + [
             decoder.final_layer_norm
         ]
-        for i, norm in enumerate(norms):
-            weights.model.norms[i, 0], weights.model.norms[i, 1] = _array(norm.weight), _array(norm.bias)
+        eps = norms[0].eps
+        if any(norm.eps != eps for norm in norms):
+            raise NotPlain("model.decoder", "has LayerNorms of several eps, and the CPU engine one for all")
+        weights = replace(_empty(shape, stored, group, tied, eps), note=note)
+        for i, norm in enumerate(norms):  # without learned parameters they are one and zero
+            weights.model.norms[i, 0] = 1.0 if norm.weight is None else _array(norm.weight)
+            weights.model.norms[i, 1] = 0.0 if norm.bias is None else _array(norm.bias)
         weights.check_finite(weights.model.lm_head, weights.model.norms[-1])
         weights.model.positions[:] = _array(positions)
         weights.put(weights.model.embedding, embedding)

@@ -1,0 +1,253 @@
+"""Modules that do something else than an OPT's, before and after a model was made: called, or refused by name."""
+
+import copy
+
+import pytest
+import torch
+from bundles import make_bundle
+from torch import nn
+from transformers import OPTForCausalLM
+
+from dejavu_train import SparseOPTForCausalLM
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+
+BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+IDS = torch.tensor([[2, 30, 31, 200, 33, 70, 91]])
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_opt):
+    return load_opt(str(tiny_opt))
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_opt):
+    return make_bundle(tiny_opt, cascade=True, means=True)
+
+
+def sparse(model, bundle, backend):
+    options = {"ops": "reference"} if backend == "triton" else {}
+    return SparseOPTForCausalLM.from_model(model, bundle, backend, **options)
+
+
+def given(model):
+    """Logits and text, or None where that is refused in a line."""
+    try:
+        with torch.no_grad():
+            return model(IDS).logits, model.generate(IDS, attention_mask=torch.ones_like(IDS), **GREEDY).tolist()
+    except UserError as refusal:
+        assert "\n" not in str(refusal)
+        return None
+
+
+class Scaled(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) * 1.5
+
+
+class Halved(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 0.5
+
+
+def layer(model, number=1):
+    return model.model.decoder.layers[number]
+
+
+def other_class(module, kind):
+    module.__class__ = kind
+
+
+def exchange(owner, name, made):
+    setattr(owner, name, made)
+
+
+def flip(_module, _args, output):
+    output.logits = output.logits.flip(-1)
+
+
+EDITS = {  # the edit, and the backends that do it justice rather than refuse it
+    "another eps": (lambda m: setattr(layer(m).final_layer_norm, "eps", 0.7), BACKENDS),
+    "one eps for all": (
+        lambda m: [setattr(n, "eps", 0.1) for n in m.modules() if isinstance(n, nn.LayerNorm)],
+        BACKENDS,
+    ),
+    "another LayerNorm": (lambda m: other_class(layer(m).final_layer_norm, Scaled), ("mask", "gather", "auto")),
+    "no LayerNorm": (lambda m: exchange(layer(m), "final_layer_norm", nn.Identity()), ("mask", "gather", "auto")),
+    "a LayerNorm without a bias": (
+        lambda m: exchange(layer(m), "final_layer_norm", nn.LayerNorm(48, bias=False)),
+        BACKENDS,
+    ),
+    "another activation": (lambda m: exchange(layer(m), "activation_fn", nn.GELU()), ("mask",)),
+    "another scaling": (lambda m: setattr(layer(m).self_attn, "scaling", 0.9), ("mask", "gather", "auto")),
+    "a wrapped fc2": (lambda m: exchange(layer(m), "fc2", Halved(layer(m).fc2)), ("mask",)),
+    "another head": (lambda m: exchange(m, "lm_head", nn.Linear(48, m.config.vocab_size, bias=False)), BACKENDS),
+    "a head with a bias": (
+        lambda m: exchange(m, "lm_head", nn.Linear(48, m.config.vocab_size)),
+        ("mask", "gather", "auto"),
+    ),
+    "positions from another row": (
+        lambda m: setattr(m.model.decoder.embed_positions, "offset", 5),
+        ("mask", "gather", "auto"),
+    ),
+    "a hook on the model": (lambda m: m.register_forward_hook(flip), ("mask", "gather", "auto")),
+    "compiled fc1": (
+        lambda m: exchange(layer(m), "fc1", torch.compile(layer(m).fc1, backend="eager")),
+        BACKENDS,
+    ),
+    "a shared fc2": (lambda m: exchange(layer(m), "fc2", layer(m, 0).fc2), BACKENDS),
+    "a shared output projection": (
+        lambda m: exchange(layer(m).self_attn, "out_proj", layer(m, 0).self_attn.out_proj),
+        BACKENDS,
+    ),
+}
+
+
+def edited(model, edit):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        EDITS[edit][0](model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_a_module_does_is_what_runs(dense, bundle, edit):
+    whole = bundle.at(1.0, 1.0)
+    logits, text = given(edited(copy.deepcopy(dense), edit))
+    for backend in BACKENDS:
+        after = sparse(copy.deepcopy(dense), whole, backend)
+        given(after)
+        got = [given(edited(after, edit))]
+        try:
+            got.append(given(sparse(edited(copy.deepcopy(dense), edit), whole, backend)))
+        except UserError:  # when the bundle is set
+            got.append(None)
+        for each in got:
+            assert (each is not None) >= (backend in EDITS[edit][1]), backend
+            if each is not None:
+                torch.testing.assert_close(each[0], logits, atol=2e-3, rtol=2e-3)
+                assert each[1] == text
+
+
+@pytest.mark.parametrize("edit", ["a shared fc2", "a shared output projection"])
+def test_layers_that_share_a_module_select_each_for_itself(dense, bundle, edit):
+    some = bundle.at(0.4, 0.5)
+    expected = given(sparse(edited(copy.deepcopy(dense), edit), some, "gather"))
+    got = given(sparse(edited(copy.deepcopy(dense), edit), some, "mask"))
+    torch.testing.assert_close(got[0], expected[0], atol=2e-3, rtol=2e-3)
+    assert got[1] == expected[1]
+
+
+def test_an_fc1_that_must_be_called_is_named_where_a_second_stage_reads_it(dense, bundle):
+    model = copy.deepcopy(dense)
+    exchange(layer(model), "fc1", Halved(layer(model).fc1))
+    with pytest.raises(UserError, match=r"layers.1.fc1 is a Halved.*second stage.*calibrate.cascade null"):
+        sparse(model, bundle.at(0.4, 0.5), "mask")
+    assert given(sparse(model, bundle.at(1.0, 0.5), "mask")) is not None
+
+
+def test_a_model_with_a_forward_of_its_own_is_refused(dense, bundle):
+    class Own(OPTForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = copy.deepcopy(dense)
+    other_class(model, Own)
+    with pytest.raises(UserError, match="this Own has a forward of its own"):
+        sparse(model, bundle, "mask")
+
+
+def test_accelerates_hooks_pass_where_they_move_tensors_alone(dense, bundle):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Louder(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output * 1.5
+
+    whole = bundle.at(1.0, 1.0)
+    for hook, refused in ((hooks.AlignDevicesHook("cpu"), False), (Louder(), True)):
+        model = copy.deepcopy(dense)
+        hooks.add_hook_to_module(layer(model).fc2, hook)
+        logits, text = given(model)
+        for backend in ("mask", "gather"):
+            if refused and backend == "gather":
+                with pytest.raises(UserError, match="fc2 has an exchanged forward"):
+                    sparse(model, whole, backend)
+            else:
+                got = given(sparse(model, whole, backend))
+                torch.testing.assert_close(got[0], logits, atol=2e-3, rtol=2e-3)
+                assert got[1] == text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shallow_copy_has_a_bundle_of_its_own(dense, bundle, backend):
+    model = sparse(copy.deepcopy(dense), bundle.at(0.4, 0.5), backend)
+    before = given(model)[1]
+    copied = copy.copy(model)
+    copied.set_bundle(bundle.at(0.1, 0.25))
+    assert given(copied)[1] != before and given(model)[1] == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_made_in_inference_mode_runs(dense, bundle, backend):
+    some = bundle.at(0.4, 0.5)
+    expected = given(sparse(copy.deepcopy(dense), some, backend))[1]
+    with torch.inference_mode():
+        made = copy.deepcopy(dense)
+    model = sparse(made, some, backend)
+    assert given(model)[1] == expected
+    with torch.inference_mode():
+        layer(model).self_attn.out_proj.bias.add_(2.0)
+        layer(model).fc1.weight.mul_(-1.5)
+    changed = load_opt(dense.config._name_or_path)
+    changed.load_state_dict(model.state_dict())
+    assert given(model)[1] == given(sparse(changed, some, "mask"))[1] != expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_layers_in_place_of_the_models_are_what_runs(dense, bundle, backend):
+    some, other = bundle.at(0.4, 0.5), copy.deepcopy(dense)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.2)
+    expected = given(sparse(copy.deepcopy(other), some, "mask"))[1]
+    model = sparse(copy.deepcopy(dense), some, backend)
+    assert given(model)[1] != expected
+    model.model, model.lm_head = other.model, other.lm_head
+    assert given(model)[1] == expected
+
+
+def test_an_engine_that_cannot_run_a_dtype_refuses_calls_and_no_move(dense, bundle):
+    model = sparse(copy.deepcopy(dense), bundle.at(0.4, 0.5), "cpu")
+    before = given(model)
+    model.half()
+    with pytest.raises(UserError, match="keeps weights in float32"):
+        model.generate(IDS, **GREEDY)
+    assert given(model.float()) is None and before is None  # this engine scores nothing
+    text = sparse(copy.deepcopy(model), model.bundle, "mask").generate(IDS, **GREEDY).tolist()
+    assert model.generate(IDS, **GREEDY).tolist() == text
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, None, True, "foo", [], ["a"], torch.tensor([1.0]), torch.tensor([-1])])
+def test_what_is_no_position_is_refused_where_it_is_set(dense, bundle, value):
+    with pytest.raises(UserError, match="sparse_from must be a position from 0 on"):
+        SparseOPTForCausalLM.from_model(dense, bundle, "mask", sparse_from=value)
+    model = sparse(copy.deepcopy(dense), bundle, "mask")
+    with pytest.raises(UserError, match="sparse_from must be a position from 0 on"):
+        model.sparse_from = value
+    assert model.sparse_from == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_in_a_list_are_those_in_a_tensor(dense, bundle, backend):
+    model = sparse(copy.deepcopy(dense), bundle.at(0.4, 0.5), backend)
+    model.sparse_from = torch.tensor([4])
+    expected = given(model)
+    model.sparse_from = [4]
+    assert given(model)[1] == expected[1]
