@@ -62,7 +62,7 @@ class TokenState:
 
         return cls(
             tokens=ints(batch, capacity),
-            nll=torch.zeros(batch, capacity, device=device),
+            nll=torch.zeros(batch, capacity, device=device, dtype=torch.float32),
             position=ints(batch),
             known=ints(batch),
             least=ints(batch),
@@ -71,8 +71,8 @@ class TokenState:
             sparse_from=ints(batch),
             row_state=ints(batch),
             stops=ints(n_stops, value=-1),
-            temperature=torch.ones(batch, device=device),
-            top_p=torch.ones(batch, device=device),
+            temperature=torch.ones(batch, device=device, dtype=torch.float32),
+            top_p=torch.ones(batch, device=device, dtype=torch.float32),
             top_k=ints(batch, value=1),
             seed=ints(batch),
             fault=ints(batch),
@@ -160,7 +160,9 @@ def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl
                 last = int((mass < state.top_p[b]).sum().clamp(max=len(row) - 1))
                 row = row.masked_fill(row < order.values[last], float("-inf"))
             generator = torch.Generator(row.device).manual_seed(int(state.seed[b]) * capacity + at)
-            noise = -torch.log(-torch.log(torch.rand(len(row), generator=generator, device=row.device)))
+            noise = -torch.log(
+                -torch.log(torch.rand(len(row), generator=generator, device=row.device, dtype=torch.float32))
+            )
             choice = int((row + noise).argmax())
         known = at < int(state.known[b])
         token = int(state.tokens[b, at]) if known else choice

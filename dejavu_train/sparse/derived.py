@@ -1,10 +1,12 @@
 """What was derived from a model's weights, and whether the weights still are what it was derived from."""
 
+import contextlib
 import math
 import operator
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,6 +35,17 @@ class Held(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+
+@contextmanager
+def no_mode(device: torch.device) -> Iterator[None]:
+    """What is derived within it is of no mode of the caller: inference mode, autocast, gradients."""
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(device.type):
+            modes.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 class Sources:

@@ -35,7 +35,7 @@ from dejavu_train.families.plain import exchanged_forward
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
-from dejavu_train.sparse.derived import Held
+from dejavu_train.sparse.derived import Held, no_mode
 from dejavu_train.sparse.finite import check_finite
 from dejavu_train.sparse.gather import KV_POLICIES
 from dejavu_train.sparse.inputs import (
@@ -241,7 +241,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Raises:
             UserError: no bundle, one of another shape, or one that the backend cannot run. Nothing is changed then.
         """
-        with self._held.lock, torch.inference_mode(False):
+        with self._held.lock, no_mode(self.device):
             runtime = self._run_with(bundle)
             self._bundle, self._held.value = bundle, runtime
 
@@ -257,7 +257,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         call = self._call
         if call is not None:
             return call.runtime
-        with self._held.lock, torch.inference_mode(False):  # what is made serves calls of both modes
+        with self._held.lock, no_mode(self.device):
             if self._held.value is None or not self._held.value.fits(self):
                 self._held.value = self._run_with(self.bundle)
             return self._held.value

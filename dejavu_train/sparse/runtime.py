@@ -20,7 +20,7 @@ from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of
 from dejavu_train.families.plain import NotPlain, is_adapter
 from dejavu_train.models.opt import OPTShape
-from dejavu_train.sparse.derived import Held, Sources
+from dejavu_train.sparse.derived import Held, Sources, no_mode
 from dejavu_train.sparse.gather import GatherDecoder
 
 BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
@@ -102,7 +102,7 @@ class Runtime:
 
     def gather(self, model: Any) -> GatherDecoder:
         """The decoder of gather."""
-        with self._made.lock, torch.inference_mode(False):
+        with self._made.lock, no_mode(self.device):
             if self.gatherer is None:
                 try:
                     self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)

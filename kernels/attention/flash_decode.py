@@ -57,8 +57,8 @@ class AttentionScratch:
     ) -> "AttentionScratch":
         splits = triton.cdiv(capacity, BLOCK)
         rows = batch * n_heads
-        partial = torch.zeros(rows, splits, head_dim, device=device)
-        largest, total = (torch.zeros(rows, splits, device=device) for _ in range(2))
+        partial = torch.zeros(rows, splits, head_dim, device=device, dtype=torch.float32)
+        largest, total = (torch.zeros(rows, splits, device=device, dtype=torch.float32) for _ in range(2))
         return cls(partial, largest, total, torch.zeros(rows, dtype=torch.int32, device=device))
 
 

@@ -39,7 +39,7 @@ class LateNorm:
 
     @classmethod
     def empty(cls, ln: LayerNormWeights, positions: int, estimate: Tensor, moments: Tensor) -> "LateNorm":
-        return cls(ln, estimate, moments, torch.zeros(positions, 2, device=moments.device))
+        return cls(ln, estimate, moments, torch.zeros(positions, 2, device=moments.device, dtype=torch.float32))
 
 
 def late_sums(weight: Tensor | Int4Rows, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:

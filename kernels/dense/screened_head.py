@@ -128,7 +128,10 @@ class ScreenedHead:
         squares = torch.stack([part.float().nan_to_num().square().sum(0) for part in parts]).sum(0)
         sizes = torch.where(squares > 0, (squares / n).sqrt(), 1.0).clamp_min(1e-20)  # a: of columns
         codes = torch.empty(n, d, dtype=torch.int8, device=device)
-        scales, errors = torch.empty(n, 2, device=device), torch.empty(n, 2, device=device)
+        scales, errors = (
+            torch.empty(n, 2, device=device, dtype=torch.float32),
+            torch.empty(n, 2, device=device, dtype=torch.float32),
+        )
         for number, given in enumerate(parts):
             rows, part = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(given)), given.float() / sizes
             scale = part.abs().amax(1, keepdim=True).clamp_min(1e-30) / LARGEST
@@ -142,7 +145,10 @@ class ScreenedHead:
         settings = settings or screen_settings(d)
         programs = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
         best = Chosen.empty(min(2 * n_sms(device), n), device)
-        upper, lows = torch.empty(n, device=device), torch.empty(programs, device=device)
+        upper, lows = (
+            torch.empty(n, device=device, dtype=torch.float32),
+            torch.empty(programs, device=device, dtype=torch.float32),
+        )
         gain, shift = ln.weight.float() * sizes, ln.bias.float() * sizes
         # One share of |f| for all rows: a row whose codes are nearly exact counts as one that loses more.
         steps = 2 * float((errors[:, 1] / errors[:, 0]).nanmedian())

@@ -34,7 +34,7 @@ class InputLevels:
     @classmethod
     def empty(cls, batch: int, d: int, device: torch.device | str) -> "InputLevels":
         levels = torch.zeros(batch, d, dtype=torch.float16, device=device)
-        return cls(levels, torch.zeros(batch, device=device))
+        return cls(levels, torch.zeros(batch, device=device, dtype=torch.float32))
 
 
 @triton.jit

@@ -35,7 +35,7 @@ class PackedSelection:
     @classmethod
     def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
         ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
-        return cls(ids, torch.zeros(n, device=device), count)
+        return cls(ids, torch.zeros(n, device=device, dtype=torch.float32), count)
 
     def set_dense(self, h: Tensor) -> None:
         """Fill from h (1, n), for tests."""
@@ -284,7 +284,7 @@ def fc2_settings(d: int) -> Fc2Settings:
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
     """Scratch for every kernel that `add_partials` follows; shared by calls that run one after another."""
-    return torch.zeros(MAX_SPLITS, d, device=device)
+    return torch.zeros(MAX_SPLITS, d, device=device, dtype=torch.float32)
 
 
 def sparse_fc2(

@@ -38,7 +38,7 @@ class BatchActivations:
         ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
         values = torch.zeros(n, padded_batch(batch), dtype=dtype, device=device)
         tickets = torch.zeros(-(-d // 16), dtype=torch.int32, device=device)
-        return cls(ids, values, count, torch.zeros(SPLITS, batch, d, device=device), tickets)
+        return cls(ids, values, count, torch.zeros(SPLITS, batch, d, device=device, dtype=torch.float32), tickets)
 
     def to_dense(self, batch: int) -> Tensor:
         """(B, n) fp32 with zeros elsewhere. Synchronises with the host: for tests."""

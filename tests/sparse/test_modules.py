@@ -84,7 +84,7 @@ EDITS = {  # the edit, and the backends that do it justice rather than refuse it
         lambda m: exchange(layer(m), "final_layer_norm", nn.LayerNorm(48, bias=False)),
         BACKENDS,
     ),
-    "another activation": (lambda m: exchange(layer(m), "activation_fn", nn.GELU()), ("mask",)),
+    "another activation": (lambda m: exchange(layer(m), "activation_fn", nn.GELU()), ("mask", "gather", "auto")),
     "another scaling": (lambda m: setattr(layer(m).self_attn, "scaling", 0.9), ("mask", "gather", "auto")),
     "a wrapped fc2": (lambda m: exchange(layer(m), "fc2", Halved(layer(m).fc2)), ("mask",)),
     "another head": (lambda m: exchange(m, "lm_head", nn.Linear(48, m.config.vocab_size, bias=False)), BACKENDS),
@@ -147,7 +147,7 @@ def test_layers_that_share_a_module_select_each_for_itself(dense, bundle, edit):
 def test_an_fc1_that_must_be_called_is_named_where_a_second_stage_reads_it(dense, bundle):
     model = copy.deepcopy(dense)
     exchange(layer(model), "fc1", Halved(layer(model).fc1))
-    with pytest.raises(UserError, match=r"layers.1.fc1 is a Halved.*second stage.*calibrate.cascade null"):
+    with pytest.raises(UserError, match=r"layers.1 .up. is a Halved.*second stage.*calibrate.cascade null"):
         sparse(model, bundle.at(0.4, 0.5), "mask")
     assert given(sparse(model, bundle.at(1.0, 0.5), "mask")) is not None
 
@@ -251,3 +251,18 @@ def test_positions_in_a_list_are_those_in_a_tensor(dense, bundle, backend):
     expected = given(model)
     model.sparse_from = [4]
     assert given(model)[1] == expected[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_and_a_default_dtype_change_no_text(dense, bundle, backend):
+    some = bundle.at(0.4, 0.5)
+    expected = given(sparse(copy.deepcopy(dense), some, backend))
+    if backend != "mask":  # which transformers computes, in the dtype of autocast
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, text = given(sparse(copy.deepcopy(dense), some, backend))
+        assert text == expected[1] and (logits - expected[0]).abs().max() < 0.05 * expected[0].abs().max()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert given(sparse(copy.deepcopy(dense), some, backend))[1] == expected[1]
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -92,7 +92,7 @@ class CpuBackend:
         from dejavu_train.engine.cpu.engine import MAX_BATCH
 
         self._begin_anew_in_a_fork()
-        with self.pool.turns:
+        with self.pool.turns, torch.autocast("cpu", enabled=False):
             return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
 
     def logits(self, *_: Any) -> Tensor:

@@ -22,7 +22,6 @@ def not_finite(site: int, shape: OPTShape, row: int, position: int) -> UserError
     )
 
 
-@torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def prefill(
     weights: CpuWeights, selectors: Selectors, state: State, row: int, count: int, watched: bool = False
