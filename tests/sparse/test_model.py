@@ -228,13 +228,10 @@ def test_right_padded_prompts_are_refused(dense, bundle):
     model.generate(ids, **given | {"attention_mask": torch.ones_like(ids)})  # the token stands there as a token
 
 
-def test_another_word_and_another_cache_are_refused_at_the_call(dense, bundle):
+def test_another_cache_is_refused_at_the_call(dense, bundle):
     model = sparse(dense, bundle, "gather")
     with pytest.raises(UserError, match="leave cache_implementation out"):
         model.generate(tokens(1, 4), max_new_tokens=2, cache_implementation="static")
-    model.sparse_from = "foo"
-    with pytest.raises(UserError, match="or 'prompt', got foo"):
-        model(tokens(1, 4))
 
 
 def test_gradients_are_right_or_refused(tiny_opt, bundle):
