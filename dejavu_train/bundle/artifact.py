@@ -92,11 +92,18 @@ class Bundle:
         return [target for target in TARGETS if target in present]
 
     def predictor(self, layer: int, target: str) -> nn.Module:
-        """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32."""
+        """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32.
+
+        Raises:
+            UserError: weights that are not finite.
+        """
         where, prefix = f"the {target} predictor of layer {layer}", tensor_name(layer, target, "")
         predictor = build_predictor(vars(self.specs[layer, target]), self.classes, where)
         stored = {n.removeprefix(prefix): tensor for n, tensor in self.tensors.items() if n.startswith(prefix)}
-        return as_stored(predictor, stored, where).requires_grad_(False).eval()
+        made = as_stored(predictor, stored, where).requires_grad_(False).eval()
+        if not all(bool(parameter.isfinite().all()) for parameter in made.parameters()):
+            raise UserError(f"{where} has weights that are not finite; copy the bundle anew, or train that predictor")
+        return made
 
     def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
         """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""

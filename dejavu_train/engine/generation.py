@@ -9,6 +9,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.engine.request import Request, check_arguments, read_request
 from dejavu_train.engine.turns import Turns
+from dejavu_train.errors import Unsupported
 from dejavu_train.models.opt import OPTShape
 
 EngineFor = Callable[[int, int], Any]
@@ -31,7 +32,7 @@ class EnginePool:
     def __init__(self, limit: int, make: Callable[[int, int], Any]) -> None:
         self.limit, self.make = limit, make
         self.engines: dict[int, Any] = {}
-        self.turns = Turns()
+        self.turns = Turns(Unsupported)
 
     def engine(self, rows: int, tokens: int) -> Any:
         """An engine for at least so many rows of so many tokens; the model's limit is the most."""

@@ -15,10 +15,12 @@ class Turns:
     """A lock that is given to callers in the order in which they asked, as a context manager.
 
     Raises:
-        UserError: the caller has the turn already, for instance in a streamer that generates by itself.
+        UserError: the caller has the turn already, for instance in a streamer that generates by itself; ``error`` in
+            its place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[UserError] = UserError) -> None:
+        self._error = error
         self._condition = threading.Condition()
         self._waiting: deque[object] = deque()
         self._owner: int | None = None
@@ -27,7 +29,7 @@ class Turns:
         caller, place = threading.get_ident(), object()
         with self._condition:
             if self._owner == caller:
-                raise UserError(
+                raise self._error(
                     "this engine is in the middle of a call of the same thread, so a streamer or callback cannot call"
                     " it; wait for the call to end, or build a second model"
                 )

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 
+HEAD = "the final LayerNorm or the LM head"
+
 
 def not_finite(where: str, dtype: torch.dtype) -> UserError:
     """The error of a model that gives NaN or infinity; ``where``: the part that did so first."""
@@ -20,14 +22,16 @@ def finite_positions(values: Tensor) -> Tensor:
     return values.detach().sum(-1, dtype=torch.float32).isfinite()
 
 
-def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Tensor]]) -> None:
+def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Tensor]], n_layers: int) -> None:
     """Raise :class:`UserError` where values (B, T, n) are not finite at positions that are shown, (B, T) bool.
 
     Args:
-        inputs: gives for every layer (B, T) bool, where its input is finite. Asked for after a fault alone.
+        inputs: gives (B, T) bool, where the input of each layer, then that of the final LayerNorm is finite; nothing
+            where all of these are. Asked for after a fault alone.
+        n_layers: of the model.
     """
     if bool((finite_positions(values) | ~shown.to(values.device)).all()):
         return
-    layers = [bool((fine | ~shown.to(fine.device)).all()) for fine in inputs()]
-    begun = layers.index(False) - 1 if False in layers else len(layers) - 1
-    raise not_finite("the embeddings" if begun < 0 else f"layer {begun}", values.dtype)
+    parts = [bool((fine | ~shown.to(fine.device)).all()) for fine in inputs()]
+    names = ["the embeddings", *(f"layer {layer}" for layer in range(n_layers)), HEAD]
+    raise not_finite(names[parts.index(False) if False in parts else len(parts)] if parts else HEAD, values.dtype)

@@ -111,10 +111,11 @@ class GatherDecoder:
             parts.append(
                 self._step(hidden[:, column], cache, visible[:, : past + column + 1], alive, dense_rows)[:, None]
             )
-        out = torch.cat(parts, dim=1)
-        out = out if self.final_norm is None else self.final_norm(out)
+        last = torch.cat(parts, dim=1)
+        out = last if self.final_norm is None else self.final_norm(last)
         shown = real if live is None else real & live[:, None]
-        check_finite(out, shown, lambda: [finite_positions(each) for each in cache.inputs(past)])
+        inputs = [*cache.inputs(past), last]
+        check_finite(out, shown, lambda: [finite_positions(each) for each in inputs], len(self.blocks))
         return out
 
     def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:

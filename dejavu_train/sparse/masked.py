@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
-from dejavu_train.families import BlockParts, blocks_of
+from dejavu_train.families import BlockParts, blocks_of, family_of
 from dejavu_train.families.plain import BlockHook
 
 
@@ -90,7 +90,7 @@ def masking(
         observe: called as ``observe(layer, target, keep, values)`` before anything is taken out; ``keep`` (B, T, n)
             bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
         means: by layer the (n_heads, head_dim) that stands in for skipped heads; zero where a layer is not there.
-        finite: takes for every layer (B, T) bool, where its input is a finite number.
+        finite: takes for every layer and the final LayerNorm (B, T) bool, where its input is a finite number.
     """
     sites: dict[tuple[str, int], Tensor] = {}
     needed = set(selector.sites)
@@ -99,6 +99,13 @@ def masking(
     for layer, block in enumerate(blocks_of(model)):
         mean = (means or {}).get(layer)
         handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean, finite)
+    final = family_of(model).final_norm(model)
+    if finite is not None and final is not None:
+
+        def keep_last(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            finite.append(args[0].detach().sum(-1).isfinite())
+
+        handles.append(final.register_forward_pre_hook(_Hook(call, len(blocks_of(model)) - 1, keep_last)))
     token = _ACTIVE.set((*_ACTIVE.get(), call))
     try:
         yield

@@ -302,7 +302,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             selector = Predicted(runtime.bundle, self.device, self)
             with torch.no_grad(), masking(self, selector, means=runtime.bundle.head_means(self.device), finite=finite):
                 logits = super().forward(input_ids=ids, use_cache=False).logits
-            check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite)
+            check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite, self.config.num_hidden_layers)
         raise refusal
 
     def _log_once(self, refusal: UserError) -> None:
@@ -406,7 +406,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             if not self.training:
                 logits = output.logits if isinstance(output, CausalLMOutputWithPast) else output[labels is not None]
                 shown = keep_columns((positions >= 0)[..., None], logits_to_keep)[..., 0]
-                check_finite(logits, shown, lambda: finite)
+                check_finite(logits, shown, lambda: finite, self.config.num_hidden_layers)
             return output
         assert attention_mask is not None
         refuse_outputs(kwargs, self.config)
@@ -458,6 +458,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         hidden = family_of(self).embed(self, given, positions)
         hidden = runtime.gather(self).forward(hidden, cache, sparse, visible, live)
         logits = self.lm_head(keep_columns(hidden, logits_to_keep))
+        shown = keep_columns((positions >= 0)[..., None], logits_to_keep)[..., 0]
+        check_finite(logits, shown, list, 0)
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             logits = _RefuseGradient.apply(logits if logits.requires_grad else logits.detach().requires_grad_())
         return self._output(logits, labels, cache if kept else None, kwargs)

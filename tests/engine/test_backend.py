@@ -352,7 +352,7 @@ def test_other_thresholds_and_dtypes(folder, bundle):
     assert moved._runtime.engines.weights.embedding.dtype == torch.bfloat16
     assert moved.generate(ids, **GREEDY).shape == (2, 19)
     with pytest.raises(UserError, match="computes in float32, float16, bfloat16.*float64"):
-        model.to(torch.float64)
+        model.to(torch.float64).generate(ids, **GREEDY)
 
 
 def test_a_model_over_several_devices_is_refused(folder, bundle):

@@ -266,3 +266,49 @@ def test_autocast_and_a_default_dtype_change_no_text(dense, bundle, backend):
         assert given(sparse(copy.deepcopy(dense), some, backend))[1] == expected[1]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+PLACES = {
+    "the final LayerNorm or the LM head": lambda m: m.model.decoder.final_layer_norm.bias[3:4],
+    "LM head": lambda m: m.lm_head.weight[7],
+    "the embeddings": lambda m: m.model.decoder.embed_positions.weight[4],
+    "layer 1": lambda m: layer(m).fc1.bias[2:3],
+}
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_that_is_not_finite_is_named_where_it_begins(dense, bundle, backend, place):
+    model = sparse(copy.deepcopy(dense), bundle.at(1.0, 1.0), backend)
+    model.lm_head = copy.deepcopy(model.lm_head)  # not the embedding
+    with torch.no_grad():
+        PLACES[place](model).fill_(float("nan"))
+        for call in (lambda: model(IDS), lambda: model.generate(IDS, **GREEDY)):
+            with pytest.raises(UserError, match=f"not finite from .*{place}"):
+                call()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_predictor_that_is_not_finite_is_refused_before_it_is_used(dense, bundle, backend):
+    model = sparse(copy.deepcopy(dense), bundle.at(0.4, 0.5), backend)
+    before = given(model)[1]
+    broken = copy.deepcopy(bundle.at(0.4, 0.5))
+    name = next(name for name in broken.tensors if "mlp" in name and name.endswith("down"))
+    broken.tensors[name][0] = float("nan")
+    with pytest.raises(UserError, match="the mlp predictor of layer 0 has weights that are not finite"):
+        model.set_bundle(broken)
+        model.generate(IDS, **GREEDY)
+    model.set_bundle(bundle.at(0.4, 0.5))
+    assert given(model)[1] == before
+
+
+def test_a_streamer_may_call_the_model_that_feeds_it(dense, bundle):
+    model, texts = sparse(copy.deepcopy(dense), bundle.at(0.4, 0.5), "auto"), []
+    alone = given(model)[1]
+
+    class Streamer:
+        put = staticmethod(lambda _: texts.append(given(model)[1]))
+        end = staticmethod(lambda: None)
+
+    got = model.generate(IDS, attention_mask=torch.ones_like(IDS), streamer=Streamer(), **GREEDY).tolist()
+    assert got == alone and len(texts) == 9 and all(text == alone for text in texts)
