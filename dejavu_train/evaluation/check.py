@@ -1,9 +1,6 @@
 """What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
 
-from typing import Any
-
 from dejavu_train.bundle.folder import check_bundle, require_model
-from dejavu_train.data.text import TextSource
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
@@ -44,16 +41,5 @@ def check(config: InferConfig) -> None:
             " take fewer"
         )
     for source in name_texts(config.text).values():
-        check_source(text_source(config, source))
+        check_source(config.source(source))
     probe_folder(config.output)
-
-
-def text_source(config: Any, source: str | dict[str, Any]) -> TextSource:
-    """A text that a config names as the readers of text want it; it has text_config, _revision, _field and _cache."""
-    return TextSource(
-        source=source,
-        config=config.text_config,
-        revision=config.text_revision,
-        field=config.text_field,
-        cache=config.text_cache,
-    )

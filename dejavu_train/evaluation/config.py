@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dejavu_train.bundle.folder import beside, named_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
 
 Selection = Literal["dense", "predicted", "oracle", "random", "static", "noncontextual"]
@@ -17,7 +17,7 @@ _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 
 
 @dataclasses.dataclass(frozen=True)
-class InferConfig:
+class InferConfig(TextConfig):
     """What infer.py does: with the bundle as it was calibrated, and at other densities where they are asked for.
 
     Densities are means over the layers; 1.0 is dense. A target without predictors is dense whatever is asked.
@@ -29,31 +29,12 @@ class InferConfig:
         "paper": "type python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml",
     }
 
-    model: str = ""
-    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle, a folder, was made for."""
-    revision: str | None = None
-    """Commit or tag of a hub model."""
-    bundle: str = "checkpoints/demo/bundle"
-    """Folder or hub id of predictors and thresholds, as train.py writes them."""
-    output: str = ""
-    """Folder of results.json and curve.png; empty: the one that the bundle's folder lies in, for a bundle of the hub
-    checkpoints/NAME. Results of an earlier run there are kept under another name."""
     predictor: dict[str, Any] | None = None
     """class_path (PACKAGE.CLASS, several with commas) of predictors of one's own in the bundle: docs/extend.md."""
     text: str | tuple[str, ...] = INSTALLED
     """SOURCE or NAME=SOURCE, one or several: installed-..., a .txt or .jsonl file, a hub dataset."""
-    text_config: str | None = None
-    """Configuration of a hub dataset, for instance en."""
-    text_revision: str | None = None
-    """Commit or tag of a hub dataset."""
-    text_field: str = "text"
-    """Field that holds the text, of a hub dataset or a JSONL line."""
-    text_cache: str = "checkpoints/text"
-    """Folder where installed texts are cached."""
     own_text: dict[str, Any] | None = None
     """class_path and init_args of a text of one's own, scored before the others: docs/extend.md."""
-    text_set: Literal["train", "calibration", "val", "test"] = "test"
-    """Which set is scored of the text that predictors were trained on, of installed-docs and of hub datasets."""
     tokens: int | None = 8000
     """How many to score of each text; null: all; 0: none."""
     window: int = 512
@@ -100,22 +81,13 @@ class InferConfig:
     """What continues that prompt."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
     device_map: str | None = None
     """As in transformers (for instance auto) for a model over several GPUs; needs accelerate."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """In which the model runs."""
-    seed: int = 0
-    """Of the random selection and of the order of documents."""
 
     def __post_init__(self) -> None:
         if isinstance(self.text, str):
             object.__setattr__(self, "text", (self.text,))
-        if not self.model:
-            object.__setattr__(self, "model", named_model(self.bundle))
-        if not self.output:
-            object.__setattr__(self, "output", beside(self.bundle))
+        super().__post_init__()
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""

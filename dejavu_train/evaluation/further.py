@@ -15,7 +15,6 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
-from dejavu_train.evaluation.check import text_source
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.run import choose_backend, table, write_generation
@@ -57,7 +56,7 @@ def plan(config: InferConfig) -> Further:
             find_tasks((*tasks.tasks, *tasks.texts), tasks.where)
     generation = _of_run(GenerationConfig, config, "generation", config.output)
     if generation is not None:
-        check_source(text_source(generation, generation.text))
+        check_source(generation.source(generation.text))
     return Further(generation, tasks)
 
 

@@ -18,7 +18,7 @@ from dejavu_train.engine.cpu import load_engine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
-from dejavu_train.evaluation.check import check, text_source
+from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
 from dejavu_train.evaluation.finite import FiniteLogits
 from dejavu_train.evaluation.further import check_plan, measure, plan
@@ -216,7 +216,7 @@ def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[Eva
         sources.insert(0, (str(config.own_text.get("class_path")).rpartition(".")[2], config.own_text))
     texts = []
     for name, source in sources:
-        texts.append(load_text(name, text_source(config, source), *options))
+        texts.append(load_text(name, config.source(source), *options))
     return texts
 
 

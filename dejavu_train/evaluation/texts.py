@@ -26,7 +26,6 @@ from dejavu_train.data.text import (
     split_documents,
     without_pretrained,
 )
-from dejavu_train.evaluation.check import text_source
 from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
 
@@ -131,15 +130,14 @@ def load_spread(
     """The text that a config names, about ``tokens`` of it, a window of each document before any gives a second one.
 
     Args:
-        config: has ``text``, ``text_config``, ``text_revision``, ``text_field``, ``text_cache``, ``model``, ``bundle``
-            and ``seed``.
+        config: a TextConfig with one ``text``.
         bundle: of ``config.bundle``, or None.
     Raises:
         UserError: what :func:`load_text` raises.
     """
     trained = trained_text(bundle, config.bundle) if bundle else {}
     options = (config.model, trained, tokenizer, window, tokens, config.seed, ONE_WINDOW_EACH)
-    return load_text(config.text, text_source(config, config.text), set_name, *options)
+    return load_text(config.text, config.source(config.text), set_name, *options)
 
 
 def behind_start(tokenizer: Any, text: str, flag: str) -> list[int]:

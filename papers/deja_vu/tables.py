@@ -22,11 +22,11 @@ import transformers
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.folder import named_model, require_model
+from dejavu_train.bundle.folder import require_model
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import all_questions, check_asked, versions
-from dejavu_train.evaluation.lm_eval.tasks import TASKS, TaskRow, Where, ask, change_of, compare, mean_rows, quiet
+from dejavu_train.evaluation.lm_eval.run import AskedConfig, all_questions, versions
+from dejavu_train.evaluation.lm_eval.tasks import TaskRow, ask, change_of, compare, mean_rows, quiet
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
@@ -42,50 +42,19 @@ DENSITIES = {"mlp": "mlp_density", "heads": "head_density"}  # of a variant, by 
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperConfig:
-    """Which tables, on which tasks.
+class PaperConfig(AskedConfig):
+    """Which tables, on which tasks."""
 
-    Attributes:
-        model: folder or hub id; empty: the one that the bundle was made for.
-        bundle: folder or hub id.
-        output: paper.json, fig7.svg and fig7.png go here.
-        tables: some of table4, fig7, structures; each variant asks everything once.
-        tasks: accuracies, at every number of shots.
-        texts: perplexities: wikitext, c4, prose.
-        folder: of local files; null: the hub.
-        include_path: folder of task YAMLs.
-        shots: numbers of examples before the question.
-        limit: examples of each task, the first ones; null: all.
-        sparsities: of fig7: shares of all blocks' weights that are not read, predictors excluded.
-        selections: of fig7: predicted, oracle.
-        structures: as restructure.py defines them.
-        batch_size: rows, or auto.
-        device: auto, cpu or cuda[:N].
-        dtype: float32, float16 or bfloat16.
-        seed: of the few-shot examples.
-    """
+    RESULTS = "paper"
 
-    model: str = ""
-    bundle: str = "checkpoints/demo/bundle"
-    output: str = "checkpoints/demo/paper"
     tables: tuple[str, ...] = TABLES
-    tasks: tuple[str, ...] = tuple(TASKS)
-    texts: tuple[str, ...] = ("wikitext",)
-    folder: str | None = None
-    include_path: str = "configs/tasks"
-    shots: tuple[int, ...] = (0, 5)
-    limit: int | None = None
+    """Some of table4, fig7, structures; each variant asks everything once."""
     sparsities: tuple[float, ...] = (0.25, 0.5, 0.62, 0.75, 0.85, 0.9)
+    """Of fig7: shares of all blocks' weights that are not read, predictors excluded."""
     selections: tuple[str, ...] = tuple(SELECTED_BY)
+    """Of fig7: predicted, oracle."""
     structures: tuple[str, ...] = tuple(STRUCTURES[1:])
-    batch_size: int | str = "auto"
-    device: str = "auto"
-    dtype: str = "float32"
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            object.__setattr__(self, "model", named_model(self.bundle))
+    """As restructure.py defines them."""
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
@@ -99,11 +68,7 @@ class PaperConfig:
             check_structure(structure)
         if any(not 0 < sparsity <= 0.95 for sparsity in self.sparsities):
             raise UserError("--sparsities must lie above 0 and at most at 0.95")
-        check_asked(self)
-
-    @property
-    def where(self) -> Where:
-        return Where(self.folder, self.include_path)
+        super().check()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,36 +3,18 @@
 import dataclasses
 from typing import Literal
 
-from dejavu_train.bundle.folder import beside, named_model
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ranges import SHARE, check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(TextConfig):
     """Continuations of held-out prompts, dense and sparse, side by side."""
 
-    model: str = ""
-    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle was made for."""
-    revision: str | None = None
-    """Commit or tag of a hub model."""
-    bundle: str = "checkpoints/demo/bundle"
-    """Folder or hub id."""
-    output: str = ""
-    """The folder generation is made in it: generation.json, CSV, SVG and PNG files; empty: as that of infer.py."""
     text: str = "installed-docs"
     """An installed source, a .txt or .jsonl file, or a hub dataset."""
-    text_config: str | None = None
-    """Of a hub dataset."""
-    text_revision: str | None = None
-    """Of a hub dataset."""
-    text_field: str = "text"
-    """Of a hub dataset or a JSONL line."""
-    text_cache: str = "checkpoints/text"
-    """Where installed texts are cached."""
-    text_set: Literal["train", "calibration", "val", "test"] = "test"
-    """Which set of a text that is split."""
     prompts: int = 32
     """How many, of as many documents as there are."""
     prompt: int = 32
@@ -59,18 +41,6 @@ class GenerationConfig:
     """Rows at once."""
     backend: Literal["auto", "gather", "triton"] = "auto"
     """Of all models, the dense one included; auto: the engine on a GPU, gather on a CPU."""
-    device: str = "auto"
-    """Name of the device: auto, cpu or cuda[:N]."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Type of the weights."""
-    seed: int = 0
-    """Of sampling and of the order of documents."""
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            object.__setattr__(self, "model", named_model(self.bundle))
-        if not self.output:
-            object.__setattr__(self, "output", beside(self.bundle))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.folder import beside, named_model, require_model
+from dejavu_train.bundle.folder import require_model
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.calibrated import described
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
@@ -33,6 +33,7 @@ from dejavu_train.evaluation.lm_eval.tasks import (
     quiet,
     table,
 )
+from dejavu_train.evaluation.shared_config import ModelConfig
 from dejavu_train.files import write_json, write_text
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
@@ -42,79 +43,67 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class TasksConfig:
-    """What is asked of which model; densities are means over the layers.
+class AskedConfig(ModelConfig):
+    """What is asked."""
 
-    Attributes:
-        model: folder or hub id; empty: the one that the bundle was made for.
-        bundle: folder or hub id.
-        output: results.json goes here; empty: the folder tasks beside the bundle's.
-        tasks: accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's.
-        texts: perplexities: wikitext, c4, prose.
-        folder: of local files (configs/tasks names them); null: the hub.
-        include_path: folder of task YAMLs.
-        shots: numbers of examples before the question.
-        limit: examples of each task, the first ones; null: all.
-        backend: of the sparse model: mask, gather, triton or auto.
-        mlp_density: null: as the bundle was calibrated.
-        head_density: null: as the bundle was calibrated.
-        sparse_from: prompt (contexts dense, continuations sparse) or a position (0: everything sparse).
-        batch_size: rows, or auto.
-        use_cache: file of answers that a next run takes up, less its ending.
-        log_samples: write samples_<task>_<shots>_<model>.jsonl.
-        device: auto, cpu or cuda[:N].
-        dtype: float32, float16 or bfloat16.
-        seed: of the few-shot examples.
-    """
-
-    model: str = ""
-    bundle: str = "checkpoints/demo/bundle"
-    output: str = ""
     tasks: tuple[str, ...] = tuple(TASKS)
+    """Accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's."""
     texts: tuple[str, ...] = ("wikitext",)
+    """Perplexities: wikitext, c4, prose."""
     folder: str | None = None
+    """Of local files (configs/tasks names them); null: the hub."""
     include_path: str = "configs/tasks"
+    """Folder of task YAMLs."""
     shots: tuple[int, ...] = (0, 5)
+    """Numbers of examples before the question."""
     limit: int | None = None
-    backend: str = "mask"
-    mlp_density: float | None = None
-    head_density: float | None = None
-    sparse_from: int | str = 0
+    """Examples of each task, the first ones; null: all."""
     batch_size: int | str = "auto"
-    use_cache: str | None = None
-    log_samples: bool = False
-    device: str = "auto"
-    dtype: str = "float32"
+    """Rows, or auto."""
     seed: int = 1234
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            object.__setattr__(self, "model", named_model(self.bundle))
-        if not self.output:
-            object.__setattr__(self, "output", beside(self.bundle, "tasks"))
+    """Of the few-shot examples."""
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
-        check_asked(self)
-        position = self.sparse_from
-        if position != "prompt" and (isinstance(position, str) or position < 0):
-            raise UserError(f"--sparse_from must be prompt or a position, got {self.sparse_from}")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"--limit must be at least 1, got {self.limit}")
+        if not self.shots or min(self.shots) < 0:
+            raise UserError("--shots must be numbers of examples, such as [0, 5]")
+        if not self.tasks and not self.texts:
+            raise UserError("--tasks and --texts are both empty; name one")
+        if self.batch_size != "auto" and not (isinstance(self.batch_size, int) and self.batch_size > 0):
+            raise UserError(f"--batch_size must be auto or a number, got {self.batch_size}")
 
     @property
     def where(self) -> Where:
         return Where(self.folder, self.include_path)
 
 
-def check_asked(config: Any) -> None:
-    """Raise UserError for tasks, texts, shots, a limit or a batch size that cannot be meant."""
-    if config.limit is not None and config.limit < 1:
-        raise UserError(f"--limit must be at least 1, got {config.limit}")
-    if not config.shots or min(config.shots) < 0:
-        raise UserError("--shots must be numbers of examples, such as [0, 5]")
-    if not config.tasks and not config.texts:
-        raise UserError("--tasks and --texts are both empty; name one")
-    if config.batch_size != "auto" and not (isinstance(config.batch_size, int) and config.batch_size > 0):
-        raise UserError(f"--batch_size must be auto or a number, got {config.batch_size}")
+@dataclasses.dataclass(frozen=True)
+class TasksConfig(AskedConfig):
+    """What is asked of which model; densities are means over the layers."""
+
+    RESULTS = "tasks"
+
+    backend: str = "mask"
+    """Of the sparse model: mask, gather, triton or auto."""
+    mlp_density: float | None = None
+    """Null: as the bundle was calibrated."""
+    head_density: float | None = None
+    """Null: as the bundle was calibrated."""
+    sparse_from: int | str = 0
+    """Prompt (contexts dense, continuations sparse) or a position (0: everything sparse)."""
+    use_cache: str | None = None
+    """File of answers that a next run takes up, less its ending."""
+    log_samples: bool = False
+    """Write samples_<task>_<shots>_<model>.jsonl."""
+
+    def check(self) -> None:
+        """Raise UserError for a value that cannot be meant."""
+        super().check()
+        position = self.sparse_from
+        if position != "prompt" and (isinstance(position, str) or position < 0):
+            raise UserError(f"--sparse_from must be prompt or a position, got {self.sparse_from}")
 
 
 def read_config(kind: type[T], argv: Sequence[str] | None, description: str) -> T:
@@ -156,11 +145,9 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
             yield mean
 
 
-def all_questions(config: Any) -> list[Questions]:
+def all_questions(config: AskedConfig) -> list[Questions]:
     """The tasks at every number of shots, then the texts.
 
-    Args:
-        config: has ``tasks``, ``texts``, ``where``, ``shots``, ``limit`` and ``seed``.
     Raises:
         UserError: what :func:`build_questions` raises.
     """

@@ -3,39 +3,24 @@
 import dataclasses
 import re
 
-from dejavu_train.bundle.folder import named_model
-from dejavu_train.data.text import SETS
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.shared_config import TextConfig, TextSet
 
 PASS_PARTS = ("residual", "units", "attention", "union")
 PARTS = (*PASS_PARTS, "selections", "predictors", "neighbours", "cost")
 
 
 @dataclasses.dataclass(frozen=True)
-class ObserveConfig:
+class ObserveConfig(TextConfig):
     """What to observe of a dense model on held-out text, and of a bundle's predictors if there is one."""
 
-    model: str = ""
-    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle was made for."""
-    revision: str | None = None
-    """Commit or tag of a hub model."""
-    bundle: str | None = "checkpoints/demo/bundle"
+    bundle: str | None = "checkpoints/demo/bundle"  # type: ignore[assignment]
     """Folder or hub id; null: none, which leaves out the parts selections and predictors."""
     output: str = "checkpoints/demo"
     """The folder observations is made in it: CSV, SVG and PNG files, and observations.json."""
     text: str = "installed-docs"
     """An installed source, a .txt or .jsonl file, or a hub dataset."""
-    text_config: str | None = None
-    """Of a hub dataset."""
-    text_revision: str | None = None
-    """Of a hub dataset."""
-    text_field: str = "text"
-    """Of a hub dataset or a JSONL line."""
-    text_cache: str = "checkpoints/text"
-    """Where installed texts are cached."""
-    text_set: str = "test"
-    """Which set of a text that is split."""
-    predictor_set: str = "val"
+    predictor_set: TextSet = "val"
     """The same for the part predictors: the paper takes validation documents."""
     tokens: int | None = 20_000
     """Of the one pass, about; a window of each document before any gives a second one; null: all."""
@@ -73,27 +58,14 @@ class ObserveConfig:
     """1e12 operations a second of the device; null: measured."""
     peak_gb_s: float | None = None
     """1e9 bytes a second; null: measured."""
-    device: str = "auto"
-    """Name of the device: auto, cpu or cuda[:N]."""
     device_map: str | None = None
     """Auto: a model over several GPUs; needs accelerate."""
-    dtype: str = "float32"
-    """Type of the weights: float32, float16 or bfloat16."""
-    seed: int = 0
-    """Of what is drawn at random."""
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            object.__setattr__(self, "model", named_model(self.bundle))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown or not self.parts:
             raise UserError(f"--parts must be some of {', '.join(PARTS)}, got {', '.join(unknown) or 'none'}")
-        for name in ("text_set", "predictor_set"):
-            if getattr(self, name) not in SETS:
-                raise UserError(f"--{name} must be one of {', '.join(SETS)}, got {getattr(self, name)}")
         if not self.losses or not all(0 < loss < 1 for loss in self.losses):
             raise UserError(f"--losses must lie between 0 and 1, got {list(self.losses)}")
         if not self.densities or not all(0 < density <= 1 for density in (*self.densities, self.neighbour_density)):

@@ -1,0 +1,64 @@
+"""The keys that commands of a model and its bundle share, with their defaults. Readable without torch."""
+
+import dataclasses
+from typing import Any, Literal
+
+from dejavu_train.bundle.folder import beside, named_model
+from dejavu_train.data.text import TextSource
+
+TextSet = Literal["train", "calibration", "val", "test"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Which model is run with which bundle, and on what."""
+
+    RESULTS = ""  # the folder of results within the one that the bundle's lies in
+
+    model: str = ""
+    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle was made for."""
+    bundle: str = "checkpoints/demo/bundle"
+    """Folder or hub id of predictors and thresholds, as train.py writes them."""
+    output: str = ""
+    """Folder of results; empty: beside the bundle's folder, for a bundle of the hub in checkpoints/NAME. The name is
+    followed by /tasks or /paper for those. Results of an earlier run of infer.py there are kept under another name."""
+    device: str = "auto"
+    """Name of the device: auto, cpu, cuda or cuda:N."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of the weights."""
+    seed: int = 0
+    """Of what is drawn at random, and of the order of documents."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", named_model(self.bundle))
+        if not self.output and self.bundle:
+            object.__setattr__(self, "output", beside(self.bundle, self.RESULTS))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig(ModelConfig):
+    """Which text is read besides."""
+
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    text_config: str | None = None
+    """Configuration of a hub dataset, for instance en."""
+    text_revision: str | None = None
+    """Commit or tag of a hub dataset."""
+    text_field: str = "text"
+    """Field that holds the text, of a hub dataset or a JSONL line."""
+    text_cache: str = "checkpoints/text"
+    """Folder where installed texts are cached."""
+    text_set: TextSet = "test"
+    """Which set is read of a text that is split: of training, installed-docs, hub datasets."""
+
+    def source(self, text: str | dict[str, Any]) -> TextSource:
+        """A text as the readers of text want it."""
+        return TextSource(
+            source=text,
+            config=self.text_config,
+            revision=self.text_revision,
+            field=self.text_field,
+            cache=self.text_cache,
+        )
