@@ -119,10 +119,13 @@ class Bundle:
         layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
         return {i: tuple(self.tensors[tensor_name(i, "mlp", part)] for part in parts) for i in layers}  # type: ignore[misc]
 
-    def second_stages(self, ups: Mapping[int, Any] | Sequence[Any]) -> dict[int, SecondStage]:
-        """By layer the second stage of its cascade, of layers that are not dense; ``ups``: their linear maps (fc1)."""
-        tested = {i: grid for i, grid in self.cascades().items() if not self.specs[i, "mlp"].dense}
-        return {i: build_second_stage(ups[i].weight, ups[i].bias, *grid) for i, grid in tested.items()}
+    def second_stages(self, ups: Sequence[Any]) -> dict[int, SecondStage]:
+        """By layer the second stage of its cascade; ``ups``: of every layer the linear map into the neurons (fc1)."""
+        return {layer: self.second_stage(layer, ups[layer]) for layer in self.cascades()}
+
+    def second_stage(self, layer: int, up: Any) -> SecondStage:
+        """The second stage of a layer with a cascade; ``up``: its linear map into the neurons (fc1)."""
+        return build_second_stage(up.weight, up.bias, *self.cascades()[layer])
 
     def frequency(self, layer: int, target: str) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibration``; orders the static selection."""

@@ -14,7 +14,9 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.families.plain import plain_ups
+from dejavu_train.families import blocks_of
+from dejavu_train.families.plain import plain_up
+from dejavu_train.predictors.bit_planes import SecondStage
 
 Sites = Mapping[tuple[str, int], Tensor]
 
@@ -53,25 +55,36 @@ class Predicted:
         self.bundle = bundle
         self.device = torch.device(device)
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.specs}
-        tested = [layer for layer in bundle.cascades() if not bundle.specs[layer, "mlp"].dense]
-        self._second_stages = {} if model is None else bundle.second_stages(plain_ups(model, tested))
+        self._blocks = {} if model is None else {layer: blocks_of(model)[layer] for layer in bundle.cascades()}
+        self._second_stages: dict[int, SecondStage] = {}
+        for layer in self._blocks:
+            self._second_stage(layer)
         self._fc1: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
         self.thresholds: dict[Key, Tensor] = {}
 
+    def _second_stage(self, layer: int) -> SecondStage | None:
+        """Of a cascade that is not dense; made when it is first needed."""
+        if layer not in self._blocks or self.bundle.specs[layer, "mlp"].dense:
+            return None
+        if layer not in self._second_stages:
+            self._second_stages[layer] = self.bundle.second_stage(layer, plain_up(self._blocks[layer]))
+        return self._second_stages[layer]
+
     @property
     def sites(self) -> set[tuple[str, int]]:
         """Which (site, layer) must be handed to ``__call__``."""
-        staged = {("mlp_in", layer) for layer in self._second_stages}
+        staged = {("mlp_in", layer) for layer in self._blocks if self._second_stage(layer) is not None}
         return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | staged
 
     def up(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own fc1."""
-        if layer not in self._second_stages:
+        stage = self._second_stage(layer)
+        if stage is None:
             return None
         if layer not in self._fc1:
-            self._fc1[layer] = self._second_stages[layer].planes.weight()
-        return self._fc1[layer], self._second_stages[layer].bias
+            self._fc1[layer] = stage.planes.weight()
+        return self._fc1[layer], stage.bias
 
     def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
         """Select for one layer and target.
@@ -86,7 +99,8 @@ class Predicted:
         inputs = sites[spec.site, spec.site_layer]
         logits = self.predictors[layer, target](inputs.to(self.device, torch.float32))
         keep = select(logits, spec, self.thresholds.get((layer, target))).to(inputs.device)
-        if target == "mlp" and layer in self._second_stages:
+        stage = self._second_stage(layer) if target == "mlp" else None
+        if stage is not None:
             self.candidates[layer] = keep.sum(-1)
-            keep = keep & self._second_stages[layer].passed(sites["mlp_in", layer]).to(keep.device)
+            keep = keep & stage.passed(sites["mlp_in", layer]).to(keep.device)
         return keep

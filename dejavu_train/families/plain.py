@@ -96,15 +96,14 @@ def plain_block(block: BlockParts) -> BlockParts:
     return replace(block, **parts)
 
 
-def plain_ups(model: Any, layers: Iterable[int]) -> dict[int, Any]:
-    """By layer the linear map into the neurons, for a second stage.
+def plain_up(block: BlockParts) -> Any:
+    """The linear map into a layer's neurons, for a second stage.
 
     Raises:
         UserError: one that must be called.
     """
-    blocks = blocks_of(model)
     try:
-        return {layer: plain_linear(f"{blocks[layer].name} (up)", blocks[layer].up) for layer in layers}
+        return plain_linear(f"{block.name} (up)", block.up)
     except NotPlain as refusal:
         remedy = "give a bundle without one (calibrate.cascade null)"
         raise UserError(f"{refusal}, and a second stage reads it; {remedy}") from None

@@ -62,7 +62,11 @@ class GatherDecoder:
         called += [*family.embeddings(model), model.get_output_embeddings()]
         check_calls(model, called if self.final_norm is None else [*called, self.final_norm], itself=True)
         self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
-        self.second_stages = bundle.second_stages([block.up for block in self.blocks])
+        self.second_stages = {
+            layer: second_stage
+            for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()
+            if not bundle.specs[layer, "mlp"].dense
+        }
         self.on_select: OnSelect | None = None
         """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
         for block in self.blocks:
