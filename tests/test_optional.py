@@ -84,12 +84,13 @@ def test_matplotlib(hide, tmp_path):
     assert picture.plot_curves({}, tmp_path / "curve.png") is False and not list(tmp_path.iterdir())
 
 
-def test_no_folder_for_temporary_files(monkeypatch, capsys):
+def test_no_folder_for_temporary_files(monkeypatch, capsys, tmp_path):
+    absent = str(tmp_path / "nowhere")
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [absent])
     assert exit_on_user_error(lambda argv: tempfile.gettempdir()) == 2
     error = capsys.readouterr().err
-    assert error.endswith("['/nowhere']; set TMPDIR to a folder that can be written\n")
+    assert error.endswith(f"['{absent}']; set TMPDIR to a folder that can be written\n")
 
 
 def test_a_system_that_binds_no_process_to_cores(monkeypatch):

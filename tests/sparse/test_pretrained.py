@@ -56,7 +56,8 @@ def expected(joint):
 
 @torch.no_grad()
 def same(model, expected):
-    torch.testing.assert_close(model(IDS).logits.float(), expected, rtol=1e-4, atol=1e-4)
+    logits = model(IDS.to(model.device)).logits.float().cpu()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     return True
 
 

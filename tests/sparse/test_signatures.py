@@ -178,6 +178,8 @@ def run_pipeline(case: Case, row):
     case.tokenizer.model_max_length = 512
     if "generation_config" in options:
         del call["max_new_tokens"], call["do_sample"]
+    if "device_map" not in options:
+        options["device"] = "cpu"  # a pipeline takes a GPU by itself
     return plain(pipeline(**options)(**call))
 
 
