@@ -70,9 +70,9 @@ def is_adapter(module: nn.Module) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "merge")
 
 
-def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
-    """The hooks around a module's forward pass, each with its number."""
-    return [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks around a module's forward pass; a list, because another thread may add one meanwhile."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def plain_blocks(model: Any) -> list[BlockParts]:

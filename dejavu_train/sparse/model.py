@@ -14,6 +14,7 @@ Four backends select the same units:
 per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -253,10 +254,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
     @property
     def _runtime(self) -> Runtime:
-        """What the caller's call runs through; made anew where weights, dtype or device have changed since."""
-        call = self._call
-        if call is not None:
-            return call.runtime
+        """What a call runs through that begins now; made anew where weights, dtype or device have changed since."""
         with self._held.lock, no_mode(self.device):
             if self._held.value is None or not self._held.value.fits(self):
                 self._held.value = self._run_with(self.bundle)
@@ -268,18 +266,15 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         return "mask" if self._bundle is None else self._runtime.backend
 
     @property
-    def _call(self) -> Call | None:
-        return call_of(self)
-
-    @property
     def _gathering(self) -> bool:
         """Whether the caller stands in a call of ``generate()`` that transformers' loops run."""
-        return self._call is not None
+        return call_of(self) is not None
 
     @property
     def _ending_tokens(self) -> Tensor | None:
         """Tokens after which a row of the caller's call is over."""
-        return None if self._call is None else self._call.ending_tokens
+        call = call_of(self)
+        return None if call is None else call.ending_tokens
 
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`; None without one."""
@@ -345,10 +340,12 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         use_cache: bool | None = None,
         position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        sparse_call: Call | None = None,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """As ``OPTForCausalLM.forward``.
 
+        ``sparse_call`` is given by ``generate()``: a forward pass that somebody else makes meanwhile is not part of it.
         Through ``triton`` every position of whole rows is scored by the engine's steps; no cache comes back.
 
         Raises:
@@ -369,7 +366,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if past_key_values is not None and not isinstance(past_key_values, Cache):
             raise UserError(f"past_key_values must be a Cache, got {type(past_key_values).__name__}")
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        runtime, call = self._runtime, self._call
+        call = sparse_call
+        runtime = self._runtime if call is None else call.runtime
         start = self.sparse_from if call is None else call.sparse_from
         if runtime.backend != "mask":
             attention_mask = visible_columns(attention_mask, shape, past, self.device)
@@ -421,8 +419,8 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             except UserError as refusal:
                 self._judge(refusal, runtime)
         tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
-        with runtime.turn(nested=call is not None), torch.autocast(self.device.type, enabled=False):
-            return self._forward_sparse(runtime, *tokens, positions, sparse, **common)
+        with runtime.turn(nested=self._gathering), torch.autocast(self.device.type, enabled=False):
+            return self._forward_sparse(runtime, call, *tokens, positions, sparse, **common)
 
     def _output(
         self, logits: Tensor, labels: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
@@ -437,6 +435,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def _forward_sparse(
         self,
         runtime: Runtime,
+        call: Call | None,
         input_ids: Tensor | None,
         visible: Tensor,
         cache: Cache | None,
@@ -452,7 +451,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         _check_cache(cache)
         kept = cache is not None or (self.config.use_cache if use_cache is None else use_cache)
         cache = cache if cache is not None else SparseCache(self.config.num_hidden_layers)
-        live = self._note_ended_rows(input_ids, cache)
+        live = _note_ended_rows(call, input_ids, cache)
         given = input_ids if embeds is None else embeds
         assert given is not None
         hidden = family_of(self).embed(self, given, positions)
@@ -464,14 +463,10 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             logits = _RefuseGradient.apply(logits if logits.requires_grad else logits.detach().requires_grad_())
         return self._output(logits, labels, cache if kept else None, kwargs)
 
-    def _note_ended_rows(self, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
-        """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
-        ending = self._ending_tokens
-        if ending is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
-            return None
-        ended = torch.isin(input_ids[:, 0], ending.to(input_ids.device))
-        cache.finished = ended if cache.finished is None else cache.finished | ended
-        return ~cache.finished
+    @functools.wraps(OPTForCausalLM.prepare_inputs_for_generation)  # transformers looks at its signature
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', with the call that the forward pass belongs to."""
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "sparse_call": call_of(self)}
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As ``OPTForCausalLM.generate``.
@@ -483,7 +478,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         Raises:
             UserError: ``triton`` was asked for anything else; ``gather`` for prompts that are padded on the right.
         """
-        runtime, nested, start = self._runtime, self._call is not None, self.sparse_from
+        runtime, nested, start = self._runtime, self._gathering, self.sparse_from
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
@@ -536,6 +531,16 @@ def _check_cache(cache: Cache | None) -> None:
             f"the backend gather needs a SparseCache, got {type(cache).__name__};"
             " leave past_key_values out, or make one with model.new_cache()"
         )
+
+
+def _note_ended_rows(call: Call | None, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
+    """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
+    ending = None if call is None else call.ending_tokens
+    if ending is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
+        return None
+    ended = torch.isin(input_ids[:, 0], ending.to(input_ids.device))
+    cache.finished = ended if cache.finished is None else cache.finished | ended
+    return ~cache.finished
 
 
 def _checkpoints_gradients(model: torch.nn.Module) -> bool:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from bundles import make_bundle
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.errors import UserError
@@ -96,6 +97,21 @@ def test_another_bundle_is_for_the_calls_that_begin_after_it(folder, bundle, bac
 
     assert written(model, ids, streamer=Exchange()) == before
     assert written(model, ids) == after
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_a_forward_pass_within_generate_is_no_part_of_it(folder, bundle, backend):
+    model, ids, other = sparse(folder, bundle, backend, sparse_from="prompt"), tokens(5), tokens(20, 4)
+    with torch.no_grad():
+        alone, text, seen = model(other).logits, written(model, ids), []
+
+        class Look(StoppingCriteria):
+            def __call__(self, rows, scores, **_):
+                seen.append(model(other).logits)
+                return torch.zeros(len(rows), dtype=torch.bool)
+
+        assert written(model, ids, stopping_criteria=StoppingCriteriaList([Look()])) == text
+    assert len(seen) == 10 and all(torch.equal(logits, alone) for logits in seen)
 
 
 def test_what_is_no_bundle_changes_nothing(folder, bundle):
