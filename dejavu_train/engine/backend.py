@@ -87,7 +87,7 @@ class EngineBackend:
             try:
                 share = DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
             except NotPlain as refusal:
-                raise Unsupported(str(refusal)) from None
+                raise Unsupported(refusal.what) from None
             self._weights = share
         return self._weights
 

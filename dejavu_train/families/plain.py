@@ -17,11 +17,12 @@ from dejavu_train.errors import UserError
 from dejavu_train.families.base import BlockParts, blocks_of, family_of
 
 
-class NotPlain(Exception):
-    """A module that only a call does justice to. Each backend says what to do instead, as a :class:`UserError`."""
+class NotPlain(UserError):
+    """A module that only a call does justice to. ``what``: the message without its remedy."""
 
     def __init__(self, name: str, what: str) -> None:
-        super().__init__(f"{name} {what}")
+        self.what = f"{name} {what}"
+        super().__init__(f"{self.what}; use backend='mask', which calls every module")
 
 
 LINEAR = ("q", "k", "v", "out", "up", "down")
@@ -70,9 +71,9 @@ def is_adapter(module: nn.Module) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "merge")
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks around a module's forward pass; a list, because another thread may add one meanwhile."""
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
+    """The hooks around a module's forward pass, each with its number."""
+    return [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
 
 
 def plain_blocks(model: Any) -> list[BlockParts]:
@@ -113,8 +114,10 @@ def check_read(model: Any) -> None:
     """Refuse what an engine would leave out that reads LayerNorms, the LM head and numbers by what an OPT's are.
 
     Raises:
-        NotPlain: a LayerNorm of another class, an LM head with a bias, another activation or scaling.
+        NotPlain: as :func:`check_calls`; a LayerNorm of another class, an LM head with a bias, another activation or
+            scaling.
     """
+    check_calls(model)
     norms = {"the final norm": family_of(model).final_norm(model)}
     for block in blocks_of(model):
         if not isinstance(block.activate, nn.ReLU):

@@ -139,6 +139,14 @@ class CodedLinear(RowLinear):
         for name in ("words", "scales"):
             destination[prefix + name] = destination[prefix + name].flatten(0, -2)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """As it is saved: rows that lie head by head in a GPU's engine take those that lie one behind the other."""
+        for name, own in (("words", self.words), ("scales", self.scales)):
+            given = state_dict.get(prefix + name)
+            if given is not None and given.shape == own.flatten(0, -2).shape:
+                state_dict[prefix + name] = given.view_as(own)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, {self.layout.sizes.bits} bits, group={self.layout.sizes.group}"

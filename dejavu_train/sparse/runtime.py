@@ -107,7 +107,7 @@ class Runtime:
                 try:
                     self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)
                 except NotPlain as refusal:
-                    raise UserError(f"{refusal}; use backend='mask', which calls every module") from None
+                    raise UserError(str(refusal)) from None
                 if self.engines is not None:  # weights were laid out anew
                     self._sources = self._read_sources(model)
             return self.gatherer
@@ -171,4 +171,4 @@ def _engine_backend(
     except ImportError as error:
         raise Unsupported(f"the engine {backend} cannot be loaded ({error})") from None
     except NotPlain as refusal:
-        raise Unsupported(str(refusal)) from None
+        raise Unsupported(refusal.what) from None

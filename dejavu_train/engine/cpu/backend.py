@@ -73,7 +73,7 @@ class CpuBackend:
             try:
                 self._weights = CpuWeights.from_model(model)
             except NotPlain as refusal:
-                raise Unsupported(str(refusal)) from None
+                raise Unsupported(refusal.what) from None
         return self.pool.engine(rows, tokens)
 
     def _begin_anew_in_a_fork(self) -> None:
