@@ -295,7 +295,7 @@ class Bundle:
         if not folder.is_dir():
             if looks_local(str(name)):
                 raise UserError(f"there is no bundle folder {name}; python train.py makes one")
-            folder = fetch(str(name), [METADATA, TENSORS], "the bundle", {"revision": revision, **hub})
+            folder = fetch(str(name), [METADATA, TENSORS], "cannot fetch the bundle", {"revision": revision, **hub})
         where = f"the bundle {name}"
         metadata = read_json(folder / METADATA, f"{where}: {METADATA}")
         if not isinstance(metadata, dict) or "schema" not in metadata:

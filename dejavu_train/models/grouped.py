@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,8 +13,9 @@ class GroupedProjection(RowLinear):
     """A q, k or v projection with its rows grouped by head in the engine's tensor; used as the `nn.Linear` it replaces.
 
     The engine reads one contiguous range a head, (h, 3, head_dim, d); this module holds a view of one third. `weight`
-    is gathered anew at each use, a transient copy of (d, d), so a forward pass through it is right but not fast. A
-    state dict holds `weight` and `bias`, as that of `nn.Linear`.
+    is gathered anew at each use, a transient copy of (d, d), so a forward pass through it is right but not fast. An
+    edit of that copy would be lost, so PyTorch refuses it, but for one through `.data`. Edit `rows`, or load a state
+    dict, which holds `weight` and `bias` as that of `nn.Linear`.
 
     Args:
         rows: (h, head_dim, d), usually a view.
@@ -28,15 +30,19 @@ class GroupedProjection(RowLinear):
 
     @property
     def weight(self) -> Tensor:
-        """(h * head_dim, d), a copy."""
+        """(h * head_dim, d), a copy that cannot be edited in place."""
+        with torch.inference_mode():
+            return self._copy()
+
+    def _copy(self) -> Tensor:
         return self.rows.flatten(0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d) -> (..., h * head_dim)."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._copy(), self.bias)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
+        for name, tensor in (("weight", self._copy()), ("bias", self.bias)):
             if tensor is not None:
                 destination[prefix + name] = tensor if keep_vars else tensor.detach()
 

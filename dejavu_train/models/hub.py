@@ -26,11 +26,11 @@ def in_hub_cache(folder: Path) -> bool:
     )
 
 
-def fetch(name: str, patterns: Iterable[str], what: str, hub: Mapping[str, Any]) -> Path:
+def fetch(name: str, patterns: Iterable[str], failure: str, hub: Mapping[str, Any]) -> Path:
     """The snapshot of OWNER/NAME in the hub's cache, with the files of ``patterns`` that it has.
 
     Args:
-        what: names what is fetched in the error.
+        failure: how the error begins, such as "cannot fetch the weights of".
         hub: some of ``KEYWORDS``.
     Raises:
         UserError: no such repository or revision, no access, no network.
@@ -42,7 +42,7 @@ def fetch(name: str, patterns: Iterable[str], what: str, hub: Mapping[str, Any])
         return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
     except (HTTPError, OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(f"cannot fetch {what} {name}: {reason}") from None
+        raise UserError(f"{failure} {name}: {reason}") from None
 
 
 def within(subfolder: str, files: Iterable[str]) -> list[str]:
@@ -68,7 +68,7 @@ def model_folder(name: str, subfolder: str = "", **hub: Any) -> Path:
     elif looks_local(name):
         raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
     else:
-        folder = fetch(name, within(subfolder, SMALL_FILES), "the config of", hub) / subfolder
+        folder = fetch(name, within(subfolder, SMALL_FILES), "cannot fetch the config of", hub) / subfolder
     if not (folder / "config.json").is_file():
         raise UserError(f"the model folder {folder} has no config.json; give a folder written by save_pretrained")
     return folder

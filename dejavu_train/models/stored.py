@@ -176,10 +176,10 @@ def stored_files(name: str, subfolder: str = "", **hub: Any) -> list[Path]:
     folder = model_folder(name, subfolder, **hub)
     if not Path(name).is_dir():
         for candidate in candidates(folder):
-            fetch(name, within(subfolder, [candidate]), "the weights of", hub)
+            fetch(name, within(subfolder, [candidate]), "cannot fetch the weights of", hub)
             if (folder / candidate).is_file():
                 if candidate.endswith(".index.json"):
-                    fetch(name, within(subfolder, shards(folder / candidate)), "the weights of", hub)
+                    fetch(name, within(subfolder, shards(folder / candidate)), "cannot fetch the weights of", hub)
                 break
     return loaded_files(folder)
 

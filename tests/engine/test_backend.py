@@ -342,6 +342,20 @@ def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, 
         torch.testing.assert_close(again(ids).logits, before)
 
 
+def test_an_edit_that_would_be_lost_is_refused(folder, bundle):
+    model, ids = sparse(folder, bundle), tokens(1, 6)
+    before = model.generate(ids, **GREEDY)
+    query = model.model.decoder.layers[0].self_attn.q_proj
+    with torch.no_grad(), pytest.raises(RuntimeError, match="[Ii]n-?place update to inference tensor"):
+        query.weight.mul_(-3.0)
+    with torch.no_grad():
+        query.rows.mul_(-3.0)
+    reference = sparse(folder, bundle, "gather")
+    reference.load_state_dict(model.state_dict())
+    after = model.generate(ids, **GREEDY)
+    assert torch.equal(after, reference.generate(ids, **GREEDY)) and not torch.equal(after, before)
+
+
 def test_other_thresholds_and_dtypes(folder, bundle):
     model, ids = sparse(folder, bundle), tokens(2, 7)
     model.generate(ids, **GREEDY)
