@@ -95,7 +95,8 @@ def beside(bundle: str, name: str = "") -> str:
     """Where results of a bundle go when nothing is named: the folder that the bundle's lies in, for a bundle of the hub
     checkpoints/NAME; ``name`` is of a folder within it."""
     folder = Path(bundle)
-    return str((folder.parent if folder.is_dir() else Path("checkpoints") / folder.name) / name)
+    local = folder.is_dir() or looks_local(bundle)
+    return str((folder.parent if local else Path("checkpoints") / folder.name) / name)
 
 
 def _metadata(bundle: str) -> Any:

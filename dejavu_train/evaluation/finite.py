@@ -36,7 +36,8 @@ def first_fault(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> str | Non
     parts: list[tuple[str, nn.Module]] = [("the embeddings", module) for module in family.embeddings(model)]
     for layer, block in enumerate(family.blocks(model)):
         parts += [(f"the attention of layer {layer}", block.attention), (f"the MLP of layer {layer}", block.down)]
-    parts += [("the final norm", family.final_norm(model))]
+    norm = family.final_norm(model)
+    parts += [(f"the final {type(norm).__name__}", norm)]
     found: list[str] = []
 
     def looks(name: str) -> Any:
