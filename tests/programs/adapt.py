@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.grouped import GroupedProjection
 
 from .compute import draw_compute, run_compute
 from .edit import draw_density
@@ -198,8 +199,9 @@ def poison(world: World, call: dict[str, Any]) -> None:
             if kind == "sharp":
                 for block in model.model.decoder.layers:
                     for name in ("q_proj", "k_proj"):
-                        block.self_attn.get_submodule(name).weight.mul_(250)
-                        block.self_attn.get_submodule(name).bias.mul_(250)
+                        projection = block.self_attn.get_submodule(name)
+                        _put(projection, "weight", projection.weight * 250)
+                        projection.bias.mul_(250)
             else:
                 value = {"nan": math.nan, "inf": math.inf, "large": 30000.0}[kind]
                 submodule(model, call["path"]).bias.view(-1)[3] = value
@@ -209,7 +211,13 @@ def poison(world: World, call: dict[str, Any]) -> None:
         for model in (world.model, world.truth):
             with torch.no_grad():
                 for path, part in places:
-                    getattr(submodule(model, path), part).copy_(kept[path, part])
+                    _put(submodule(model, path), part, kept[path, part])
+
+
+def _put(module: torch.nn.Module, part: str, value: torch.Tensor) -> None:
+    """Set a tensor of a module; the weight of a projection that an engine of a GPU holds is a copy of its rows."""
+    held = module.rows if part == "weight" and isinstance(module, GroupedProjection) else getattr(module, part)
+    held.copy_(value.view_as(held))
 
 
 def _refused_or_right(world: World, call: dict[str, Any], kind: str) -> None:
