@@ -29,9 +29,8 @@ def main() -> int:
     parser.add_argument("--leave_out", nargs="+", default=[], help="calls or kinds that are known to fail")
     asked = parser.parse_args()
     first, _, last = asked.seeds.partition("-")
-    quiet()
     calls, refused, reasons, findings, seconds = 0, 0, collections.Counter(), [], 0.0
-    with tempfile.TemporaryDirectory() as folder:
+    with quiet(), tempfile.TemporaryDirectory() as folder:
         base = Base(Path(folder))
         for seed in range(int(first), int(last or first) + 1):
             program = without(draw(seed), set(asked.leave_out))

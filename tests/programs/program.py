@@ -1,5 +1,6 @@
 """Draws programs, runs them, and makes a failing one short."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -9,6 +10,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +180,20 @@ def describe(program: Program) -> str:
     return "\n".join([json.dumps(profile), *("  " + json.dumps(call) for call in program["calls"])])
 
 
-def quiet() -> None:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Warnings of transformers and one-line notices of ours say nothing about a program."""
     from transformers.utils import logging as notices
 
     notices.disable_progress_bar()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 __all__ = ["Outcome", "Program", "describe", "draw", "quiet", "run", "shrink", "without"]

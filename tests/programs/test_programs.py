@@ -18,8 +18,8 @@ FOUND = json.loads((Path(__file__).parent / "found.json").read_text(encoding="ut
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    quiet()
-    return Base(tmp_path_factory.mktemp("programs"))
+    with quiet():
+        yield Base(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 4))
