@@ -32,7 +32,8 @@ from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.selectors import TargetPredictor
-from dejavu_train.models.opt import OPTShape, load_opt
+from dejavu_train.families import ModelDims
+from dejavu_train.models.opt import load_opt
 
 WARM_UP = 2
 COLUMNS = (
@@ -58,7 +59,7 @@ class Rival:
     heads: list[float] = field(default_factory=list)
 
 
-def random_weights(shape: OPTShape, stored: str, group: int | None, live_share: float) -> CpuWeights:
+def random_weights(shape: ModelDims, stored: str, group: int | None, live_share: float) -> CpuWeights:
     """Random weights whose neurons are active with this probability; see `decode_problem.random_weights`."""
     weights = CpuWeights.random(shape, stored, group, std=STD)
     weights.model.fc1_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
@@ -66,7 +67,7 @@ def random_weights(shape: OPTShape, stored: str, group: int | None, live_share: 
 
 
 def random_predictors(
-    shape: OPTShape, rank: int, mlp_density: float, head_density: float, stored: str
+    shape: ModelDims, rank: int, mlp_density: float, head_density: float, stored: str
 ) -> list[TargetPredictor]:
     """Random predictors that select about these shares; none for a share of 1.
 
@@ -191,7 +192,7 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def our_engines(args: argparse.Namespace, context: int) -> tuple[OPTShape, list[tuple[str, CpuEngine]], float | str]:
+def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list[tuple[str, CpuEngine]], float | str]:
     """Our rivals, dense and sparse, in every asked format; sparse and dense share the weights."""
     engines: list[tuple[str, CpuEngine]] = []
     options: dict[str, Any] = {"batch": args.batch, "context": context}

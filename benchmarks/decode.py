@@ -36,8 +36,8 @@ from benchmarks.rows import append_row, command_line, five_digits, gpu_versions,
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.families import ModelDims
 from dejavu_train.models.int4_sizes import row_sizes
-from dejavu_train.models.opt import OPTShape
 
 EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
@@ -116,7 +116,7 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
     return row
 
 
-def bytes_needed(shape: OPTShape, batch: int, positions: int, packed: bool = False) -> int:
+def bytes_needed(shape: ModelDims, batch: int, positions: int, packed: bool = False) -> int:
     """Weights, K/V and kept inputs: what a cell that does not fit would take, scratch not counted."""
     kept = 3 * shape.n_layers * batch * positions * shape.d_model
     layer = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn

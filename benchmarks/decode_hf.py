@@ -7,7 +7,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 
 class Clock(BaseStreamer):
@@ -27,7 +27,7 @@ class Clock(BaseStreamer):
         return [1e3 * (b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
-def random_opt(shape: OPTShape, device: str = "cuda", dtype: torch.dtype = torch.float16) -> OPTForCausalLM:
+def random_opt(shape: ModelDims, device: str = "cuda", dtype: torch.dtype = torch.float16) -> OPTForCausalLM:
     """A model with the weights that transformers gives a new one."""
     config = OPTConfig(
         vocab_size=shape.vocab_size, hidden_size=shape.d_model, word_embed_proj_dim=shape.d_model,
@@ -43,7 +43,7 @@ def random_opt(shape: OPTShape, device: str = "cuda", dtype: torch.dtype = torch
         torch.set_default_dtype(torch.float32)
 
 
-def hugging_face(shape: OPTShape, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
+def hugging_face(shape: ModelDims, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
     """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles.
 
     The second call is timed, so that compiling and recording graphs are over; its first tokens are left out.

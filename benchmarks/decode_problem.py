@@ -14,18 +14,18 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights, written_out
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 from kernels.common.layer_norm import layer_norm_reference
 from kernels.mlp.select import PredictorWeights, predict_reference
 
 SHAPES = {
-    "1.3b": OPTShape(2048, 8192, 24, 32, 50272, 2048),
-    "2.7b": OPTShape(2560, 10240, 32, 32, 50272, 2048),
-    "6.7b": OPTShape(4096, 16384, 32, 32, 50272, 2048),
-    "13b": OPTShape(5120, 20480, 40, 40, 50272, 2048),
-    "30b": OPTShape(7168, 28672, 48, 56, 50272, 2048),
-    "66b": OPTShape(9216, 36864, 64, 72, 50272, 2048),
-    "175b": OPTShape(12288, 49152, 96, 96, 50272, 2048),
+    "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),
+    "2.7b": ModelDims(2560, 10240, 32, 32, 50272, 2048),
+    "6.7b": ModelDims(4096, 16384, 32, 32, 50272, 2048),
+    "13b": ModelDims(5120, 20480, 40, 40, 50272, 2048),
+    "30b": ModelDims(7168, 28672, 48, 56, 50272, 2048),
+    "66b": ModelDims(9216, 36864, 64, 72, 50272, 2048),
+    "175b": ModelDims(12288, 49152, 96, 96, 50272, 2048),
 }
 # 4 % of the dense MLP's bytes.
 RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576, "175b": 768}
@@ -39,7 +39,7 @@ STD = 0.02
 
 
 def random_weights(
-    shape: OPTShape, live_share: float, packed: bool = False, packed_head: bool = False
+    shape: ModelDims, live_share: float, packed: bool = False, packed_head: bool = False
 ) -> DecodeWeights:
     """Random weights, of 4 bits where `packed`, whose neurons are live with the given probability, selected or not."""
     weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD, packed=packed, packed_head=packed_head)
@@ -51,7 +51,7 @@ def random_weights(
 
 
 def random_predictors(
-    shape: OPTShape,
+    shape: ModelDims,
     rank: int,
     mlp_density: float,
     head_density: float,

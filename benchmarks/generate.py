@@ -29,7 +29,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 STD = 0.02
@@ -37,7 +37,7 @@ HEAD_RANK = 16
 EXTRA = 20  # steps while thresholds are set
 
 
-def random_bundle(shape: OPTShape, rank: int, mlp_density: float, head_density: float, device: str) -> Bundle:
+def random_bundle(shape: ModelDims, rank: int, mlp_density: float, head_density: float, device: str) -> Bundle:
     """Random predictors; thresholds of zero, to be moved by `set_thresholds`."""
     generator = torch.Generator(device).manual_seed(1)
     entries, tensors = {}, {}

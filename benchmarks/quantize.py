@@ -33,9 +33,9 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.models.int4_sizes import row_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
-from dejavu_train.models.shape import OPTShape
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
@@ -96,7 +96,7 @@ def score(
     return found
 
 
-def block_bytes(shape: OPTShape, bundle: Bundle | None, scored: Scored, four_bits: bool) -> tuple[float, float, float]:
+def block_bytes(shape: ModelDims, bundle: Bundle | None, scored: Scored, four_bits: bool) -> tuple[float, float, float]:
     """Shares: of the bytes of fp16 blocks what was read, and of neurons and heads what was selected."""
     sizes = row_sizes(shape)
     d, n = shape.d_model, shape.d_ffn
@@ -130,7 +130,7 @@ def paired(difference: np.ndarray, tokens: Sequence[int]) -> tuple[float, float 
 class Rows:
     """Appends rows of one model to the CSV, and says them."""
 
-    def __init__(self, options: argparse.Namespace, shape: OPTShape) -> None:
+    def __init__(self, options: argparse.Namespace, shape: ModelDims) -> None:
         self.options, self.shape = options, shape
         import transformers
 
@@ -182,7 +182,7 @@ def report(options: argparse.Namespace) -> None:
     models = {name: load_opt(folder, device=device) for name, folder in folders.items()}
     sparse = [name for name in models if name in options.sparse.split(",")]
     written = options.rows.split(",") if options.rows else ["none", *bundles]
-    rows = Rows(options, OPTShape.from_config(models["fp16"].config))
+    rows = Rows(options, dims_of(models["fp16"].config))
     for text, corpus in corpora.items():
         batches = list(eval_batches(corpus, options.batch_tokens, device))
         dense = [log_probabilities(models["fp16"], batch) for batch in batches]

@@ -25,7 +25,7 @@ from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import exit_on_user_error
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 from dejavu_train.pipeline import table
 from dejavu_train.stages import train_stage
 from dejavu_train.training.job import run_job, summary_rows
@@ -41,7 +41,9 @@ BLOCK = 4096
 
 
 @torch.no_grad()
-def make_shards(folder: Path, shape: OPTShape, tokens: dict[str, int], shard_tokens: int, device: torch.device) -> None:
+def make_shards(
+    folder: Path, shape: ModelDims, tokens: dict[str, int], shard_tokens: int, device: torch.device
+) -> None:
     """Write all shards and layer weights, filled with random but learnable rows."""
     entries: list[ShardEntry] = []
     for name, count in tokens.items():
@@ -99,7 +101,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     d_model, d_ffn, all_layers, n_heads, rank = SHAPES[asked.shape]
-    shape = OPTShape(d_model, d_ffn, asked.layers, n_heads, 50272, 2048)
+    shape = ModelDims(d_model, d_ffn, asked.layers, n_heads, 50272, 2048)
 
     activations = asked.folder / "activations"
     began = time.perf_counter()

@@ -6,15 +6,16 @@ from dejavu_train.config import RunConfig
 from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_sets
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.files import probe_folder, require_name
 from dejavu_train.machine import check_device_map, check_device_name, has_package, require_package
-from dejavu_train.models.shape import OPTShape, read_shape
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.stored import check_folder
 
 TRAIN_EXTRA = "'dejavu-train[train]'"
 
 
-def check(config: RunConfig) -> OPTShape:
+def check(config: RunConfig) -> ModelDims:
     """Compare the configuration with the model's folder, the text, the output and the installed packages.
 
     Returns:
@@ -27,7 +28,7 @@ def check(config: RunConfig) -> OPTShape:
     check_packages()
     _check_asked_packages(config)
     check_device_name(config.collect.device, "collect.device")
-    shape = read_shape(config.model, config.revision)
+    shape = read_dims(config.model, config.revision)
     config.check(shape)
     check_folder(config.model, shape)
     check_sets(config.text, config.model, config.collect.window, ("train", "calibration", "val"))

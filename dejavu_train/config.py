@@ -9,7 +9,8 @@ from dejavu_train.calibration.config import CalibrateConfig, check_reachable
 from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import TARGETS, OPTShape, read_values
+from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.models.config_values import read_values
 from dejavu_train.models.weight_format import stored_format
 from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
 
@@ -61,7 +62,7 @@ class PredictorConfig:
     patience: int = 4
     """Stop after so many validations without improvement; 0 never stops early."""
 
-    def check(self, section: str, shape: OPTShape) -> None:
+    def check(self, section: str, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
         ranges = {
             "rank": COUNT, "steps": NUMBER, "validations": COUNT, "patience": NUMBER, "density": SHARE,
@@ -182,7 +183,7 @@ class RunConfig:
     def predictor(self, target: str) -> PredictorConfig:
         return self.mlp if target == "mlp" else self.heads
 
-    def check(self, shape: OPTShape) -> None:
+    def check(self, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value that does not fit the model."""
         check_ranges(self, "", {"seed": SEED})
         parse_layers(self.layers, shape.n_layers)
@@ -235,7 +236,7 @@ class RunConfig:
         if self.tune.steps and (not self.mlp.enabled or self.calibrate.selection != "threshold"):
             raise UserError("tune.steps needs predictors of the mlp and calibrate.selection threshold")
 
-    def _check_tune(self, shape: OPTShape) -> None:
+    def _check_tune(self, shape: ModelDims) -> None:
         """A bundle whose MLPs are all dense has nothing to tune, which would be found out after training."""
         if not self.tune.steps:
             return
@@ -249,7 +250,7 @@ class RunConfig:
                 " to 0"
             )
 
-    def _check_budget(self, shape: OPTShape) -> None:
+    def _check_budget(self, shape: ModelDims) -> None:
         """A budget that the predictors alone exceed is known before anything is collected."""
         budget = None if self.calibrate.budget is None else parse_budget(self.calibrate.budget).bytes_per_token
         if budget is None:

@@ -18,10 +18,9 @@ from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
-from dejavu_train.families import blocks_of
+from dejavu_train.families import ModelDims, blocks_of
 from dejavu_train.models.hooks import output_gram
 from dejavu_train.models.opt import resolve_device, torch_dtype
-from dejavu_train.models.shape import OPTShape
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.trainer import start_device
@@ -48,12 +47,12 @@ class Estimate:
     """
 
     config: RunConfig
-    shape: OPTShape
+    shape: ModelDims
     block: float
     row: float
 
     @classmethod
-    def measure(cls, config: RunConfig, shape: OPTShape) -> "Estimate":
+    def measure(cls, config: RunConfig, shape: ModelDims) -> "Estimate":
         """Time one block on the device of the run."""
         device, run = resolve_device(config.collect.device), config.collect
         block = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
@@ -120,7 +119,7 @@ class _Nowhere:
 
 
 def _recorded_block(
-    config: RunConfig, shape: OPTShape, device: torch.device, rows: int, length: int
+    config: RunConfig, shape: ModelDims, device: torch.device, rows: int, length: int
 ) -> Callable[[], object]:
     """A pass of ``rows`` windows through one block of the model's shape, as collecting makes it."""
     sizes = OPTConfig(
@@ -141,7 +140,7 @@ def _recorded_block(
     return lambda: record_batch(model, windows, config.collect, [mean], [gram], _Nowhere(), 0)
 
 
-def seconds_of_steps(config: RunConfig, shape: OPTShape, target: str) -> tuple[float, float]:
+def seconds_of_steps(config: RunConfig, shape: ModelDims, target: str) -> tuple[float, float]:
     """Of one training step and of one validation of a batch, timed on random rows."""
     device, section, n_units = start_device(config.trainer), config.predictor(target), shape.units(target)
     predictor = make_predictor(config, (0, target), shape.d_model, n_units)

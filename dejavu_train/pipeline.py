@@ -28,10 +28,11 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
+from dejavu_train.families import TARGETS, ModelDims, dims_of
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
+from dejavu_train.models.config_values import read_values
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.shape import TARGETS, OPTShape, read_values
 from dejavu_train.models.weight_format import WeightFormat, stored_format
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
@@ -63,12 +64,12 @@ def run(config: RunConfig) -> None:
     config, shape = checked(config)
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.
-    stages = {target: train_stage(config, target) for target in TARGETS}
+    stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
     with claimed_folder(config, given) as resolved:
         _run(config, resolved, stages, config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers))
 
 
-def checked(config: RunConfig) -> tuple[RunConfig, OPTShape]:
+def checked(config: RunConfig) -> tuple[RunConfig, ModelDims]:
     """The configuration with the trainer's arguments written out, and the model's sizes, after all checks before work.
 
     Raises:
@@ -210,7 +211,7 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
     from kernels.common.checks import HEAD_DIMS
 
-    if OPTShape.from_config(model.config).head_dim not in HEAD_DIMS:
+    if dims_of(model.config).head_dim not in HEAD_DIMS:
         return transformers_writer(model, settings), "transformers"
     return engine_writer(DecodeEngine(model, batch=rows, context=length), settings), "engine"
 

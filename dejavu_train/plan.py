@@ -12,8 +12,8 @@ from dejavu_train.data.samples import CYCLE, SampleManifest, tokens_needed
 from dejavu_train.data.shards import SETS, ActivationManifest
 from dejavu_train.data.text import SELF, is_compressed
 from dejavu_train.estimate import Estimate
+from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.models.opt import resolve_device
-from dejavu_train.models.shape import TARGETS, OPTShape
 from dejavu_train.pipeline import bundle_stage, checked
 from dejavu_train.run_folder import check_run_folder
 from dejavu_train.stages import calibrate_stage, train_stage, tune_stage
@@ -123,11 +123,11 @@ def _recorded(manifest: ActivationManifest) -> dict[str, int | None]:
     return {name: sum(entry.tokens for entry in manifest.of_set(name)) for name in SETS}
 
 
-def _row_bytes(config: RunConfig, shape: OPTShape) -> int:
+def _row_bytes(config: RunConfig, shape: ModelDims) -> int:
     return ActivationManifest(config.model, "", shape, config.collect.storage, {}, {}, ()).row_bytes()
 
 
-def _size(config: RunConfig, shape: OPTShape, tokens: int | None) -> str:
+def _size(config: RunConfig, shape: ModelDims, tokens: int | None) -> str:
     if tokens is None:
         return "all tokens of the text"
     gigabytes = tokens * _row_bytes(config, shape) * shape.n_layers / 1e9

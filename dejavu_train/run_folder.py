@@ -15,9 +15,9 @@ import yaml
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import read_json, read_sealed, write_json, write_text
 from dejavu_train.locks import Held, claim
-from dejavu_train.models.shape import TARGETS
 from dejavu_train.stages import Stage, calibrate_stage, collect_stage, train_stage
 
 SCHEMA = 2
@@ -105,8 +105,8 @@ def check_run_folder(config: RunConfig, whole: Stage) -> tuple[RunConfig, dict[s
     }
     resolved = dataclasses.replace(
         config,
-        mlp=dataclasses.replace(config.mlp, density=densities["mlp"]),
-        heads=dataclasses.replace(config.heads, density=densities["heads"]),
+        mlp=dataclasses.replace(config.mlp, density=densities[Target.MLP]),
+        heads=dataclasses.replace(config.heads, density=densities[Target.HEADS]),
     )
     return resolved, described
 

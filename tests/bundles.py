@@ -6,7 +6,7 @@ import torch
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
-from dejavu_train.models.opt import load_opt, read_shape, weight_hash
+from dejavu_train.models.opt import load_opt, read_dims, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
@@ -24,7 +24,7 @@ def make_bundle(
     With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means;
     with ``cascade`` neurons are tested once more, at thresholds around the pre-activations of random inputs.
     """
-    shape = read_shape(str(model))
+    shape = read_dims(str(model))
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(500, shape.d_model, generator=generator)
     specs, tensors = {}, {}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows
@@ -44,7 +44,7 @@ def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, position
 class RandomBundle:
     """What the engine reads of a bundle, with random predictors; thresholds near the logits' quantiles."""
 
-    shape: OPTShape
+    shape: ModelDims
     specs: dict = field(default_factory=dict)
     predictors: dict = field(default_factory=dict)
     means: dict = field(default_factory=dict)
@@ -76,7 +76,7 @@ def random_bundle(
 
     int8, int4: predictors are codes with a scale a row.
     """
-    shape = OPTShape.from_config(model.config)
+    shape = dims_of(model.config)
     bundle = RandomBundle(shape)
     torch.manual_seed(seed)
     for layer in range(shape.n_layers):
@@ -143,7 +143,7 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
     K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where unselected.
     margins: a list that receives, for each predictor with a threshold, the distance (T,) of its nearest logit to it.
     """
-    decoder, shape = model.model.decoder, OPTShape.from_config(model.config)
+    decoder, shape = model.model.decoder, dims_of(model.config)
     steps = len(tokens)
     h, hd = shape.n_heads, shape.head_dim
     ids = torch.tensor(tokens)

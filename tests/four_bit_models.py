@@ -2,16 +2,16 @@
 
 from transformers import OPTForCausalLM
 
+from dejavu_train.families import dims_of
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, head_layout, row_layouts
 from dejavu_train.models.int4_quantizer import replace_matrices
 from dejavu_train.models.int4_sizes import head_sizes
-from dejavu_train.models.opt import OPTShape
 from dejavu_train.quantize.rounding import round_nearest
 
 
 def four_bits(model: OPTForCausalLM, head: bool = False) -> OPTForCausalLM:
     """The model with the six matrices of every layer in 4 bits, and with `head` the LM head, changed in place."""
-    shape = OPTShape.from_config(model.config)
+    shape = dims_of(model.config)
     for block in model.model.decoder.layers:
         _round(block, row_layouts(shape))
     if head:

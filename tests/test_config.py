@@ -5,9 +5,9 @@ import pytest
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
-SHAPE = OPTShape(48, 96, 6, 4, 320, 512)
+SHAPE = ModelDims(48, 96, 6, 4, 320, 512)
 
 
 def test_layers():

@@ -29,7 +29,7 @@ from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
-from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
+from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims
 from dejavu_train.models.stored import check_folder
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 
@@ -249,7 +249,7 @@ def replaced(config, names, value):
 @pytest.mark.parametrize("kind", [RunConfig, InferConfig])
 def test_every_number_has_a_range(kind, tiny_opt):
     """A number that cannot be meant is refused, and the line names its key."""
-    shape = [read_shape(str(tiny_opt))] if kind is RunConfig else []
+    shape = [read_dims(str(tiny_opt))] if kind is RunConfig else []
     rank = {name: dataclasses.replace(getattr(RunConfig(), name), rank=4) for name in ("mlp", "heads")}
     good = RunConfig(**rank) if kind is RunConfig else InferConfig()
     names = list(numbers(kind))
@@ -314,7 +314,7 @@ MODEL_MISTAKES = {
 def test_a_model_folder_that_is_not_complete(name, tiny_opt, tmp_path, run, capsys):
     folder = tmp_path / "opt"
     shutil.copytree(tiny_opt, folder, ignore=shutil.ignore_patterns("activations"))
-    check_folder(str(folder), read_shape(str(folder)))
+    check_folder(str(folder), read_dims(str(folder)))
     change, words = MODEL_MISTAKES[name]
     change(folder)
     one_line(capsys, run(f"--model={folder}"), words)
@@ -389,7 +389,7 @@ def test_what_would_be_found_out_at_the_end(more, words, run, capsys, tmp_path):
 def test_dense_layers_that_can_be(run, tiny_opt):
     for more in (["--calibrate.budget=1%"], ["--calibrate.mlp_density=0.5"], ["--calibrate.mlp_density=1"]):
         more += ["--calibrate.dense_layers=1", "--calibrate.sensitivity_tokens=10", "--calibrate.head_density=1"]
-        parse_config(run(*more)).check(read_shape(str(tiny_opt)))
+        parse_config(run(*more)).check(read_dims(str(tiny_opt)))
 
 
 @pytest.mark.parametrize("place", ["predictors", "activations", ".holders", "bundle"])

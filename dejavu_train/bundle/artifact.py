@@ -26,10 +26,11 @@ from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
 from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
+from dejavu_train.families import TARGETS, ModelDims, dims_of
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import fetch, looks_local
 from dejavu_train.models.opt import has_hash, weight_hash
-from dejavu_train.models.shape import TARGETS, OPTShape, read_values, refuse_foreign
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor
@@ -68,7 +69,7 @@ class Bundle:
 
     model: str
     weight_hash: str
-    shape: OPTShape
+    shape: ModelDims
     specs: dict[Key, PredictorSpec]
     tensors: dict[str, Tensor]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -205,7 +206,7 @@ class Bundle:
             found = model
         else:
             values = read_values(model, revision)
-            shape = OPTShape.from_values(values, model)
+            shape = dims_of(values, model)
             if shape != self.shape:
                 ours, theirs = dataclasses.asdict(self.shape), dataclasses.asdict(shape)
                 name = next(name for name in ours if ours[name] != theirs[name])
@@ -263,7 +264,7 @@ class Bundle:
             "model": model,
             "weight_hash": self.weight_hash,
             "tokenizer_hash": self.tokenizer_hash,
-            "shape": dataclasses.asdict(self.shape),
+            "shape": self.shape.stored(),
             "targets": self.targets,
             "tensors_sha256": sha256_file(folder / TENSORS),
             "metadata": self.metadata,
@@ -322,7 +323,7 @@ class Bundle:
                 logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
                 metadata, tensors = _from_schema_1(metadata, tensors)
             found = [PredictorSpec(**spec) for spec in metadata["predictors"]]
-            shape = OPTShape(**metadata["shape"])
+            shape = ModelDims.from_stored(metadata["shape"])
             bundle = cls(
                 referenced_model(metadata, folder),
                 metadata["weight_hash"],

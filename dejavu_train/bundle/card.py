@@ -11,7 +11,7 @@ from typing import Any
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.version import package_version
 
 _FRONT_MATTER = """---
@@ -55,7 +55,7 @@ python infer.py --model MODEL --bundle BUNDLE --output results --text heldout.tx
 
 
 def card(
-    model: str, weight_hash: str, shape: OPTShape, specs: Mapping[Key, PredictorSpec], metadata: Mapping[str, Any]
+    model: str, weight_hash: str, shape: ModelDims, specs: Mapping[Key, PredictorSpec], metadata: Mapping[str, Any]
 ) -> str:
     """The README.md of a bundle with these parts, as :class:`Bundle` has them."""
     classes = sorted({spec.class_path for spec in specs.values() if spec.class_path is not None})

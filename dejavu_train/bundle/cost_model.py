@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dejavu_train.bundle.allocation import cascade_bytes, mlp_bytes, read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key, PredictorSpec, predictor_layout
-from dejavu_train.models.shape import OPTShape
+from dejavu_train.families import ModelDims
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.metrics import SelectionSums
 
@@ -23,7 +23,7 @@ def predictor_bytes(spec: PredictorSpec) -> float:
 
 def unit_bytes(
     spec: PredictorSpec,
-    shape: OPTShape,
+    shape: ModelDims,
     weights: WeightFormat,
     density: float,
     recall: float,
@@ -39,7 +39,7 @@ def unit_bytes(
     return mlp_bytes(density, recall, active, shape.d_ffn, unit)
 
 
-def spec_bytes(spec: PredictorSpec, shape: OPTShape, weights: WeightFormat) -> float:
+def spec_bytes(spec: PredictorSpec, shape: ModelDims, weights: WeightFormat) -> float:
     """Bytes of one (layer, target) as calibrated, its predictor included; of all its weights where it is dense."""
     if spec.dense:
         return unit_bytes(spec, shape, weights, 1.0, 1.0)

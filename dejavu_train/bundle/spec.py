@@ -9,8 +9,8 @@ import torch
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.models.opt import DTYPES
-from dejavu_train.models.shape import OPTShape
 from dejavu_train.predictors.custom import described_dtype
 from dejavu_train.predictors.quantization import SCALED
 
@@ -142,7 +142,7 @@ def _custom_tensors(spec: PredictorSpec) -> Layout:
         raise UserError(f"{part}: its tensors are not described as [dtype, *shape] ({error})") from None
 
 
-def check_spec(spec: PredictorSpec, shape: OPTShape, where: str) -> Layout:
+def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
     """The tensors that a spec needs: name -> (shape, dtype)."""
     part = f"{where}: {spec.target} of layer {spec.layer}"
     for name, kinds, least, most in _NUMBERS:

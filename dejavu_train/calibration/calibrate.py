@@ -39,8 +39,8 @@ from dejavu_train.calibration.head_losses import refit_heads
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.errors import UserError
+from dejavu_train.families import TARGETS
 from dejavu_train.models.opt import resolve_device
-from dejavu_train.models.shape import TARGETS
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from dejavu_train.bundle.allocation import parse_budget
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.ranges import COUNT, NUMBER, SHARE, check_ranges
 
 PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
@@ -15,7 +15,7 @@ PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 LEAST_DENSITY = {"mlp": 0.001, "heads": 1 / 48}  # where the curves begin
 
 
-def check_reachable(density: float, key: str, target: str, dense_layers: tuple[int, ...], shape: OPTShape) -> None:
+def check_reachable(density: float, key: str, target: str, dense_layers: tuple[int, ...], shape: ModelDims) -> None:
     """Refuse a mean density of a target's layers that no choice of theirs can have.
 
     Raises:
@@ -70,7 +70,7 @@ class CalibrateConfig:
         """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
         return "int8" if self.dtype == "int4" and target == "heads" else self.dtype
 
-    def check(self, shape: OPTShape, targets: Sequence[str] = TARGETS) -> None:
+    def check(self, shape: ModelDims, targets: Sequence[str] = TARGETS) -> None:
         """Raise :class:`UserError` for a value that cannot be meant; ``targets`` are those that have predictors."""
         shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
         counts = {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER, "head_loss_tokens": NUMBER}

@@ -35,11 +35,11 @@ from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
-from dejavu_train.families import blocks_of
+from dejavu_train.families import ModelDims, blocks_of
 from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
 from dejavu_train.models.hooks import head_contribution, output_gram, record
-from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims, resolve_device, weight_hash
 from dejavu_train.models.tokenizer_hash import hash_of
 from dejavu_train.progress import Progress
 
@@ -85,7 +85,7 @@ def _collect(
     seed: int,
     revision: str | None,
 ) -> ActivationManifest:
-    shape = read_shape(model_name, revision)
+    shape = read_dims(model_name, revision)
     if config.window > shape.max_positions:
         raise UserError(
             f"collect.window is {config.window}, but {model_name} has {shape.max_positions} positions; choose less"
@@ -209,7 +209,7 @@ def check_same_text(collected: Mapping[str, Any], text: TextSource, since: str) 
 
 
 @torch.no_grad()
-def _head_means(model: Any, shape: OPTShape, planned: Sequence[Window], config: CollectConfig) -> list[Tensor]:
+def _head_means(model: Any, shape: ModelDims, planned: Sequence[Window], config: CollectConfig) -> list[Tensor]:
     """Each layer's mean head outputs (n_heads, head_dim) over the first windows; zeros where heads are dropped."""
     totals = [torch.zeros(shape.n_heads, shape.head_dim, dtype=torch.float64) for _ in range(shape.n_layers)]
     seen = 0

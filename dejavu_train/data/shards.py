@@ -28,8 +28,8 @@ from torch import Tensor
 
 from dejavu_train.data.config import Storage
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, system_error, write_json
-from dejavu_train.models.opt import OPTShape
 
 MANIFEST, STATISTICS = "manifest.json", "statistics.json"
 SCHEMA = 2  # 1 had other names of the sets
@@ -54,7 +54,7 @@ class ActivationManifest:
 
     model: str
     weight_hash: str
-    shape: OPTShape
+    shape: ModelDims
     storage: Storage
     request: dict[str, Any]
     text: dict[str, Any]
@@ -62,7 +62,8 @@ class ActivationManifest:
     tokenizer_hash: str | None = None  # activations of earlier versions do not name their tokenizer
 
     def save(self, folder: str | Path) -> None:
-        write_json(Path(folder) / MANIFEST, {"schema": SCHEMA, **dataclasses.asdict(self)})
+        values = dataclasses.asdict(self) | {"shape": self.shape.stored()}
+        write_json(Path(folder) / MANIFEST, {"schema": SCHEMA, **values})
 
     @classmethod
     def load(cls, folder: str | Path) -> "ActivationManifest":
@@ -80,7 +81,7 @@ class ActivationManifest:
                     f"the activation shards in {folder} have schema {schema}, this version reads {SCHEMA};"
                     " delete the folder and run train.py again"
                 )
-            values["shape"] = OPTShape(**values["shape"])
+            values["shape"] = ModelDims.from_stored(values["shape"])
             values["shards"] = tuple(ShardEntry(**entry) for entry in values["shards"])
             manifest = cls(**values)
         except (KeyError, TypeError, AttributeError) as error:

@@ -24,9 +24,10 @@ from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
 from dejavu_train.errors import Unsupported
+from dejavu_train.families import dims_of
 from dejavu_train.families.plain import NotPlain, check_calls
 from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import DTYPES, OPTShape
+from dejavu_train.models.opt import DTYPES
 from kernels.common.checks import HEAD_DIMS, runs_on
 
 
@@ -57,7 +58,7 @@ class EngineBackend:
         if len(devices) > 1:
             raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
         (self.device,) = devices
-        shape = OPTShape.from_config(model.config)
+        shape = dims_of(model.config)
         if ops == "triton":
             if not runs_on(self.device):
                 raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")

@@ -41,7 +41,7 @@ from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import Turns, in_turn
 from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, engine_dtype
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import dims_of
 from kernels.attention import qkv
 from kernels.common.checks import FLOAT_TYPES, HEAD_DIMS, runs_on
 from kernels.common.int4 import Int4Rows
@@ -124,7 +124,7 @@ class DecodeEngine:
             raise UserError(f"the engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
         if look_ahead not in ("fused", "inline", "stream"):
             raise UserError(f"look_ahead must be fused, inline or stream, got {look_ahead}")
-        self.shape = model.shape if given else OPTShape.from_config(model.config)
+        self.shape = model.shape if given else dims_of(model.config)
         limit = self.shape.max_positions
         if context is not None and not 2 <= context <= limit:
             raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")

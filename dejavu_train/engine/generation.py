@@ -10,7 +10,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dejavu_train.engine.request import Request, check_arguments, read_request
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 EngineFor = Callable[[int, int], Any]
 """``engine_for(rows, tokens)``: an engine that holds at least so many rows of so many tokens."""
@@ -50,7 +50,7 @@ class EnginePool:
 
 def generate(
     engine_for: EngineFor,
-    shape: OPTShape,
+    shape: ModelDims,
     max_rows: int,
     refuse: Callable[[Request], None],
     model: Any,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 MAX_BATCH = 32  # rows of the engine on a GPU
 MAX_STOPS = 8
@@ -54,7 +54,7 @@ class Sampling:
         return "top_p" if self.top_p < 1 else "temperature"
 
 
-def check_length(length: int, context: int, shape: OPTShape) -> None:
+def check_length(length: int, context: int, shape: ModelDims) -> None:
     """Raise :class:`UserError` unless a row of so many tokens fits an engine of this context."""
     if length > context:
         raise UserError(
@@ -63,7 +63,7 @@ def check_length(length: int, context: int, shape: OPTShape) -> None:
         )
 
 
-def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, context: int, shape: OPTShape) -> None:
+def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, context: int, shape: ModelDims) -> None:
     """Make sure that an engine of this size can take these rows.
 
     Args:

@@ -9,8 +9,8 @@ from torch import Tensor
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import OPTShape
 from kernels.dense.int4_batch import MOST_TOKENS
 from kernels.lookahead.mlp_ahead import TILE_ROWS, TILED_FROM
 
@@ -21,13 +21,13 @@ class DoesNotFit(UserError):
     """The device lacks the memory for an engine."""
 
 
-def cache_bytes(shape: OPTShape, batch: int, context: int, dtype: torch.dtype, sparse_layers: int) -> dict[str, int]:
+def cache_bytes(shape: ModelDims, batch: int, context: int, dtype: torch.dtype, sparse_layers: int) -> dict[str, int]:
     """K/V of all layers, and the inputs that layers of selected heads keep."""
     row = batch * context * shape.d_model * dtype.itemsize
     return {"K/V": 2 * shape.n_layers * row, "kept inputs": sparse_layers * row}
 
 
-def scratch_bytes(shape: OPTShape, batch: int, packed: bool, packed_head: bool = False) -> int:
+def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool = False) -> int:
     """The residual stream at every half, logits, and one matrix of 4 bits written out where a prompt or more than eight
     rows meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes; of the LM head, which
     no prompt meets, the former."""
@@ -36,7 +36,7 @@ def scratch_bytes(shape: OPTShape, batch: int, packed: bool, packed_head: bool =
     return steps + rows * shape.d_model
 
 
-def late_bytes(shape: OPTShape, context: int, predictors: Mapping[Any, TargetPredictor], late: Collection[int]) -> int:
+def late_bytes(shape: ModelDims, context: int, predictors: Mapping[Any, TargetPredictor], late: Collection[int]) -> int:
     """Of layers whose LayerNorm comes late (`kernels.lookahead.mlp_ahead`): sums of q/k/v's rows, factors of every
     position, the first half of the MLP's predictor once more where it is laid out as tiles, without its scales."""
     total = 0

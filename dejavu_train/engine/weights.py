@@ -26,12 +26,11 @@ from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.predictors import Grid, TargetPredictor
 from dejavu_train.errors import Unsupported
-from dejavu_train.families import blocks_of
+from dejavu_train.families import ModelDims, blocks_of, dims_of
 from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
-from dejavu_train.models.opt import OPTShape
 from dejavu_train.predictors.bit_planes import BitPlanes
 from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
@@ -117,7 +116,7 @@ class LayerWeights:
 class DecodeWeights:
     """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits."""
 
-    shape: OPTShape
+    shape: ModelDims
     embedding: Tensor
     positions: Tensor
     layers: list[LayerWeights]
@@ -146,7 +145,7 @@ class DecodeWeights:
         """
         check_head(model)
         check_read(model)
-        shape = OPTShape.from_config(model.config)
+        shape = dims_of(model.config)
         decoder = model.model.decoder
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
 
@@ -266,7 +265,7 @@ class DecodeWeights:
     @classmethod
     def random(
         cls,
-        shape: OPTShape,
+        shape: ModelDims,
         dtype: torch.dtype,
         device: torch.device | str,
         seed: int = 0,

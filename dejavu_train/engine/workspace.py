@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade_batch import InputLevels
@@ -47,7 +47,7 @@ class Workspace:
     @classmethod
     def empty(
         cls,
-        shape: OPTShape,
+        shape: ModelDims,
         batch: int,
         context: int,
         dtype: torch.dtype,

@@ -7,7 +7,8 @@ import torch
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.models.shape import INT4, TARGETS, quant_method, read_values
+from dejavu_train.families import TARGETS
+from dejavu_train.models.config_values import INT4, quant_method, read_values
 
 UNITS = {"mlp": "neurons", "heads": "heads"}
 KEYS = {

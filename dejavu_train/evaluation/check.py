@@ -6,7 +6,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
 from dejavu_train.files import probe_folder
 from dejavu_train.machine import check_device_map, check_device_name, require_package
-from dejavu_train.models.shape import read_shape
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.stored import check_folder
 
 
@@ -26,7 +26,7 @@ def check(config: InferConfig) -> None:
     check_device_name(config.device, "--device")
     check_bundle(config.bundle)
     require_model(config.model, config.bundle)
-    shape = read_shape(config.model, config.revision)
+    shape = read_dims(config.model, config.revision)
     check_folder(config.model, shape)
     if config.window - 1 > shape.max_positions:
         raise UserError(f"--window {config.window} exceeds the model's {shape.max_positions} positions")

@@ -18,7 +18,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.run import choose_backend, table, write_generation
-from dejavu_train.models.shape import read_shape
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.parser import parse
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def check_plan(asked: Further, bundle: Bundle, device: torch.device) -> None:
     if config is None:
         return
     try:
-        choose_backend(config, read_shape(config.model, config.revision).max_positions, device, bundle)
+        choose_backend(config, read_dims(config.model, config.revision).max_positions, device, bundle)
     except UserError as error:
         raise UserError(f"--generation: {error}") from None
 

@@ -11,8 +11,8 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, increase
 from dejavu_train.evaluation.provenance import versions
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
+from dejavu_train.families import TARGETS
 from dejavu_train.files import read_json, write_json
-from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.metrics import SelectionSums, total
 
 SCHEMA = 2

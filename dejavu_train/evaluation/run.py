@@ -38,8 +38,8 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
+from dejavu_train.families import TARGETS
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
-from dejavu_train.models.shape import TARGETS
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM

@@ -1,12 +1,14 @@
 """The parts of a decoder layer, whatever a family calls them, and the table of families."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dejavu_train.errors import UserError
+from dejavu_train.families.dims import ModelDims
+
+if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class BlockParts:
     norm_mlp: Any
     up: Any
     down: Any
-    activate: Callable[[Tensor], Tensor]
+    activate: "Callable[[Tensor], Tensor]"
     kinds: tuple[type, type]
     n_heads: int
     head_dim: int
@@ -46,11 +48,19 @@ class Family(Protocol):
     model_types: tuple[str, ...]
     """The ``model_type`` of its configurations."""
 
+    def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
+        """The sizes, from the values of a config.json; ``name``: of the model, for messages.
+
+        Raises:
+            UserError: what this family does not run.
+        """
+        ...
+
     def blocks(self, model: Any) -> list[BlockParts]:
         """The decoder layers, in order; the model's own modules."""
         ...
 
-    def embed(self, model: Any, inputs: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, model: Any, inputs: "Tensor", positions: "Tensor") -> "Tensor":
         """(B, T, d), what the first layer reads: inputs (B, T) token ids or (B, T, d) embeddings, positions (B, T)."""
         ...
 
@@ -71,16 +81,33 @@ def register(family: Family) -> None:
     _FAMILIES.update(dict.fromkeys(family.model_types, family))
 
 
-def family_of(model: Any) -> Family:
-    """The family of a model.
+def family_named(kind: str, name: str) -> Family:
+    """The family of the ``model_type`` ``kind``.
 
     Raises:
-        UserError: none is registered for its ``model_type``.
+        UserError: none is registered for it.
     """
-    kind = getattr(model.config, "model_type", type(model).__name__)
     if kind not in _FAMILIES:
-        raise UserError(f"{type(model).__name__} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}")
+        known = ", ".join(sorted(each for each in _FAMILIES if not each.startswith("dejavu_")))
+        raise UserError(f"{name} is of type {kind}; supported are {known}")
     return _FAMILIES[kind]
+
+
+def family_of(model: Any) -> Family:
+    """The family of a model. Raises as :func:`family_named`."""
+    return family_named(getattr(model.config, "model_type", type(model).__name__), type(model).__name__)
+
+
+def dims_of(values: Any, name: str = "this model") -> ModelDims:
+    """The sizes of a model, from the values of its config.json or from a configuration of transformers.
+
+    Raises:
+        UserError: no family is registered for it, or its family does not run it.
+    """
+    given = values if isinstance(values, Mapping) else values.to_dict()
+    if "model_type" not in given:
+        raise UserError(f"the config.json of {name} names no model_type; give the config that belongs to the weights")
+    return family_named(given["model_type"], name).dims(given, name)
 
 
 def blocks_of(model: Any) -> list[BlockParts]:

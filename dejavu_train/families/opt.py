@@ -1,22 +1,77 @@
 """OPT: LayerNorm, learned positions, ReLU. The names of its modules stand here."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from dejavu_train.errors import UserError
 from dejavu_train.families.base import BlockParts
+from dejavu_train.families.dims import ModelDims
+
+if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
+    from torch import Tensor
+
+OPT = "opt"
+SPARSE_OPT = "dejavu_sparse_opt"  # model_type of an OPT with its bundle, saved together: no one takes it for the OPT
+
+# What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "word_embed_proj_dim": None,
+    "num_attention_heads": 12,
+    "activation_function": "relu",
+}
+
+_SIZES = (
+    "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"
+)  # fmt: skip
+_LARGEST = 2**31 - 1
 
 
 class OPTFamily:
     """See :class:`dejavu_train.families.base.Family`."""
 
-    model_types: tuple[str, ...] = ("opt", "dejavu_sparse_opt")
+    model_types: tuple[str, ...] = (OPT, SPARSE_OPT)
+
+    def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
+        given = {**_DEFAULTS, **values}
+        if not given["do_layer_norm_before"] or given["word_embed_proj_dim"] not in (None, given["hidden_size"]):
+            raise UserError(
+                f"{name} is a post-norm OPT (do_layer_norm_before false, or word_embed_proj_dim other than"
+                " hidden_size, as facebook/opt-350m); use a pre-norm size such as facebook/opt-125m"
+            )
+        if given["activation_function"] != "relu":
+            raise UserError(
+                f"{name} uses the activation {given['activation_function']}; contextual sparsity here needs relu"
+            )
+        for key in _SIZES:
+            size = given[key]
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
+                raise UserError(f"{key} of {name} must be a whole number of at least 1, got {size!r}")
+        if given["hidden_size"] % given["num_attention_heads"]:
+            raise UserError(
+                f"{name} has the hidden_size {given['hidden_size']}, which its {given['num_attention_heads']}"
+                " num_attention_heads do not divide; give the config that belongs to the weights"
+            )
+        return ModelDims(
+            d_model=given["hidden_size"],
+            d_ffn=given["ffn_dim"],
+            n_layers=given["num_hidden_layers"],
+            n_heads=given["num_attention_heads"],
+            vocab_size=given["vocab_size"],
+            max_positions=given["max_position_embeddings"],
+        )
 
     def blocks(self, model: Any) -> list[BlockParts]:
         return [_block(f"model.decoder.layers.{i}", layer) for i, layer in enumerate(model.model.decoder.layers)]
 
-    def embed(self, model: Any, inputs: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, model: Any, inputs: "Tensor", positions: "Tensor") -> "Tensor":
+        import torch
+
         decoder = model.model.decoder
         hidden = inputs if inputs.is_floating_point() else decoder.embed_tokens(inputs)
         # The mask is read where positions are not given: here they are.

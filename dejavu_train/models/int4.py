@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dejavu_train.families import ModelDims
 from dejavu_train.families.plain import RowLinear
 from dejavu_train.models.int4_sizes import RowSizes, row_sizes
-from dejavu_train.models.shape import OPTShape
 from kernels.common.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
 
 
@@ -42,7 +42,7 @@ class RowLayout:
     from_rows: Callable[[Tensor], Tensor]
 
 
-def row_layouts(shape: OPTShape, name: str = "this model") -> dict[str, RowLayout]:
+def row_layouts(shape: ModelDims, name: str = "this model") -> dict[str, RowLayout]:
     """The layouts of a layer's six matrices, by the names of ``MATRICES``; raises as :func:`row_sizes`."""
     heads = partial(_by_head, shape.n_heads), partial(_from_heads, shape.n_heads)
     turned: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]

@@ -11,9 +11,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from dejavu_train.families import dims_of
+from dejavu_train.models.config_values import INT4
 from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
 from dejavu_train.models.int4_sizes import MATRICES, head_sizes
-from dejavu_train.models.shape import INT4, OPTShape
 
 
 @register_quantization_config(INT4)
@@ -35,7 +36,7 @@ class Int4Quantizer(HfQuantizer):
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
-        shape = OPTShape.from_config(model.config)
+        shape = dims_of(model.config)
         layouts = row_layouts(shape)
         for name, decoder in model.named_modules():
             if name.endswith("layers") and isinstance(decoder, nn.ModuleList):

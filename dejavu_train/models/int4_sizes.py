@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import INT4, OPTShape, quant_method
+from dejavu_train.families import ModelDims
+from dejavu_train.models.config_values import INT4, quant_method
 
 COLUMNS_PER_WORD = 8
 GROUPS = (128, 64, 32)
@@ -42,7 +43,7 @@ class RowSizes:
         }
 
 
-def row_sizes(shape: OPTShape, name: str = "this model") -> dict[str, RowSizes]:
+def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
     """Of a layer's six matrices, by the names of ``MATRICES``.
 
     Raises:
@@ -58,7 +59,7 @@ def row_sizes(shape: OPTShape, name: str = "this model") -> dict[str, RowSizes]:
     return dict(zip(MATRICES, (square, square, square, RowSizes(h * d, e, e), neurons, neurons), strict=True))
 
 
-def head_sizes(shape: OPTShape, kind: str, name: str = "this model") -> RowSizes | None:
+def head_sizes(shape: ModelDims, kind: str, name: str = "this model") -> RowSizes | None:
     """Of the LM head as ``kind`` of ``HEAD_BITS``; None: it is stored as numbers.
 
     Raises:

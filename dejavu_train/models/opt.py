@@ -12,19 +12,21 @@ from torch import Tensor
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families.opt import OPT
 from dejavu_train.machine import PLACEMENTS
+from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.shape import INT4, OPT, OPTShape, quant_method, read_shape, read_values, refuse_foreign
 from dejavu_train.models.stored import EMBEDDING, HEAD, full_name, read_header, stored_files
 
 __all__ = [
     "DTYPES",
-    "OPTShape",
+    "ModelDims",
     "has_hash",
     "load_opt",
     "load_tokenizer",
     "load_with_info",
-    "read_shape",
+    "read_dims",
     "resolve_device",
     "torch_dtype",
     "weight_hash",
@@ -144,7 +146,7 @@ def load_with_info(
         options: keywords of ``OPTForCausalLM.from_pretrained`` that say how to load.
     """
     values = {**read_values(name, revision), **(attributes or {})}
-    OPTShape.from_values(values, name)
+    dims_of(values, name)
     refuse_foreign(values, name)
     files = stored_files(name, revision=revision)  # says what is missing, and that pickled weights are not read
     options["dtype"] = torch.float32 if quant_method(values) == INT4 else chosen_dtype(dtype, values, files)

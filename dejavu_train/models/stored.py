@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
+from dejavu_train.models.config_values import INT4, config_values, quant_method, refuse_foreign
 from dejavu_train.models.hub import fetch, in_hub_cache, model_folder, within
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes
-from dejavu_train.models.shape import INT4, OPTShape, config_values, quant_method, refuse_foreign
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -40,7 +41,7 @@ class Stored:
     end: int
 
 
-def check_folder(name: str, shape: OPTShape) -> None:
+def check_folder(name: str, shape: ModelDims) -> None:
     """Compare a model's folder with its config: every tensor there with its size, a tokenizer; a hub id passes.
 
     Raises:
@@ -58,7 +59,7 @@ def check_folder(name: str, shape: OPTShape) -> None:
     _check_tokenizer(folder, shape)
 
 
-def check_weights(name: str, values: Mapping[str, Any], shape: OPTShape) -> None:
+def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> None:
     """The weights' part of :func:`check_folder`, for the values of a config.json."""
     found: dict[str, Stored] = {}
     for file in loaded_files(Path(name)):
@@ -76,7 +77,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     return values
 
 
-def _check_types(values: Mapping[str, Any], path: Path, shape: OPTShape) -> None:
+def _check_types(values: Mapping[str, Any], path: Path, shape: ModelDims) -> None:
     """Refuse values that transformers would trip over, or take for something else, when the model is loaded."""
 
     def is_token(value: Any) -> bool:
@@ -237,7 +238,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return found
 
 
-def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tuple[int, ...]]:
+def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that a pre-norm OPT of this config.json stores, by their names in transformers' OPTModel.
 
     ``lm_head.weight`` is among them where it is not the embedding.
@@ -270,7 +271,7 @@ def expected_tensors(values: Mapping[str, Any], shape: OPTShape) -> dict[str, tu
 
 
 def _check_tensors(
-    model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: OPTShape
+    model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: ModelDims
 ) -> None:
     stored = {own: found[name] for own, name in own_names(found, model).items()}
     missing = sorted(set(expected) - set(stored))
@@ -293,7 +294,7 @@ def _check_tensors(
         )
 
 
-def _check_tokenizer(folder: Path, shape: OPTShape) -> None:
+def _check_tokenizer(folder: Path, shape: ModelDims) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dejavu_train.families import ModelDims
+from dejavu_train.models.config_values import INT4, quant_method
 from dejavu_train.models.int4_sizes import MATRICES, row_sizes
-from dejavu_train.models.shape import INT4, OPTShape, quant_method
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class UnitBytes:
     fc2: float
     head: float
 
-    def dense(self, shape: OPTShape, target: str) -> float:
+    def dense(self, shape: ModelDims, target: str) -> float:
         """All units of ``target``, ``mlp`` or ``heads``, in one layer."""
         return shape.d_ffn * (self.fc1 + self.fc2) if target == "mlp" else shape.n_heads * self.head
 
@@ -29,7 +30,7 @@ class WeightFormat:
     bits: int
     coded: bool = False
 
-    def unit_bytes(self, shape: OPTShape) -> UnitBytes:
+    def unit_bytes(self, shape: ModelDims) -> UnitBytes:
         """What one neuron and one head of this model cost.
 
         Raises:

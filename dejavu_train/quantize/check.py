@@ -7,10 +7,11 @@ from typing import Any
 from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.files import probe_folder, require_disk, require_name
 from dejavu_train.machine import check_device_name
+from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4_sizes import head_sizes, row_sizes
-from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values, refuse_unread
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 
@@ -31,7 +32,7 @@ def check_output(output: str) -> None:
     probe_folder(folder.parent)
 
 
-def check(config: QuantizeConfig) -> OPTShape:
+def check(config: QuantizeConfig) -> ModelDims:
     """Compare the configuration with the model, the text and the output.
 
     Returns:
@@ -43,7 +44,7 @@ def check(config: QuantizeConfig) -> OPTShape:
     """
     check_device_name(config.device, "device")
     values = read_values(config.model, config.revision)
-    shape = OPTShape.from_values(values, config.model)
+    shape = dims_of(values, config.model)
     config.check(shape)
     row_sizes(shape, config.model)
     check_readable(values, config.model)
@@ -60,7 +61,7 @@ def check(config: QuantizeConfig) -> OPTShape:
     return shape
 
 
-def plan(config: QuantizeConfig, shape: OPTShape) -> str:
+def plan(config: QuantizeConfig, shape: ModelDims) -> str:
     """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
     matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
     weights = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn

@@ -5,7 +5,7 @@ from typing import Literal
 
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import OPTShape
+from dejavu_train.families import ModelDims
 from dejavu_train.ranges import COUNT, NUMBER, SEED, Range, check_ranges
 
 LEAST_PER_INPUT = 10  # calibration tokens; fewer leave second moments that say little
@@ -64,7 +64,7 @@ class QuantizeConfig:
     seed: int = 0
     """Of the choice of calibration text."""
 
-    def check(self, shape: OPTShape) -> None:
+    def check(self, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value out of range, or one that the model does not allow."""
         least = Range(2, COUNT.most)
         ranges = {"tokens": least, "window": least, "batch_size": COUNT, "damp_mean": NUMBER, "damp_own": NUMBER}
@@ -90,5 +90,5 @@ class QuantizeConfig:
             correct_bias=self.correct_bias,
         )
 
-    def calibration_tokens(self, shape: OPTShape) -> int:
+    def calibration_tokens(self, shape: ModelDims) -> int:
         return self.tokens or max(DEFAULT_TOKENS, LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn))

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
+from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
 from dejavu_train.models.int4_sizes import head_kind, head_sizes
 from dejavu_train.models.opt import weight_hash
-from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values, refuse_unread
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.check import check_output
@@ -64,7 +65,7 @@ def export(config: ExportConfig) -> dict[str, float]:
     if quant_method(values) != INT4:
         raise UserError(f"{config.model} is not in 4-bit rows; python -m dejavu_train.quantize writes such a folder")
     check_output(config.output)
-    shape = OPTShape.from_values(values, config.model)
+    shape = dims_of(values, config.model)
     layouts, source = row_layouts(shape, config.model), StoredTensors(config.model)
     head = head_sizes(shape, head_kind(values), config.model)
     coded = () if head is None else (HEAD, "lm_head.scales")

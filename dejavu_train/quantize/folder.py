@@ -11,9 +11,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dejavu_train.families.opt import OPT
 from dejavu_train.files import share, write_json
 from dejavu_train.models.opt import load_tokenizer
-from dejavu_train.models.shape import OPT
 from dejavu_train.models.stored import INDEX
 
 # Of a model's folder: what belongs to its weights or was written by them, and is not taken along.

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
+from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.models.int4_sizes import MATRICES
-from dejavu_train.models.shape import OPTShape, quant_method
 from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 
@@ -62,7 +63,7 @@ class MatrixReader:
     def __init__(self, source: StoredTensors, values: Mapping[str, Any]) -> None:
         check_readable(values, source.model)
         self.source, self.method = source, quant_method(values)
-        self._shape = OPTShape.from_values(values, source.model)
+        self._shape = dims_of(values, source.model)
         self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
         self._stored = STORED.get(self.method or "", (WEIGHT,))
         codes = {part for part in self._stored if part != WEIGHT}

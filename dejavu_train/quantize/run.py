@@ -16,10 +16,11 @@ from dejavu_train.data.samples import Write, load_samples, transformers_writer
 from dejavu_train.data.text import SELF, load_sets
 from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.models.config_values import INT4, quant_method, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.shape import INT4, OPTShape, quant_method, read_values
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import folder_aside
@@ -43,7 +44,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
     """
     began = time.monotonic()
     values = read_values(config.model, config.revision)
-    shape = OPTShape.from_values(values, config.model)
+    shape = dims_of(values, config.model)
     source = StoredTensors(config.model, config.revision)
     reader = MatrixReader(source, values)
     device = resolve_device(config.device)
@@ -99,7 +100,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
 
 
 def calibration_windows(
-    config: QuantizeConfig, shape: OPTShape, digest: str
+    config: QuantizeConfig, shape: ModelDims, digest: str
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Token ids of the calibration text, and what names it.
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import OPTConfig
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
+from dejavu_train.families import dims_of
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.shape import OPTShape
 from dejavu_train.models.stored import LEARNED_POSITIONS_OFFSET
 from dejavu_train.quantize.config import Solver
 from dejavu_train.quantize.foreign import MatrixReader
@@ -47,7 +47,7 @@ def quantised_layers(
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, MatrixResult]]]:
     """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits."""
     config._attn_implementation = "sdpa"  # causal without a mask
-    for layer in range(OPTShape.from_config(config).n_layers):
+    for layer in range(dims_of(config).n_layers):
         prefix = f"decoder.layers.{layer}."
         others, given, weights = {}, {}, {}
         for part in layouts:

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from dejavu_train.families.opt import SPARSE_OPT
 from dejavu_train.models.hub import KEYWORDS, looks_local
-from dejavu_train.models.shape import SPARSE_OPT
 
 _load = AutoModelForCausalLM.from_pretrained.__func__
 

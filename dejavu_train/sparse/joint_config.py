@@ -3,7 +3,7 @@
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.opt.configuration_opt import OPTConfig
 
-from dejavu_train.models.shape import SPARSE_OPT
+from dejavu_train.families.opt import SPARSE_OPT
 
 
 class SparseOPTConfig(OPTConfig):

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import OPTConfig, PreTrainedConfig
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.models.hub import KEYWORDS as HUB
-from dejavu_train.models.shape import OPTShape
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +138,13 @@ def sort_keywords(keywords: Mapping[str, Any], name: str) -> Asked:
     )
 
 
-def check_config(config: Any, shape: OPTShape, name: str) -> None:
+def check_config(config: Any, shape: ModelDims, name: str) -> None:
     """Raise :class:`UserError` for a ``config=`` that is no OPT's, or of other sizes than the model's."""
     if config is None:
         return
     if not isinstance(config, PreTrainedConfig):
         raise UserError(f"config must be an OPTConfig, got {config!r}; AutoConfig.from_pretrained reads one")
-    if OPTShape.from_config(config, "config") != shape:
+    if dims_of(config, "config") != shape:
         raise UserError(f"config has other sizes than {name}; leave it out, or give the config of this model")
 
 

@@ -12,7 +12,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.opt import load_with_info, read_shape
+from dejavu_train.models.opt import load_with_info, read_dims
 from dejavu_train.models.stored import stored_files
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.keywords import check_config, sort_keywords
@@ -51,7 +51,7 @@ def load_together(
     asked = sort_keywords(keywords, caller)
     hub = {"revision": revision, **asked.hub}
     folder = model_folder(name, asked.subfolder, **hub)
-    check_config(keywords.get("config"), read_shape(str(folder)), name)
+    check_config(keywords.get("config"), read_dims(str(folder)), name)
     bundle = _find_bundle(predictors, name, folder, classes, asked.hub)
     stored_files(name, asked.subfolder, **hub)  # fetched from the hub, where they are not there yet
     bundle.check_model(str(folder))

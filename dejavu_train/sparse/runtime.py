@@ -17,9 +17,8 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families import blocks_of
+from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.plain import NotPlain, is_adapter
-from dejavu_train.models.opt import OPTShape
 from dejavu_train.sparse.derived import Held, Sources, no_mode
 from dejavu_train.sparse.gather import GatherDecoder
 
@@ -146,7 +145,7 @@ def check_bundle_of(model: Any, bundle: Any) -> None:
         raise UserError(
             f"a bundle must be a Bundle, got a {type(bundle).__name__}; Bundle.from_pretrained(FOLDER) reads one"
         )
-    shape = OPTShape.from_config(model.config)
+    shape = dims_of(model.config)
     for name in ("n_layers", "d_model", "n_heads", "d_ffn"):
         ours, theirs = getattr(bundle.shape, name), getattr(shape, name)
         if ours != theirs:

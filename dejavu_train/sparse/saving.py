@@ -18,9 +18,10 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
+from dejavu_train.families.opt import SPARSE_OPT
 from dejavu_train.files import read_json, share, write_json
 from dejavu_train.models.opt import weight_hash
-from dejavu_train.models.shape import SPARSE_OPT, OPTShape
 from dejavu_train.models.stored import INDEX, SINGLE, check_weights, shards
 from dejavu_train.signals import deferred
 
@@ -75,7 +76,7 @@ def weight_names(folder: Path) -> set[str]:
 def _write(dense: OPTForCausalLM, bundle: Bundle, aside: Path, architecture: str, options: dict[str, Any]) -> None:
     dense.save_pretrained(aside, **options)
     config = read_json(aside / "config.json", "the model's config")
-    shape = OPTShape.from_values(config)
+    shape = dims_of(config)
     try:
         check_weights(str(aside), config, shape)
     except UserError as error:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dejavu_train.config import RunConfig
 from dejavu_train.data.text import import_text
 from dejavu_train.errors import UserError
-from dejavu_train.models.shape import TARGETS, OPTShape
+from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.predictors.checkpoint import build_predictor
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.predictors.losses import Batch, get_loss
@@ -63,7 +63,7 @@ def check_low_rank_only(config: RunConfig) -> None:
             raise UserError(f"tune.steps tunes low-rank predictors, not {name}; set tune.steps to 0")
 
 
-def check_classes(config: RunConfig, shape: OPTShape) -> None:
+def check_classes(config: RunConfig, shape: ModelDims) -> None:
     """Import and try what the configuration names by class_path, before any long work.
 
     Raises:

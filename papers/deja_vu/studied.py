@@ -18,8 +18,8 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import Key
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, ranks
+from dejavu_train.families import ModelDims
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
-from dejavu_train.models.opt import OPTShape
 from dejavu_train.sparse.inputs import SparseFrom, positions_of, sparse_positions
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -112,13 +112,13 @@ def one_stage(bundle: Bundle) -> Bundle:
     return dataclasses.replace(bundle, specs=specs)
 
 
-def densities_for(sparsity: float, shape: OPTShape) -> tuple[float, float]:
+def densities_for(sparsity: float, shape: ModelDims) -> tuple[float, float]:
     """Densities of MLPs and heads at which ``sparsity`` of all blocks' weights is not read, predictors excluded.
 
     MLPs are sparser than heads in the ratio of the paper's Table 4 (85 : 50), and at most 95 %; from there on heads
     take the rest.
 
-    >>> shape = OPTShape(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, max_positions=64)
+    >>> shape = ModelDims(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, max_positions=64)
     >>> [round(density, 3) for density in densities_for(0.75, shape)]
     [0.131, 0.489]
     """
@@ -127,12 +127,12 @@ def densities_for(sparsity: float, shape: OPTShape) -> tuple[float, float]:
     return 1 - mlp, 1 - (sparsity - (1 - share) * mlp) / share
 
 
-def total_sparsity(mlp_density: float, head_density: float, shape: OPTShape) -> float:
+def total_sparsity(mlp_density: float, head_density: float, shape: ModelDims) -> float:
     """Share of all blocks' weights that is not read at these densities, predictors excluded."""
     share = attention_share(shape)
     return (1 - share) * (1 - mlp_density) + share * (1 - head_density)
 
 
-def attention_share(shape: OPTShape) -> float:
+def attention_share(shape: ModelDims) -> float:
     """What q, k, v and the output projection are of a block's weights: 4 d^2 of 4 d^2 + 2 d f."""
     return 4 * shape.d_model / (4 * shape.d_model + 2 * shape.d_ffn)

@@ -6,10 +6,10 @@ import torch
 from benchmarks.decode_hf import random_opt
 from benchmarks.decode_problem import measured, set_thresholds, start
 from benchmarks.generate import cache_bytes, greedy, predictor_bytes, random_bundle, set_live_share
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-SHAPE = OPTShape(64, 256, 2, 4, 300, 64)
+SHAPE = ModelDims(64, 256, 2, 4, 300, 64)
 
 
 def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities():

@@ -6,11 +6,11 @@ from conftest import REPOSITORY
 from benchmarks.quantize import Scored, block_bytes, main
 from benchmarks.rows import append_row
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 
 def test_bytes_of_a_block():
-    shape = OPTShape(d_model=128, d_ffn=256, n_layers=1, n_heads=4, vocab_size=9, max_positions=9)
+    shape = ModelDims(d_model=128, d_ffn=256, n_layers=1, n_heads=4, vocab_size=9, max_positions=9)
     dense = Scored(None, None, units=10.0)
     assert block_bytes(shape, None, dense, False) == (1.0, 1.0, 1.0)
     read, _, _ = block_bytes(shape, None, dense, True)

@@ -9,8 +9,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.bundle.cost_model import measured_mlp_share, mlp_share, predictor_bytes, spec_bytes
 from dejavu_train.bundle.spec import PredictorSpec
+from dejavu_train.families import ModelDims
 from dejavu_train.models.opt import load_opt
-from dejavu_train.models.shape import OPTShape
 from dejavu_train.models.weight_format import (
     BFLOAT16,
     CODES4,
@@ -74,7 +74,7 @@ def test_share_counted_on_scored_text(tiny_opt):
     assert measured_mlp_share(bundle, sums, FLOAT16, {0: 300}) == pytest.approx((tested + dense) / (2 * dense))
 
 
-WIDE = OPTShape(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, max_positions=64)
+WIDE = ModelDims(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, max_positions=64)
 
 
 @pytest.mark.parametrize(

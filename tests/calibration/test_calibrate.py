@@ -14,8 +14,9 @@ from dejavu_train.calibration import calibrate as cal
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
 from dejavu_train.models.hooks import head_contribution, record
-from dejavu_train.models.opt import OPTShape, load_opt, weight_hash
+from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.weight_format import FLOAT16, FLOAT32
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
@@ -28,7 +29,7 @@ def run(tiny_opt, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)  # the head predictors are random, and what came before should not matter
     model = load_opt(str(tiny_opt))
-    shape = OPTShape.from_config(model.config)
+    shape = dims_of(model.config)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, shape.vocab_size, (10, 64), generator=generator)
     with record(model, ("attn_in", "mlp_in", "activation", "head_out")) as got, torch.no_grad():

@@ -16,8 +16,8 @@ from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import UserError
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
-from dejavu_train.models.shape import read_shape
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -29,7 +29,7 @@ CAP_MB = 110
 def write_run(model: Path, folder: Path) -> None:
     """Activations of random numbers, and random predictors, of every layer."""
     shard = ShardEntry(0, "calibration", ROWS)
-    manifest = ActivationManifest("large", "hash", read_shape(str(model)), "float16", {}, {}, (shard,))
+    manifest = ActivationManifest("large", "hash", read_dims(str(model)), "float16", {}, {}, (shard,))
     manifest.save(folder / "activations")
     generator = torch.Generator().manual_seed(0)
     with ShardWriter(folder / "activations", manifest, shard) as writer:

@@ -22,8 +22,8 @@ from dejavu_train.data.shards import (
     unpack_bits,
 )
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.files import read_json, write_json
-from dejavu_train.models.opt import OPTShape
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_density_statistics(tiny_opt, text_file):
 
 
 def test_bfloat16_is_stored_as_uint16(tmp_path):
-    shape = OPTShape(8, 10, 1, 2, 300, 64)
+    shape = ModelDims(8, 10, 1, 2, 300, 64)
     entry = ShardEntry(0, "train", 3)
     manifest = ActivationManifest("m", "hash", shape, "bfloat16", {"seed": 0}, {}, (entry,))
     manifest.save(tmp_path)
@@ -93,7 +93,7 @@ def test_bfloat16_is_stored_as_uint16(tmp_path):
 
 def test_a_failed_shard_leaves_nothing(tmp_path):
     manifest = ActivationManifest(
-        "m", "hash", OPTShape(8, 8, 2, 2, 300, 64), "float16", {}, {}, (ShardEntry(0, "train", 4),)
+        "m", "hash", ModelDims(8, 8, 2, 2, 300, 64), "float16", {}, {}, (ShardEntry(0, "train", 4),)
     )
     with pytest.raises(RuntimeError), ShardWriter(tmp_path, manifest, manifest.shards[0]):
         raise RuntimeError("killed")

@@ -301,8 +301,8 @@ INTERRUPTED = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
-from dejavu_train.models.opt import OPTShape
-engine = CpuEngine(CpuWeights.random(OPTShape(256, 1024, 4, 4, 512, 2048)), threads=2)
+from dejavu_train.families import ModelDims
+engine = CpuEngine(CpuWeights.random(ModelDims(256, 1024, 4, 4, 512, 2048)), threads=2)
 print("ready", flush=True)
 while True:
     engine.generate([[2]], 2000, stop_tokens=())

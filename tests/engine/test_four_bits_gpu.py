@@ -11,7 +11,7 @@ from four_bit_models import four_bits
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,7 +154,7 @@ def test_replay_equals_eager_bit_for_bit(batch):
 
 def test_a_random_model_of_a_true_width_decodes():
     """Widths and groups as of OPT-6.7B, two layers, words made on the device."""
-    shape = OPTShape(4096, 16384, 2, 32, 1000, 256)
+    shape = ModelDims(4096, 16384, 2, 32, 1000, 256)
     weights = DecodeWeights.random(shape, torch.float16, "cuda", packed=True)
     engine = DecodeEngine(weights)
     plain = DecodeEngine(weights, ops="reference")

@@ -9,8 +9,9 @@ from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 
 from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.families import dims_of
 from dejavu_train.files import read_json, replacing, require_disk, sha256_file, write_json
-from dejavu_train.models.opt import OPTShape, load_opt, load_tokenizer, read_shape, resolve_device, weight_hash
+from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims, resolve_device, weight_hash
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def copy(tiny_opt, tmp_path):
 
 
 def test_shape_comes_from_the_config(tiny_opt):
-    shape = read_shape(str(tiny_opt))
+    shape = read_dims(str(tiny_opt))
     assert (shape.d_model, shape.d_ffn, shape.n_layers, shape.n_heads, shape.head_dim) == (48, 96, 2, 4, 12)
     assert shape.units("mlp") == 96 and shape.units("heads") == 4
 
@@ -28,7 +29,7 @@ def test_shape_comes_from_the_config(tiny_opt):
     ({"do_layer_norm_before": False}, "post-norm"),
     ({"word_embed_proj_dim": 24}, "post-norm"),
     ({"activation_function": "gelu"}, "gelu"),
-    ({"model_type": "gpt2"}, "only OPT"),
+    ({"model_type": "gpt2"}, "supported are opt"),
 ])  # fmt: skip
 def test_models_that_do_not_fit_are_refused_by_name(copy, change, message):
     config = json.loads((copy / "config.json").read_text())
@@ -69,7 +70,7 @@ def test_large_tensors_are_sampled_and_full_reads_all(tmp_path):
 
 def test_bad_model_folders_are_one_clear_line(copy, tmp_path):
     for name, message in (("no/such/folder", "no model folder"), (str(tmp_path), "no config.json")):
-        for action in (load_opt, load_tokenizer, weight_hash, read_shape):
+        for action in (load_opt, load_tokenizer, weight_hash, read_dims):
             with pytest.raises(UserError, match=message):
                 action(name)
     stored = copy / "model.safetensors"
@@ -140,4 +141,4 @@ def test_shape_of_the_published_sizes():
     from transformers import OPTConfig
 
     config = OPTConfig(hidden_size=4096, word_embed_proj_dim=4096, ffn_dim=16384, num_attention_heads=32)
-    assert OPTShape.from_config(config).head_dim == 128
+    assert dims_of(config).head_dim == 128

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import has_hash, load_opt, weight_hash
-from dejavu_train.models.shape import read_shape
 from dejavu_train.models.stored import INDEX, SINGLE, check_folder, loaded_files
 from dejavu_train.quantize.source import StoredTensors
 
@@ -88,7 +88,7 @@ def test_hash_and_check_read_what_is_loaded(folder, tensors, layout):
     assert set(found[MARK].tolist()) == {1.0} and found.keys() == tensors.keys()
     assert set(load_opt(str(folder)).model.decoder.final_layer_norm.bias.tolist()) == {1.0}
     assert set(StoredTensors(str(folder))["decoder.final_layer_norm.bias"].tolist()) == {1.0}
-    check_folder(str(folder), read_shape(str(folder)))
+    check_folder(str(folder), read_dims(str(folder)))
     write(folder.parent / "alone" / SINGLE, tensors, 1)
     shutil.copy(folder / "config.json", folder.parent / "alone")
     if layout == "named by config.json":
@@ -129,7 +129,7 @@ def test_the_hash_knows_neither_names_nor_container(folder, tensors, full, tmp_p
     for held in (renamed(tensors), {**tensors, HEAD: tensors[EMBEDDING].clone()}):
         write(folder / SINGLE, held)
         assert weight_hash(str(folder), full) == own
-        check_folder(str(folder), read_shape(str(folder)))
+        check_folder(str(folder), read_dims(str(folder)))
     changed = {**tensors, MARK: tensors[MARK] + 1}
     write(folder / SINGLE, renamed(changed))
     assert weight_hash(str(folder), full) != own
@@ -149,7 +149,7 @@ HEADS = {
 def test_a_tied_head_by_any_name(folder, tensors, heads):
     own = weight_hash(str(folder))
     write(folder / SINGLE, HEADS[heads](tensors))
-    check_folder(str(folder), read_shape(str(folder)))
+    check_folder(str(folder), read_dims(str(folder)))
     assert (weight_hash(str(folder)) == own) is (heads != "both differ")
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():

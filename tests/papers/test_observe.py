@@ -15,7 +15,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import hold_out
 from dejavu_train.evaluation.rows import read_csv, write_csv
 from dejavu_train.models.hooks import decoder_layers, record
-from dejavu_train.models.opt import load_opt, load_tokenizer, read_shape
+from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims
 from papers.deja_vu.observe import run as observing
 from papers.deja_vu.observe.__main__ import main, read_config
 from papers.deja_vu.observe.attention import Attention, attention_weights, map_rows, uniformity
@@ -280,7 +280,7 @@ def test_exact_neighbours_are_the_largest_preactivations(model):
 
 
 def test_costs_follow_the_weights(tiny_opt, model):
-    shape = read_shape(str(tiny_opt))
+    shape = read_dims(str(tiny_opt))
     mlp = sum(block.fc1.weight.numel() + block.fc2.weight.numel() for block in decoder_layers(model))
     assert part_cost(shape, "generating", "mlp", 1, 7, 2) == (2 * mlp, 2 * mlp)
     assert part_cost(shape, "prompting", "mlp", 3, 7, 2) == (2 * mlp * 21, 2 * mlp)

@@ -7,7 +7,8 @@ from bundles import make_bundle
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape, load_opt
+from dejavu_train.families import ModelDims
+from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
 from papers.deja_vu.restructure import STRUCTURES, restructured, skipped_layers
 from papers.deja_vu.studied import StudiedOPT, densities_for, one_stage, total_sparsity
@@ -177,7 +178,7 @@ def test_one_stage_selects_the_candidates(tiny_opt):
 
 
 def test_total_sparsity_is_the_share_of_weights_that_is_not_read():
-    shape = OPTShape(d_model=384, d_ffn=1536, n_layers=6, n_heads=12, vocab_size=8192, max_positions=1024)
+    shape = ModelDims(d_model=384, d_ffn=1536, n_layers=6, n_heads=12, vocab_size=8192, max_positions=1024)
     for asked in (0.25, 0.5, 0.62, 0.75, 0.85, 0.9, 0.95):
         mlp, heads = densities_for(asked, shape)
         assert 0.05 - 1e-9 <= mlp <= 1 and 0 < heads <= 1

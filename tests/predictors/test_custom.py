@@ -7,11 +7,11 @@ from torch import nn
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.spec import PredictorSpec, check_spec
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor, stored_tensors
 from dejavu_train.predictors.custom import build_custom, chosen_classes, describe
 
-SHAPE = OPTShape(n_layers=2, d_model=12, n_heads=4, d_ffn=20, vocab_size=320, max_positions=64)
+SHAPE = ModelDims(n_layers=2, d_model=12, n_heads=4, d_ffn=20, vocab_size=320, max_positions=64)
 
 
 class Tied(nn.Module):

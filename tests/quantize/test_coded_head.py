@@ -14,10 +14,11 @@ from dejavu_train.data.text import TextSource
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.families.opt import SPARSE_OPT
+from dejavu_train.models.config_values import read_values
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
-from dejavu_train.models.opt import load_opt, read_shape, weight_hash
-from dejavu_train.models.shape import SPARSE_OPT, read_values
+from dejavu_train.models.opt import load_opt, read_dims, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export
@@ -55,7 +56,7 @@ def logits(model):
 @pytest.mark.parametrize(("kind", "bits", "most"), [("int8", 8, 0.01), ("int4", 4, 0.15)])
 def test_the_head_has_codes_of_its_own(folders, dense, kind, bits, most, tmp_path):
     folder = str(folders / kind)
-    check_folder(folder, read_shape(folder))
+    check_folder(folder, read_dims(folder))
     assert head_kind(read_values(folder)) == kind
     model, plain = load_opt(folder, "float16"), load_opt(str(folders / "fp16"))
     assert isinstance(model.lm_head, CodedLinear) and model.lm_head.layout.sizes.bits == bits
@@ -67,7 +68,7 @@ def test_the_head_has_codes_of_its_own(folders, dense, kind, bits, most, tmp_pat
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
     assert weight_hash(str(tmp_path / "again"), full=True) == weight_hash(folder, full=True)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    check_folder(str(tmp_path / "again"), read_shape(folder))
+    check_folder(str(tmp_path / "again"), read_dims(folder))
 
 
 def test_codes_of_eight_bits_are_the_nearest():
@@ -137,6 +138,6 @@ def test_a_kind_that_nobody_knows_is_refused(folders, tmp_path):
     for file in (folders / "int4").glob("*.safetensors"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(values))
-    for action in (load_opt, lambda name: check_folder(name, read_shape(name))):
+    for action in (load_opt, lambda name: check_folder(name, read_dims(name))):
         with pytest.raises(UserError, match="LM head .* in int3; known are fp16, int8, int4"):
             action(str(tmp_path))

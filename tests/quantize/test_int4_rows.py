@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.models.int4 import CodedLinear, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
-from dejavu_train.models.shape import OPTShape
 from kernels.common.int4 import pack_int4
 
-SHAPE = OPTShape(d_model=96, d_ffn=40, n_layers=1, n_heads=4, vocab_size=9, max_positions=8)
+SHAPE = ModelDims(d_model=96, d_ffn=40, n_layers=1, n_heads=4, vocab_size=9, max_positions=8)
 
 
 def test_layouts_turn_back_and_a_unit_is_a_range_of_rows():
@@ -30,11 +30,11 @@ def test_layouts_turn_back_and_a_unit_is_a_range_of_rows():
 ])  # fmt: skip
 def test_widths_without_a_form_are_refused_by_name(change, message):
     with pytest.raises(UserError, match=message):
-        row_sizes(OPTShape(**{**vars(SHAPE), **change}))
+        row_sizes(ModelDims(**{**SHAPE.stored(), **change}))
 
 
 def test_groups_are_as_wide_as_the_width_allows():
-    groups = {row_sizes(OPTShape(d, 64, 1, 4, 9, 8))["fc1"].group: d for d in (384, 192, 160)}
+    groups = {row_sizes(ModelDims(d, 64, 1, 4, 9, 8))["fc1"].group: d for d in (384, 192, 160)}
     assert groups == {128: 384, 64: 192, 32: 160}
 
 

@@ -20,10 +20,10 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import parse_config
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.models.config_values import INT4, read_values
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import load_opt, read_shape, weight_hash
-from dejavu_train.models.shape import INT4, read_values
+from dejavu_train.models.opt import load_opt, read_dims, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream
@@ -66,7 +66,7 @@ def logits(model):
 
 def test_the_folder_is_a_model_for_everyone(quantised, wide_opt):
     assert len({file.stat().st_mode for file in quantised.iterdir()}) == 1, "none is the user's alone"
-    check_folder(str(quantised), read_shape(str(quantised)))
+    check_folder(str(quantised), read_dims(str(quantised)))
     model = load_opt(str(quantised), "float16")
     assert isinstance(model.model.decoder.layers[1].self_attn.out_proj, CodedLinear) and model.dtype == torch.float32
     ours = logits(model)
@@ -138,7 +138,7 @@ def test_the_record_says_how_it_was_made(quantised, wide_opt, settings):
 def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp_path):
     quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
     dense = load_opt(str(wide_opt))
-    windows, _ = calibration_windows(settings, read_shape(str(wide_opt)), "")
+    windows, _ = calibration_windows(settings, read_dims(str(wide_opt)), "")
     ids = torch.stack([torch.from_numpy(window) for window in windows if len(window) == 64][:8]).long()
     lost = {}
     for name, folder in (("gptq", quantised), ("rtn", tmp_path / "rtn")):
@@ -149,7 +149,7 @@ def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp
 
 def test_layers_see_what_the_quantised_model_computes(settings):
     """The hidden states that the stream carries are those of the finished model, padding left out."""
-    shape = read_shape(settings.model)
+    shape = read_dims(settings.model)
     windows, _ = calibration_windows(settings, shape, "")
     windows = [*windows[:3], windows[3][:20]]
     source, config = StoredTensors(settings.model), OPTForCausalLM.config_class.from_pretrained(settings.model)
@@ -243,7 +243,7 @@ def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
     message = error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys)
     assert "--text.source FILE, or --quantizer rtn" in message
-    for action in (load_opt, lambda name: check_folder(name, read_shape(name))):
+    for action in (load_opt, lambda name: check_folder(name, read_dims(name))):
         with pytest.raises(UserError, match="quantised by gptq; convert them first"):
             action(str(folder))
     for method, bits, said in (("hqq", 4, "quantised by hqq, which is not read here"), (INT4, 3, "says 3 bits")):
@@ -276,7 +276,7 @@ def test_codes_without_their_config_are_known(quantised, tmp_path):
     del values["quantization_config"]
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match="codes of 4 bits are, and config.json has no quantization_config"):
-        check_folder(str(folder), read_shape(str(folder)))
+        check_folder(str(folder), read_dims(str(folder)))
 
 
 def test_a_link_to_an_empty_folder_is_filled(tmp_path):

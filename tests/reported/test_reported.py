@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.errors import UserError
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt, weight_hash
-from dejavu_train.models.shape import read_shape
 from dejavu_train.models.stored import check_folder
 
 IDS = torch.tensor([[2, 30, 31, 200, 33, 170, 91]])
@@ -379,7 +379,7 @@ def a_head_under_its_own_name(case: Case) -> bool:
     right = torch.equal(loads.lm_head.weight, tensors["lm_head.weight"]) and torch.equal(
         loads.model.decoder.embed_tokens.weight, tensors["lm_head.weight"]
     )
-    line = refusal(lambda: check_folder(str(folder), read_shape(str(folder))))
+    line = refusal(lambda: check_folder(str(folder), read_dims(str(folder))))
     return line is None if right else line is not None
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from dejavu_train.engine.cpu.groups import Group
 from dejavu_train.engine.cpu.row_kernels import CHUNK
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 QKV, OUT, FC1, FC2 = range(4)  # parts of a layer, columns of Model.first
 HEADS, MLP = range(2)  # targets, columns of Selectors.at
@@ -197,7 +197,7 @@ def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
     return memory[start : start + n_bytes].view(dtype).reshape(size)
 
 
-def new_state(shape: OPTShape, batch: int, context: int, n_kept: int, operand: type) -> State:
+def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: type) -> State:
     """All rows done. Pages of the caches are taken from memory as rows grow. operand: fp32 or int16."""
     n_layers, h, e = shape.n_layers, shape.n_heads, shape.head_dim
 
@@ -232,7 +232,7 @@ def new_state(shape: OPTShape, batch: int, context: int, n_kept: int, operand: t
 
 
 def new_scratch(
-    shape: OPTShape, batch: int, context: int, n_threads: int, selectors: Selectors, operand: type
+    shape: ModelDims, batch: int, context: int, n_threads: int, selectors: Selectors, operand: type
 ) -> Scratch:
     """Scratch of one engine. operand: fp32 or int16."""
     d, f, h, vocab = shape.d_model, shape.d_ffn, shape.n_heads, shape.vocab_size

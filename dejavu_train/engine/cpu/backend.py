@@ -17,9 +17,9 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.engine.generation import EnginePool, generate
 from dejavu_train.errors import Unsupported
+from dejavu_train.families import dims_of
 from dejavu_train.families.plain import NotPlain, check_calls
 from dejavu_train.machine import free_memory
-from dejavu_train.models.opt import OPTShape
 
 
 class CpuBackend:
@@ -56,7 +56,7 @@ class CpuBackend:
             )
         if model.model.decoder.final_layer_norm is None:
             raise Unsupported("the CPU engine needs a final LayerNorm")
-        self._model, self.bundle, self.shape = weakref.ref(model), bundle, OPTShape.from_config(model.config)
+        self._model, self.bundle, self.shape = weakref.ref(model), bundle, dims_of(model.config)
         self._weights: Any = None
         self._owner = os.getpid()
         self.pool = EnginePool(self.shape.max_positions, self._make)

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import OPTShape
+from dejavu_train.families import ModelDims
 
 
-def not_finite(site: int, shape: OPTShape, row: int, position: int) -> UserError:
+def not_finite(site: int, shape: ModelDims, row: int, position: int) -> UserError:
     """What to raise where the input of LayerNorm ``site``, in order of use, is not finite; -1 = of the LM head."""
     layer, half = divmod(site - 1, 2)
     where = f"the {'MLP' if half else 'attention'} of layer {layer}"

@@ -19,10 +19,9 @@ from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
-from dejavu_train.families import blocks_of
+from dejavu_train.families import ModelDims, blocks_of, dims_of
 from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
-from dejavu_train.models.opt import OPTShape
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
@@ -41,7 +40,7 @@ class CpuWeights:
         note: what else is to be known about how they are stored, or nothing.
     """
 
-    shape: OPTShape
+    shape: ModelDims
     model: Model
     out_bias: np.ndarray
     note: str = ""
@@ -64,7 +63,7 @@ class CpuWeights:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model; weights that are
                 not finite, by layer.
         """
-        shape = OPTShape.from_config(model.config)
+        shape = dims_of(model.config)
         check_read(model)
         decoder = model.model.decoder
         stored, note = how_stored(model, stored)
@@ -118,7 +117,7 @@ class CpuWeights:
     @staticmethod
     def needed(model: Any) -> int:
         """Bytes, to within a tenth, that `from_model` takes if asked for no format."""
-        shape, head = OPTShape.from_config(model.config), model.get_output_embeddings()
+        shape, head = dims_of(model.config), model.get_output_embeddings()
         tied = not isinstance(head, CodedLinear) and bool(model.config.tie_word_embeddings)
         rows = shape.n_layers * (4 * shape.d_model + 2 * shape.d_ffn) + shape.vocab_size * (1 if tied else 2)
         if how_stored(model, None)[0] == "codes":
@@ -127,7 +126,7 @@ class CpuWeights:
 
     @classmethod
     def random(
-        cls, shape: OPTShape, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
+        cls, shape: ModelDims, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
     ) -> "CpuWeights":
         """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing; codes have 8 bits."""
         weights = _empty(shape, stored, group, True, 1e-5)
@@ -273,7 +272,7 @@ def _by_head(parts: list[Tensor], h: int) -> Tensor:
     return torch.stack([part.view(h, -1, part.shape[1]) for part in parts], 1).flatten(0, 2)
 
 
-def _empty(shape: OPTShape, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
+def _empty(shape: ModelDims, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
     if stored not in STORED:
         raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
     if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % CHUNK):

@@ -33,9 +33,9 @@ from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, load_spread
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
-from dejavu_train.models.shape import TARGETS
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -198,9 +198,9 @@ def compare_generation(
                 model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
                 made = _continue(config, model, dense, prompts, decoding, shown)
                 used = {target: model.bundle.mean_density(target) for target in TARGETS}
-                about = dataclasses.asdict(variant) | {"mlp_density": used["mlp"]}
+                about = dataclasses.asdict(variant) | {"mlp_density": used[Target.MLP]}
                 watched = model.guard_report()
-                rows.append(_row(about, used["heads"], decoding, made, own[decoding], watched))
+                rows.append(_row(about, used[Target.HEADS], decoding, made, own[decoding], watched))
                 positions += _positions(about, decoding, made, own[decoding])
             yield rows, positions
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import OPTForCausalLM
 
 from dejavu_train.evaluation.finite import check_logits
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.models.hooks import decoder_layers
-from dejavu_train.models.opt import OPTShape
 
 PHASES, PARTS = ("prompting", "generating"), ("attention", "mlp", "other")
 
@@ -54,7 +54,7 @@ class CostRow:
     measured_ms: float
 
 
-def part_cost(shape: OPTShape, phase: str, part: str, batch: int, prompt: int, size: int) -> tuple[float, float]:
+def part_cost(shape: ModelDims, phase: str, part: str, batch: int, prompt: int, size: int) -> tuple[float, float]:
     """Operations and bytes of one part of all layers.
 
     Attention, a token: 8 d² for its four projections and 4 d x (positions seen) for scores and values. MLP: 4 d f.
@@ -93,7 +93,7 @@ def cost_rows(model: OPTForCausalLM, peaks: Peaks, batch: int, prompt: int, step
 
     Args: ``prompt`` tokens a row, then ``steps`` tokens one by one; they must fit the model's positions.
     """
-    shape, size = OPTShape.from_config(model.config), model.dtype.itemsize
+    shape, size = dims_of(model.config), model.dtype.itemsize
     ids = torch.randint(10, shape.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
     measured = _measure(model, ids.to(model.device), steps)
     rows = []

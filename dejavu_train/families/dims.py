@@ -1,0 +1,98 @@
+"""The sizes of a model of any family, and the names of what a predictor chooses from. Loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Target(StrEnum):
+    """What a predictor chooses from: the neurons of an MLP, or the heads of an attention."""
+
+    MLP = "mlp"
+    HEADS = "heads"
+
+
+TARGETS = tuple(Target)
+
+
+class UnitKey(NamedTuple):
+    """The units of one target in one layer. Equals the plain pair of a number and a text."""
+
+    layer: int
+    target: Target
+
+
+class Norm(StrEnum):
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+
+
+class Positions(StrEnum):
+    LEARNED = "learned"
+    ROTARY = "rotary"
+    ALIBI = "alibi"
+
+
+class Activation(StrEnum):
+    RELU = "relu"
+    RELU2 = "relu2"
+    GELU = "gelu"
+    SILU = "silu"
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes of a decoder with pre-norm layers, and what its layers compute.
+
+    Attributes:
+        d_ffn: neurons of an MLP. vocab_size, max_positions: rows of the tables.
+        head_dim: of queries, keys and values; 0 = d_model / n_heads. n_kv_heads: heads of K and V; 0 = n_heads.
+        gated: an MLP multiplies its activation with a second map's output.
+        biases: the linear maps have biases.
+    """
+
+    d_model: int
+    d_ffn: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_positions: int
+    head_dim: int = 0
+    n_kv_heads: int = 0
+    norm: Norm = Norm.LAYER_NORM
+    positions: Positions = Positions.LEARNED
+    activation: Activation = Activation.RELU
+    gated: bool = False
+    biases: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.n_heads)
+        object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
+        for name, kind in (("norm", Norm), ("positions", Positions), ("activation", Activation)):
+            object.__setattr__(self, name, kind(getattr(self, name)))
+
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any]) -> "ModelDims":
+        """What :meth:`stored` gave. Raises TypeError or ValueError for other values."""
+        return cls(**values)
+
+    def stored(self) -> dict[str, Any]:
+        """The values for a file: the six sizes, and what is not as in an OPT of these sizes."""
+        plain = ModelDims(**{name: getattr(self, name) for name in SIZES})
+        names = [field.name for field in fields(self)]
+        return {n: getattr(self, n) for n in names if n in SIZES or getattr(self, n) != getattr(plain, n)}
+
+    def has_layers_of(self, other: "ModelDims") -> bool:
+        """Whether layers are of the same number and kind; vocabulary and positions may differ."""
+        free = ("vocab_size", "max_positions")
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.name not in free)
+
+    def units(self, target: str) -> int:
+        """How many units a predictor of ``target`` chooses from."""
+        return self.d_ffn if target == Target.MLP else self.n_heads
+
+
+SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")
+
+__all__ = ["SIZES", "TARGETS", "Activation", "ModelDims", "Norm", "Positions", "Target", "UnitKey"]
