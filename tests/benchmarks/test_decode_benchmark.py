@@ -1,9 +1,12 @@
 """The decoding benchmark without a GPU: its cells, and thresholds that hit densities of a batch's union."""
 
+import csv
+
 import pytest
 import torch
 from decode_helpers import random_bundle, random_opt
 
+from benchmarks import alternate
 from benchmarks.decode import bytes_needed
 from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_plot import line
@@ -66,4 +69,45 @@ def test_a_line_of_the_plot_has_its_rows_in_order():
     assert line(rows | {(66, 128, "sparse"): {}, (6.7, 128, "dense"): {}}, "6.7b", "sparse", "p50_ms") == (
         [128, 512],
         [2, 3],
+    )
+
+
+def test_two_versions_are_compared_cell_by_cell(tmp_path):
+    """A fake benchmark in each folder: what it takes is known, and one cell fails in one version."""
+    fake = """
+import argparse, csv
+parser = argparse.ArgumentParser()
+for name in ("--models", "--out"):
+    parser.add_argument(name)
+parser.add_argument("--cells", nargs="+")
+args = parser.parse_args()
+with open(args.out, "w", newline="") as file:
+    writer = csv.writer(file)
+    writer.writerow("gpu,model,engine,batch,options,mlp_density,head_density,p50_ms,commit".split(","))
+    for number, _ in enumerate(args.cells):
+        time = "" if number == 1 and {slow} > 1 else (number + 1) * {slow}
+        writer.writerow(["none", args.models, number, 1, "", 0.1, 1, time, "{slow}"])
+"""
+    for name, slow in (("old", 1.0), ("new", 1.5)):
+        (tmp_path / name / "benchmarks").mkdir(parents=True)
+        (tmp_path / name / "benchmarks" / "__init__.py").touch()
+        (tmp_path / name / "benchmarks" / "decode.py").write_text(fake.replace("{slow}", str(slow)))
+    found = {}
+    for turn in range(2):
+        for name in ("before", "after"):
+            rows = alternate.run(tmp_path / ("old" if name == "before" else "new"), name, 4 + turn, tmp_path)
+            for number, row in enumerate(rows):
+                found.setdefault((4, number), {}).setdefault(name, []).append(row)
+    assert alternate.compare(found, tmp_path / "alternate.csv") == pytest.approx(1.5)
+    with open(tmp_path / "alternate.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["before_ms"], row["after_ms"], row["change"]) for row in table] == [
+        ("1.0", "1.5", "+0.5000"),
+        ("3.0", "4.5", "+0.5000"),
+    ]
+    assert table[0]["rounds"] == "2" and (table[0]["before_commit"], table[0]["after_commit"]) == ("1.0", "1.5")
+    assert (
+        sum(len(cells) for _, cells in alternate.GROUPS)
+        < 20
+        == sum(len(read_cells(text)) for _, cells in alternate.GROUPS for text in cells)
     )
