@@ -102,7 +102,6 @@ def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -
     """An engine behind its prompt."""
     lengths = [len(row) for row in rows]
     engine.begin(rows, [length + steps for length in lengths], lengths, lengths, Sampling())
-    engine.tail()
     engine.bytes_read()
     model = engine.weights.model
     stored = "codes" if len(model.out_scale) else "int8" if model.rows.dtype.itemsize == 1 else "float32"

@@ -194,5 +194,3 @@ def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
     total = min(prompt + steps, engine.context)
     rows = torch.randint(3, engine.shape.vocab_size, (engine.batch, total), generator=generator).tolist()
     engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [prompt] * len(rows), Sampling())
-    engine.state.position.fill_(prompt - 1)
-    engine.core.tail("greedy", False)

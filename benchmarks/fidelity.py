@@ -181,8 +181,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
             wide(ids)
         nll = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         nats["mask"] += nll.double().sum().item()
-        engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling())
-        engine.core.tail("greedy", True)
+        engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling(), score=True)
         watch = Partings(engine, selector, exact, len(part))
         for t in range(len(part[0]) - 1):
             engine.step("greedy", True)
@@ -233,8 +232,7 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
         half = single = 0.0
         for start in range(0, len(rows), batch):
             part = rows[start : start + batch]
-            engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling())
-            engine.core.tail("greedy", True)
+            engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling(), score=True)
             for _ in range(len(part[0]) - 1):
                 engine.step("greedy", True)
             half += engine.state.nll[: len(part), 1 : len(part[0])].double().sum().item()

@@ -90,7 +90,6 @@ def predictor_bytes(engine: DecodeEngine) -> int:
 def own_rate(engine: DecodeEngine, prompt: list[int], new_tokens: int) -> float:
     """Median milliseconds of a step of the engine, generating as generate() does."""
     engine.begin([prompt], [len(prompt) + new_tokens], [len(prompt)], [len(prompt)], Sampling())
-    engine.core.tail("greedy", False)
     return statistics.median(step_times(engine.step, new_tokens - 6))
 
 

@@ -7,7 +7,7 @@ Two sets of operations have the same signatures: the Triton kernels, and their p
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,7 @@ from torch import Tensor
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.dispatch import choose_execution, describe_execution, fused_layers, late_layers
-from dejavu_train.engine.inputs import (
-    MAX_BATCH,
-    Sampling,
-    check_length,
-    check_rows,
-    per_row,
-    read_continuation,
-    summary,
-)
+from dejavu_train.engine.inputs import MAX_BATCH, Sampling, check_rows, per_row
 from dejavu_train.engine.memory import (
     cache_bytes,
     check_room,
@@ -37,8 +29,9 @@ from dejavu_train.engine.memory import (
 )
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors, read_as_codes
 from dejavu_train.engine.prefill import prefill
+from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.turns import Turns, in_turn
+from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, engine_dtype
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
@@ -50,12 +43,10 @@ from kernels.dense.screened_head import SCREENED_WIDTHS, screen_bytes
 POLICIES = tuple(qkv.POLICIES)
 MAX_PACKED_ROWS = 8  # of `qkv` with 4-bit weights
 SPARE = 2**31  # bytes that stay free beside a screen of the LM head
-CHUNK = 16  # steps between looks at the rows that are done, when nobody listens
-
-Callback = Callable[[int, int], None]
+CHUNK = 16  # steps between looks at the rows, when nobody listens
 
 
-class DecodeEngine:
+class DecodeEngine(Session):
     """Decodes up to `batch` rows of up to `context` tokens.
 
     Args:
@@ -143,7 +134,7 @@ class DecodeEngine:
         if isinstance(guard, Guard):
             guard = GuardState(guard, bundle.specs, device) if guard.every else None
         self.guard = guard
-        self.predictors = self._predictors(bundle, weights.embedding.dtype)
+        self.predictors: dict[tuple[int, str], TargetPredictor] = self._predictors(bundle, weights.embedding.dtype)
         native = ops == "triton" and device.type == "cuda"
         if weights.packed:
             staged = any(predictor.grid is not None for predictor in self.predictors.values())
@@ -180,7 +171,7 @@ class DecodeEngine:
             look_ahead, fused, late, self.guard, screen,
         )  # fmt: skip
         self.state = self.core.state
-        self.turns = Turns()  # its rows are those of one call, from the first token to the last
+        super().__init__()
 
     def _predictors(self, bundle: Any, dtype: torch.dtype) -> dict[tuple[int, str], TargetPredictor]:
         if bundle is None or isinstance(bundle, dict):
@@ -233,15 +224,12 @@ class DecodeEngine:
         sparse_from: Sequence[int],
         prefilled: Sequence[int],
         sampler: Sampling,
+        *,
         least: Sequence[int] | None = None,
+        stops: Sequence[int] = (),
+        score: bool = False,
     ) -> None:
-        """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step.
-
-        Args:
-            rows: known tokens; total: tokens at most, the known ones included; a row's last token is not run, so total
-                may exceed the context by one.
-            least: tokens before which no stop token is chosen; None = 0.
-        """
+        """See `Session.begin`. A row's last token is not run, so total may exceed the context by one."""
         check_rows(rows, [length - 1 for length in total], self.batch, self.context, self.shape)
         self.core.reset()
         state, n = self.state, len(rows)
@@ -256,6 +244,7 @@ class DecodeEngine:
         put(state.known, [len(row) for row in rows])
         put(state.least, least or [0] * n)
         put(state.limit, total)
+        state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
         put(state.sparse_from, sparse_from)
         put(state.done, [0] * n)
         put(state.position, [count - 1 for count in prefilled])
@@ -272,59 +261,19 @@ class DecodeEngine:
             for valid in (cache.valid for cache in caches if cache.valid is not None):
                 for b in range(n):
                     valid[b, :, : prefilled[b]] = 1
+        self.core.tail(sampler.mode, score)
 
-    @in_turn
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] = (2,),
-        min_new_tokens: int = 0,
-        sparse_from: int | Sequence[int] | None = None,
-        prompt_phase: str = "dense",
-        callback: Callback | None = None,
-    ) -> list[list[int]]:
-        """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
+    def steps(self, n: int, mode: str, score: bool = False) -> int:
+        """Up to CHUNK steps; see `Session.steps`."""
+        n = min(n, CHUNK)
+        for _ in range(n):
+            self.core.step(mode, score)
+        return n
 
-        Args:
-            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
-            sampling: None = greedy.
-            stop_tokens: at most 8 ids; the stop token is the row's last new token.
-            min_new_tokens: before so many new tokens no stop token is chosen.
-            sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
-            prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
-            callback: called as (row, token) for each new token as soon as it exists.
-        Raises:
-            UserError: see the messages; nothing is decoded then. Or logits that hold NaN, while decoding.
-        """
-        sampler = sampling or Sampling()
-        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
-        lengths = asked.lengths
-        check_length(max(asked.total, default=0), self.context, self.shape)
-        least = [length + min_new_tokens for length in lengths]
-        self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least)
-        for i, token in enumerate(stop_tokens):
-            self.state.stops[i] = token
-        self.core.tail(sampler.mode, score=False)
-        n, shown = len(prompts), list(lengths)
-        for i in range(asked.n_steps + 1):
-            if callback is not None or i % CHUNK == 0:
-                done = bool(self.state.done[:n].all())
-                if callback is not None:
-                    self._notify(callback, shown)
-                if done:
-                    break
-            if i < asked.n_steps:
-                self.core.step(sampler.mode)
-        self._check_logits(n)
-        position = self.state.position[:n].tolist()
-        return [self.state.tokens[b, lengths[b] : position[b] + 1].tolist() for b in range(n)]
-
-    def _check_logits(self, n: int) -> None:
-        """Raise if a logit of the first n rows was NaN since `begin`."""
-        for b, position in enumerate(self.state.fault[:n].tolist()):
+    def look(self, n: int) -> tuple[list[int], bool]:
+        """One copy from the device. Raises UserError for logits that hold NaN; see `Session.look`."""
+        done, last, fault = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
+        for b, position in enumerate(fault):
             if position:
                 dtype = str(self.weights.embedding.dtype).removeprefix("torch.")
                 error = UserError(
@@ -333,40 +282,7 @@ class DecodeEngine:
                 )
                 error.tokens = self.state.tokens[b, :position].tolist()
                 raise error
-
-    def _notify(self, callback: Callback, shown: list[int]) -> None:
-        position = self.state.position[: len(shown)].tolist()
-        for b, first in enumerate(shown):
-            for token in self.state.tokens[b, first : position[b] + 1].tolist():
-                callback(b, token)
-            shown[b] = max(first, position[b] + 1)
-
-    @in_turn
-    def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:
-        """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
-
-        Args:
-            rows: token ids, each of 2 to `context` tokens; any number of rows, taken `batch` at a time.
-            sparse_from: first sparse position; earlier ones select everything.
-        Returns:
-            One fp32 tensor (n - 1,) per row, on the CPU.
-        """
-        lengths = [len(row) for row in rows]
-        if not rows or min(lengths) < 2:
-            raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
-        starts = per_row(sparse_from, lengths)
-        result: list[Tensor] = []
-        for first in range(0, len(rows), self.batch):
-            part = slice(first, first + self.batch)
-            n = lengths[part]
-            self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
-            self.core.tail("greedy", score=True)
-            for _ in range(max(n) - 1):
-                self.core.step("greedy", score=True)
-            self._check_logits(len(n))
-            nll = self.state.nll.cpu()
-            result += [nll[b, 1:length].clone() for b, length in enumerate(n)]
-        return result
+        return [position + 1 for position in last], all(done)
 
     @in_turn
     def logits(
@@ -381,15 +297,11 @@ class DecodeEngine:
             (B, T, V) on the engine's device, T the longest row; what stands behind a shorter row is undefined.
         """
         lengths = [len(row) for row in rows]
-        self.begin(rows, [n + 1 for n in lengths], per_row(sparse_from, lengths), [0] * len(rows), Sampling())
+        total, starts = [n + 1 for n in lengths], per_row(sparse_from, lengths)
+        self.begin(rows, total, starts, [0] * len(rows), Sampling(), score=True)
         logits = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
-        self.core.tail("greedy", score=True)
         for t in range(max(lengths)):
             self.core.step("greedy", score=True)  # logits, not a screen of them
             logits[:, t] = self.core.logits[: len(rows)]
-        self._check_logits(len(rows))
+        self.look(len(rows))
         return logits
-
-    def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
-        """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
-        return summary(self.score(rows, sparse_from))

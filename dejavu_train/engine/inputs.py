@@ -4,9 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 
@@ -130,12 +127,6 @@ def read_continuation(
     if prompt_phase == "steps":
         at_once = [0] * len(lengths)
     return Continuation(lengths, [length + max_new_tokens for length in lengths], starts, at_once)
-
-
-def summary(nll: Sequence[Tensor]) -> dict[str, float]:
-    """exp of the mean of negative log-likelihoods over all rows; {"perplexity", "nats", "tokens"}."""
-    joined = torch.cat(list(nll)).double()
-    return {"perplexity": math.exp(joined.mean().item()), "nats": joined.sum().item(), "tokens": float(joined.numel())}
 
 
 def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:

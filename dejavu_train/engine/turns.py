@@ -31,7 +31,7 @@ class Turns:
             if self._owner == caller:
                 raise self._error(
                     "this engine is in the middle of a call of the same thread, so a streamer or callback cannot call"
-                    " it; wait for the call to end, or build a second model"
+                    " it; wait for the call to end, or build another engine or model"
                 )
             self._waiting.append(place)
             try:

@@ -34,7 +34,7 @@ from dejavu_train.evaluation.timing import (
     WARM_UP,
     Clock,
     Timing,
-    time_cpu_engine,
+    engine_class,
     time_decoding,
     time_engine,
 )
@@ -267,7 +267,7 @@ def _generate(
             new_tokens, config.new_tokens, ids.shape[1], dense.config.max_position_embeddings,
         )  # fmt: skip
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
-        generated = _dense_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
+        generated = engine_class(config.backend)(dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None
     model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
@@ -292,16 +292,6 @@ def _bandwidth(timings: Sequence[Timing]) -> float | None:
     from dejavu_train.engine.cpu.bandwidth import read_bandwidth  # imports numba
 
     return read_bandwidth()
-
-
-def _dense_engine(backend: str, dense: Any) -> Any:
-    if backend == DENSE_ENGINE:
-        from dejavu_train.engine.decode import DecodeEngine  # imports triton
-
-        return DecodeEngine(dense)
-    from dejavu_train.engine.cpu import CpuEngine  # imports numba
-
-    return CpuEngine(dense)
 
 
 def _time(
@@ -332,10 +322,8 @@ def _time(
 
 def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, prompt: torch.Tensor) -> Timing:
     used = None if backend in ("dense", DENSE_ENGINE, DENSE_CPU) else _moved(config, bundle)
-    if backend in (DENSE_ENGINE, "triton"):
+    if backend in (DENSE_ENGINE, DENSE_CPU, *ENGINES):
         timing = time_engine(dense, used, backend, prompt, config.new_tokens)
-    elif backend in (DENSE_CPU, CPU):
-        timing = time_cpu_engine(dense, used, backend, prompt, config.new_tokens)
     else:
         timing = time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
     densities = (1.0, 1.0) if used is None else (used.mean_density("mlp"), used.mean_density("heads"))

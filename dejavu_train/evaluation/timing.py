@@ -91,58 +91,40 @@ def time_decoding(model: OPTForCausalLM, backend: str, prompt: Tensor, new_token
     return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
 
 
-@torch.no_grad()
-def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
-    """The same through the decode engine, step by step, on a copy of the model's weights. bundle: None = dense.
+def engine_class(backend: str) -> Any:
+    """`CpuEngine` for "cpu" and "dense-cpu", else `DecodeEngine`."""
+    if backend in (CPU, DENSE_CPU):
+        from dejavu_train.engine.cpu import CpuEngine  # imports numba
 
-    Raises:
-        UserError: what the engine refuses, for instance a machine without a GPU.
-    """
+        return CpuEngine
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
 
-    batch, length = prompt.shape
-    engine = DecodeEngine(model, bundle, batch=batch, context=length + new_tokens + WARM_UP)
-    logger.info("%s", engine.describe())
-    rows = prompt.tolist()
-    engine.begin(rows, [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
-    engine.core.tail("greedy", score=False)
-    times = _per_step(engine.step, model.device, max(1, new_tokens - 1))  # one new token came with the prompt
-    engine._check_logits(batch)
-    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
+    return DecodeEngine
 
 
 @torch.no_grad()
-def time_cpu_engine(
-    model: OPTForCausalLM,
-    bundle: Bundle | None,
-    backend: str,
-    prompt: Tensor,
-    new_tokens: int,
-    stored: str | None = None,
-) -> Timing:
-    """The same through the compiled engine for CPUs, on a copy of the weights.
+def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
+    """The same through an engine, step by step, on a copy of the model's weights.
 
     Args:
         bundle: None = dense.
-        prompt: (B, P) token ids, B at most 4.
-        stored: as of `CpuEngine`.
+        backend: see `engine_class`. prompt: (B, P) token ids.
     Raises:
-        UserError: what the engine refuses.
+        UserError: what the engine refuses, for instance a machine without a GPU.
     """
-    from dejavu_train.engine.cpu import CpuEngine  # imports numba
-
-    batch, length = prompt.shape
-    engine = CpuEngine(model, bundle, batch=batch, context=length + new_tokens + WARM_UP, stored=stored)
+    (batch, length), on_cpu = prompt.shape, backend in (CPU, DENSE_CPU)
+    engine = engine_class(backend)(model, bundle, batch=batch, context=length + new_tokens + WARM_UP)
     logger.info("%s", engine.describe())
     engine.begin(prompt.tolist(), [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
-    engine.tail()
-    engine.bytes_read()
-    n = max(1, new_tokens - 1)  # the first new token came with the prompt
+    n, megabytes = max(1, new_tokens - 1), None  # the first new token came with the prompt
+    if on_cpu:
+        engine.bytes_read()
     times = _per_step(engine.step, model.device, n)
-    engine._check_numbers()
-    megabytes = sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6
-    engine.close()
-    return Timing(backend, "cpu", batch, length, new_tokens, times, round(megabytes, 3))
+    engine.look(batch)
+    if on_cpu:
+        megabytes = round(sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6, 3)
+        engine.close()
+    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times, megabytes)
 
 
 def _conditions(device: torch.device, prompt: Tensor, new_tokens: int) -> tuple[str, int, int, int]:

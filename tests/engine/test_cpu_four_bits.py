@@ -11,7 +11,7 @@ from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import FC1, FC2, QKV
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.errors import UserError
-from dejavu_train.evaluation.timing import time_cpu_engine
+from dejavu_train.evaluation.timing import time_engine
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
@@ -130,6 +130,6 @@ def test_generate_takes_the_codes(folder):
     engine = CpuEngine(model, bundle)
     steps = engine.generate([ids[0].tolist()], 20, prompt_phase="steps")[0]
     assert found[0, 12:].tolist() == steps
-    assert time_cpu_engine(model, bundle, "cpu", ids, 4).megabytes_per_token < 0.25
+    assert time_engine(model, bundle, "cpu", ids, 4).megabytes_per_token < 0.25
     round_embeddings(model, 64)
     assert torch.equal(found, gather(model, bundle, "prompt").generate(ids, **settings))

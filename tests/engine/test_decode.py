@@ -162,7 +162,6 @@ def test_a_step_that_fails_while_it_is_captured_changes_nothing(model):
     """`undone` holds what a capture runs before it records."""
     used = engine(model, random_bundle(model))
     used.begin(rows_of(9), [20], [9], [9], Sampling())
-    used.core.tail("greedy", False)
     state = {name: tensor.clone() for name, tensor in vars(used.state).items()}
     watermark = used.core.watermark.clone()
 

@@ -216,8 +216,7 @@ def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, 
         made.append(engine.score(rows))
         guards.append([tensor.clone() for tensor in engine.guard.tensors()])
         if graph:
-            engine.begin(rows, [90] * batch, [0] * batch, [0] * batch, Sampling())
-            engine.core.tail("greedy", score=True)
+            engine.begin(rows, [90] * batch, [0] * batch, [0] * batch, Sampling(), score=True)
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:

@@ -16,7 +16,7 @@ from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.evaluation.texts import behind_start
-from dejavu_train.evaluation.timing import time_cpu_engine, time_decoding
+from dejavu_train.evaluation.timing import time_decoding, time_engine
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from papers.deja_vu.observe.config import ObserveConfig
 from papers.deja_vu.observe.cost import Peaks, cost_rows
@@ -134,7 +134,7 @@ def test_no_evaluation_makes_a_row_of_it(tiny_opt, bad, held, work):
 
 def test_timing_the_engine_of_cpus(bad):
     with pytest.raises(UserError, match="not finite"):
-        time_cpu_engine(bad, None, "dense-cpu", IDS, 4)
+        time_engine(bad, None, "dense-cpu", IDS, 4)
 
 
 def test_nats_beyond_any_perplexity_are_refused(tiny_opt, held):

@@ -9,8 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,9 @@ from dejavu_train.engine.cpu.selectors import TargetPredictor, make_selectors, r
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.inputs import Sampling, check_rows, per_row, read_continuation, summary
+from dejavu_train.engine.inputs import Sampling, check_rows
+from dejavu_train.engine.session import Session
+from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import UserError
 from dejavu_train.machine import cores
 
@@ -36,7 +37,6 @@ MODES = {
     "top_p": arrays.TOP_P,
     "top_k": arrays.TOP_K_MODE,
 }
-Callback = Callable[[int, int], None]
 
 
 def usable_cores() -> int:
@@ -44,7 +44,7 @@ def usable_cores() -> int:
     return max(1, min(cores(), torch.get_num_threads()))
 
 
-class CpuEngine:
+class CpuEngine(Session):
     """Decodes up to `batch` rows of up to `context` tokens on a CPU, by the selection rules of a bundle.
 
     Threads may share an engine: a call waits until those before it have their last token.
@@ -115,9 +115,9 @@ class CpuEngine:
                 target=enter, args=(*self._arguments, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
             ).start()
         self._owner = os.getpid()
-        self._busy = threading.RLock()
-        self._in_use = False  # within a call of `generate` or `score`, by the thread that holds the lock
-        self._close = weakref.finalize(self, _send_home, self._arguments, self.threads, self._owner, self._busy)
+        super().__init__()
+        self._team = threading.Lock()  # held while the threads run compiled code
+        self._close = weakref.finalize(self, _send_home, self._arguments, self.threads, self._owner, self._team)
 
     def describe(self) -> str:
         """What was decided when the engine was built: size, format, threads, and which layers are sparse."""
@@ -137,18 +137,11 @@ class CpuEngine:
         """Forget all rows."""
         self.state.clear()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Within it no other call begins: its rows stand in the engine from the first token to the last."""
-        self._check_alive()  # a forked process may have copied the lock while it was held
-        with self._busy:
-            if self._in_use:
-                raise UserError("this engine is decoding and called this callback; build another engine for its calls")
-            self._in_use = True
-            try:
-                yield
-            finally:
-                self._in_use = False
+    @property
+    def turns(self) -> Turns:
+        """Of this process: one that was forked may have copied them while a call held them."""
+        self._check_alive()
+        return super().turns
 
     def _check_alive(self) -> None:
         if os.getpid() != self._owner:
@@ -158,7 +151,8 @@ class CpuEngine:
 
     def _call(self, n_steps: int, mode: str, score: bool, tail_only: bool = False) -> None:
         self._check_alive()
-        with self._busy:
+        with self._team:
+            self._check_alive()  # closed by another thread while this one waited
             command = self._command
             command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
             enter(*self._arguments, 0, self.threads)
@@ -167,17 +161,21 @@ class CpuEngine:
         """One token for every row that is not done."""
         self._call(1, mode, score)
 
-    def tail(self, mode: str = "greedy", score: bool = False) -> None:
-        """The tokens that follow what `begin` ran densely."""
-        self._call(1, mode, score, tail_only=True)
-
-    def _steps(self, n: int, mode: str, score: bool) -> int:
-        """Up to n steps in one call of compiled code that takes about CALL_SECONDS; returns how many were asked for."""
+    def steps(self, n: int, mode: str, score: bool = False) -> int:
+        """Up to n steps in one call of compiled code that takes about CALL_SECONDS; see `Session.steps`."""
         n = max(1, min(n, int(CALL_SECONDS / self._seconds_per_step)))
         started = time.perf_counter()
         self._call(n, mode, score)
         self._seconds_per_step = max((time.perf_counter() - started) / n, 1e-6)
         return n
+
+    def look(self, n: int) -> tuple[list[int], bool]:
+        """Raises UserError for numbers that are not finite, by layer; see `Session.look`."""
+        state = self.state
+        if state.fault.any():
+            b = int(state.fault.argmax())
+            raise not_finite(int(state.fault_site[b]) - 1, self.shape, b, int(state.fault[b]) - 1)
+        return (state.position[:n] + 1).tolist(), bool((state.row_state[:n] == arrays.DONE).all())
 
     def begin(
         self,
@@ -186,16 +184,19 @@ class CpuEngine:
         sparse_from: Sequence[int],
         prefilled: Sequence[int],
         sampler: Sampling,
-        min_new_tokens: int = 0,
+        *,
+        least: Sequence[int] | None = None,
+        stops: Sequence[int] = (),
+        score: bool = False,
     ) -> None:
-        """Write the known tokens, run `prefilled` tokens of each row densely at once, stand before the first step."""
+        """See `Session.begin`."""
         check_rows(rows, total, self.batch, self.context, self.shape)
         state, n = self.state, len(rows)
         state.clear()
         for b, row in enumerate(rows):
             state.tokens[b, : len(row)] = row
             state.known[b], state.limit[b], state.sparse_from[b] = len(row), total[b], sparse_from[b]
-            state.least[b] = len(row) + min_new_tokens
+            state.least[b] = least[b] if least else 0
             state.position[b] = prefilled[b] - 1
             # Not done, so that the tail gives the row its next token; whether it is sparse is decided there.
             state.row_state[b] = arrays.DENSE
@@ -205,92 +206,8 @@ class CpuEngine:
                 state.watermark[:, b] = prefilled[b]
         state.temperature[:n], state.top_p[:n] = sampler.temperature or 1.0, sampler.top_p
         state.top_k[:n] = sampler.top_k
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] = (2,),
-        sparse_from: int | Sequence[int] | None = None,
-        prompt_phase: str = "dense",
-        callback: Callback | None = None,
-        min_new_tokens: int = 0,
-    ) -> list[list[int]]:
-        """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
-
-        Args:
-            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
-            sampling: None = greedy.
-            stop_tokens: at most 8 ids; the stop token is the row's last new token.
-            sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
-            prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
-            callback: called as (row, token) for each new token as soon as it exists; it cannot call this engine.
-            min_new_tokens: before so many new tokens no stop token is chosen.
-        Raises:
-            UserError: see the messages; nothing is decoded then. Or numbers that are not finite, while decoding.
-        """
-        sampler = sampling or Sampling()
-        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
-        lengths, left, n, shown = asked.lengths, asked.n_steps, len(prompts), list(asked.lengths)
-        with self._alone():
-            self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, min_new_tokens)
-            self.state.stops[: len(stop_tokens)] = list(stop_tokens)
-            self.tail(sampler.mode)
-            while True:
-                self._check_numbers()
-                if callback is not None:
-                    self._notify(callback, shown)
-                if left <= 0 or (self.state.row_state[:n] == arrays.DONE).all():
-                    break
-                left -= self._steps(left if callback is None else 1, sampler.mode, False)
-            ends = [int(position) + 1 for position in self.state.position[:n]]
-            return [self.state.tokens[b, lengths[b] : ends[b]].tolist() for b in range(n)]
-
-    def _check_numbers(self) -> None:
-        """Raise if a number of a row was not finite since `begin`."""
-        if self.state.fault.any():
-            b = int(self.state.fault.argmax())
-            raise not_finite(int(self.state.fault_site[b]) - 1, self.shape, b, int(self.state.fault[b]) - 1)
-
-    def _notify(self, callback: Callback, shown: list[int]) -> None:
-        for b, first in enumerate(shown):
-            end = int(self.state.position[b]) + 1
-            for token in self.state.tokens[b, first:end].tolist():
-                callback(b, token)
-            shown[b] = max(first, end)
-
-    def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:
-        """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
-
-        Args:
-            rows: token ids, each of 2 to `context` tokens; any number of rows, taken `batch` at a time.
-            sparse_from: first sparse position; earlier ones select everything.
-        Returns:
-            One fp32 tensor (n - 1,) per row.
-        """
-        lengths = [len(row) for row in rows]
-        if not rows or min(lengths) < 2:
-            raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
-        starts = per_row(sparse_from, lengths)
-        result: list[Tensor] = []
-        for first in range(0, len(rows), self.batch):
-            part = slice(first, first + self.batch)
-            n = lengths[part]
-            with self._alone():
-                self.begin(rows[part], n, starts[part], [0] * len(n), Sampling())
-                self.tail("greedy", score=True)
-                left = max(n) - 1
-                while left > 0:
-                    left -= self._steps(left, "greedy", True)
-                    self._check_numbers()
-                result += [torch.from_numpy(self.state.nll[b, 1:length].copy()) for b, length in enumerate(n)]
-        return result
-
-    def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
-        """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
-        return summary(self.score(rows, sparse_from))
+        state.stops[: len(stops)] = list(stops)
+        self._call(1, sampler.mode, score, tail_only=True)
 
     def bytes_read(self) -> dict[str, int]:
         """Bytes that the steps since the last call of this read: weights, predictors, lm_head, kv."""
@@ -306,9 +223,9 @@ def _rules(bundle: Any) -> tuple[list[TargetPredictor], dict[int, Tensor], dict[
     return read_predictors(bundle), bundle.head_means(), bundle.cascades()
 
 
-def _send_home(team: tuple[Any, ...], n_threads: int, owner: int, busy: Any) -> None:
-    if os.getpid() != owner or not busy.acquire(timeout=1.0):
+def _send_home(arguments: tuple[Any, ...], n_threads: int, owner: int, team: threading.Lock) -> None:
+    if os.getpid() != owner or not team.acquire(timeout=1.0):
         return  # after a fork there are no threads; while another thread decodes, they end with the process
-    team[-1][N_STEPS] = -1
+    arguments[-1][N_STEPS] = -1
     if n_threads > 1:
-        enter(*team, 0, n_threads)
+        enter(*arguments, 0, n_threads)

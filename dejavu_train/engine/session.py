@@ -1,0 +1,152 @@
+"""Calls of a decode engine, from the first token to the last: generation, scoring, callbacks and stop tokens.
+
+Rows of a batch have their own lengths. The engine's state is that of one call, so calls wait for each other.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.inputs import Sampling, check_length, per_row, read_continuation
+from dejavu_train.engine.turns import Turns, in_turn
+from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
+
+Callback = Callable[[int, int], None]
+
+
+class Session(ABC):
+    """What callers ask of an engine. A subclass says how its rows begin, step and are read.
+
+    Attributes:
+        batch, context: rows that the engine holds, and tokens of a row; predictors: none = a dense engine.
+        state: has ``tokens`` (batch, context) integers and ``nll`` (batch, context) fp32, tensors or arrays.
+    """
+
+    shape: ModelDims
+    batch: int
+    context: int
+    predictors: Collection[Any]
+    state: Any
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    @property
+    def turns(self) -> Turns:
+        """Held from the first token of a call to its last."""
+        return self._turns
+
+    @abstractmethod
+    def begin(
+        self,
+        rows: Sequence[Sequence[int]],
+        total: Sequence[int],
+        sparse_from: Sequence[int],
+        prefilled: Sequence[int],
+        sampler: Sampling,
+        *,
+        least: Sequence[int] | None = None,
+        stops: Sequence[int] = (),
+        score: bool = False,
+    ) -> None:
+        """Write the known tokens, run `prefilled` tokens of each row densely at once, and choose what follows them.
+
+        Args:
+            rows: known tokens; total: tokens at most, the known ones included.
+            least: tokens before which no stop token is chosen; None = 0. stops: at most 8 ids that end a row.
+            score: -log p of the known tokens is kept.
+        Raises:
+            UserError: rows that do not fit.
+        """
+
+    @abstractmethod
+    def steps(self, n: int, mode: str, score: bool = False) -> int:
+        """Up to n tokens for every row that is not done, as many as pass between two looks; returns how many."""
+
+    @abstractmethod
+    def look(self, n: int) -> tuple[list[int], bool]:
+        """How many tokens each of the first n rows holds, and whether all of these rows are done.
+
+        Raises:
+            UserError: numbers that were not finite since `begin`.
+        """
+
+    @in_turn
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] = (2,),
+        min_new_tokens: int = 0,
+        sparse_from: int | Sequence[int] | None = None,
+        prompt_phase: str = "dense",
+        callback: Callback | None = None,
+    ) -> list[list[int]]:
+        """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
+
+        Args:
+            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
+            sampling: None = greedy.
+            stop_tokens: at most 8 ids; the stop token is the row's last new token.
+            min_new_tokens: before so many new tokens no stop token is chosen.
+            sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
+            prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
+            callback: called as (row, token) for each new token as soon as it exists; it cannot call this engine.
+        Raises:
+            UserError: see the messages; nothing is decoded then. Or numbers that are not finite, while decoding.
+        """
+        sampler = sampling or Sampling()
+        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
+        check_length(max(asked.total, default=0), self.context, self.shape)
+        least = [length + min_new_tokens for length in asked.lengths]
+        self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least=least, stops=stop_tokens)
+        left, shown = asked.n_steps, list(asked.lengths)
+        while True:
+            held, done = self.look(len(prompts))
+            if callback is not None:
+                for b, end in enumerate(held):
+                    for token in self.state.tokens[b, shown[b] : end].tolist():
+                        callback(b, token)
+                    shown[b] = max(shown[b], end)
+            if done or left <= 0:
+                return [self.state.tokens[b, asked.lengths[b] : end].tolist() for b, end in enumerate(held)]
+            left -= self.steps(left if callback is None else 1, sampler.mode)
+
+    @in_turn
+    def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:
+        """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
+
+        Args:
+            rows: token ids, each of 2 to `context` tokens; any number of rows, taken `batch` at a time.
+            sparse_from: first sparse position; earlier ones select everything.
+        Returns:
+            One fp32 tensor (n - 1,) per row, on the CPU.
+        """
+        lengths = [len(row) for row in rows]
+        if not rows or min(lengths) < 2:
+            raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
+        starts = per_row(sparse_from, lengths)
+        result: list[Tensor] = []
+        for first in range(0, len(rows), self.batch):
+            part = slice(first, first + self.batch)
+            n = lengths[part]
+            self.begin(rows[part], n, starts[part], [0] * len(n), Sampling(), score=True)
+            left = max(n) - 1
+            while left > 0:
+                left -= self.steps(left, "greedy", score=True)
+                self.look(len(n))
+            nll = torch.as_tensor(self.state.nll).cpu()
+            result += [nll[b, 1:length].clone() for b, length in enumerate(n)]
+        return result
+
+    def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
+        """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
+        nll = torch.cat(self.score(rows, sparse_from)).double()
+        return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}
