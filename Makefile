@@ -1,6 +1,6 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
-# make test    lint, format check, types, import contracts, tests
+# make test    lint, format check, types, import contracts, words, tests
 # make tables  the tables of README.md, docs/ and benchmarks/NOTES.md from committed rows
 # make docs    pages of the API from docstrings, in build/docs
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
@@ -40,6 +40,7 @@ lint: .venv/dev
 	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/python tests/words.py
 
 tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
