@@ -71,11 +71,11 @@ class Watching(Predicted):
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
         keep, spec = super().__call__(layer, target, sites), self.bundle.specs.get((layer, target))
         if keep is not None and spec is not None:
-            logits = self.predictors[layer, target](sites[spec.site, spec.site_layer].float())
+            logits = self.predictors[layer, target](sites[spec.reads].float())
             margin = (logits - (spec.threshold or 0.0)).abs()
             if target == "mlp" and layer in self._second_stages:
                 second_stage = self._second_stages[layer]
-                x = sites["mlp_in", layer]
+                x = sites[spec.key.site]
                 level = input_levels(x)[1] * second_stage.planes.step * 7
                 margin = torch.minimum(
                     margin, ((second_stage.scores(x) - second_stage.stage2_threshold).abs() - level).clamp_min(0.0)
@@ -98,7 +98,7 @@ class Exact(Given):
     def __call__(self, layer: int, target: str, sites: Any) -> Tensor | None:
         keep, spec = super().__call__(layer, target, sites), self.watched.bundle.specs.get((layer, target))
         if keep is not None and spec is not None:
-            logits = self.predictors[layer, target](sites[spec.site, spec.site_layer])
+            logits = self.predictors[layer, target](sites[spec.reads])
             self.off[layer, target] = (logits - self.watched.values[layer, target]).abs().amax(-1, keepdim=True)
         return keep
 

@@ -22,6 +22,7 @@ from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
 from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
+from dejavu_train.families import Target
 from dejavu_train.models.opt import resolve_device
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
@@ -46,7 +47,7 @@ def selection(config: TasksConfig) -> dict[str, Any]:
     """How the sparse model of a run selects."""
     used = Bundle.from_pretrained(config.bundle).at(config.mlp_density, config.head_density)
     found = {"backend": config.backend, "sparse_from": config.sparse_from}
-    return found | {"mlp_density": used.mean_density("mlp"), "head_density": used.mean_density("heads")}
+    return found | {"mlp_density": used.mean_density(Target.MLP), "head_density": used.mean_density(Target.HEADS)}
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:

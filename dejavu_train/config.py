@@ -9,7 +9,7 @@ from dejavu_train.calibration.config import CalibrateConfig, check_reachable
 from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.families import TARGETS, ModelDims, Site, Target, UnitKey
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.weight_format import stored_format
 from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
@@ -96,20 +96,19 @@ class PredictorConfig:
     def rank_of(self, layer: int) -> int:
         return self.ranks.get(layer, self.rank)
 
-    def site(self, target: str, layer: int) -> tuple[str, int]:
-        """The site that the predictor of ``target`` in ``layer`` reads, and that site's layer.
+    def site(self, key: UnitKey) -> Site:
+        """What the predictor of ``key`` reads.
 
         Raises:
             UserError: before the first layer, unless ``lookahead_nearest``.
         """
-        half_blocks = 2 * layer + (target == "mlp") - self.lookahead
-        if half_blocks < 0 and not self.lookahead_nearest:
+        half = key.site.half - self.lookahead
+        if half < 0 and not self.lookahead_nearest:
             raise UserError(
-                f"{target}.lookahead {self.lookahead} reaches before the first layer for layer {layer};"
-                f" set {target}.lookahead_nearest to true or choose less"
+                f"{key.target}.lookahead {self.lookahead} reaches before the first layer for layer {key.layer};"
+                f" set {key.target}.lookahead_nearest to true or choose less"
             )
-        half_blocks = max(0, half_blocks)
-        return ("mlp_in" if half_blocks % 2 else "attn_in"), half_blocks // 2
+        return Site.at(max(0, half))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +179,8 @@ class RunConfig:
     """Arguments of the Lightning Trainer: --trainer.NAME VALUE, classes as class_path and init_args. --trainer.help
     lists them."""
 
-    def predictor(self, target: str) -> PredictorConfig:
-        return self.mlp if target == "mlp" else self.heads
+    def predictor(self, target: Target) -> PredictorConfig:
+        return self.mlp if target == Target.MLP else self.heads
 
     def check(self, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value that does not fit the model."""
@@ -193,8 +192,8 @@ class RunConfig:
         for target in TARGETS:
             if self.predictor(target).enabled:
                 self.predictor(target).check(target, shape)
-        for layer, target in self.own_jobs(shape.n_layers):
-            self.predictor(target).site(target, layer)
+        for job in self.own_jobs(shape.n_layers):
+            self.predictor(job.target).site(job)
         if not any(self.predictor(target).enabled for target in TARGETS):
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
         if not self.heads.enabled and self.calibrate.head_density < 1 and self.calibrate.budget is None:
@@ -241,7 +240,7 @@ class RunConfig:
         if not self.tune.steps:
             return
         if self.tune.density is not None:
-            check_reachable(self.tune.density, "tune.density", "mlp", self.calibrate.dense_layers, shape)
+            check_reachable(self.tune.density, "tune.density", Target.MLP, self.calibrate.dense_layers, shape)
         open_density = self.tune.density is None and (self.calibrate.budget or self.calibrate.retained_mass)
         dense = not open_density and (self.tune.density or self.calibrate.mlp_density) == 1
         if dense or len(set(self.calibrate.dense_layers)) == shape.n_layers:
@@ -260,12 +259,13 @@ class RunConfig:
 
         weights = stored_format(read_values(self.model, self.revision))
         dense = weights.unit_bytes(shape).dense
-        least = 0.0 if self.heads.enabled else dense(shape, "heads") * shape.n_layers
-        for layer, target in self.all_jobs(shape.n_layers):
-            section, n_out = self.predictor(target), shape.units(target)
-            site, rank, dtype = section.site(target, layer), section.rank_of(layer), self.calibrate.dtype_of(target)
-            kind = section.describe(layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
-            spec = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, kind, bias=section.bias, dtype=dtype)
+        least = 0.0 if self.heads.enabled else dense(shape, Target.HEADS) * shape.n_layers
+        for job in self.all_jobs(shape.n_layers):
+            section, n_out = self.predictor(job.target), shape.units(job.target)
+            site, rank, dtype = section.site(job), section.rank_of(job.layer), self.calibrate.dtype_of(job.target)
+            kind = section.describe(job.layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
+            sizes = (rank, shape.d_model, n_out)
+            spec = PredictorSpec(*job, site.input, site.layer, *sizes, kind, bias=section.bias, dtype=dtype)
             least += min(predictor_bytes(spec), spec_bytes(spec, shape, weights))
         if budget < least:
             raise UserError(
@@ -273,14 +273,14 @@ class RunConfig:
                 " raise the budget, or choose a lower rank or calibrate.dtype int4"
             )
 
-    def all_jobs(self, n_layers: int) -> list[tuple[int, str]]:
+    def all_jobs(self, n_layers: int) -> list[UnitKey]:
         """Every (layer, target) that the bundle needs."""
-        return [(layer, t) for t in TARGETS if self.predictor(t).enabled for layer in range(n_layers)]
+        return [UnitKey(layer, t) for t in TARGETS if self.predictor(t).enabled for layer in range(n_layers)]
 
-    def own_jobs(self, n_layers: int) -> list[tuple[int, str]]:
+    def own_jobs(self, n_layers: int) -> list[UnitKey]:
         """Those of them that this invocation was asked for."""
         layers, targets = parse_layers(self.layers, n_layers), parse_targets(self.targets)
-        return [(layer, t) for layer, t in self.all_jobs(n_layers) if layer in layers and t in targets]
+        return [job for job in self.all_jobs(n_layers) if job.layer in layers and job.target in targets]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that JSON and YAML can hold; ``parse_config`` reads them again."""
@@ -328,7 +328,7 @@ def parse_layers(text: str | int | None, n_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def parse_targets(text: str) -> list[str]:
+def parse_targets(text: str) -> list[Target]:
     """``"mlp,heads"`` -> names.
 
     Raises:

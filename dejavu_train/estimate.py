@@ -18,7 +18,7 @@ from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
-from dejavu_train.families import ModelDims, blocks_of
+from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
 from dejavu_train.models.hooks import output_gram
 from dejavu_train.models.opt import resolve_device, torch_dtype
 from dejavu_train.training.build import make_predictor
@@ -82,7 +82,7 @@ class Estimate:
         """Of recording so many tokens, all bytes of which are then hashed."""
         return max(tokens * self.token, n_bytes / DISK_BYTES) + n_bytes / DISK_BYTES
 
-    def training(self, target: str, jobs: int, rows: Mapping[str, int]) -> float:
+    def training(self, target: Target, jobs: int, rows: Mapping[str, int]) -> float:
         """Of so many jobs with all their steps, where the sets have so many ``rows``."""
         section = self.config.predictor(target)
         step, validation = seconds_of_steps(self.config, self.shape, target)
@@ -102,7 +102,8 @@ class Estimate:
         seconds = min(rows, config.rows) * shape.n_layers * shape.d_ffn * UNIT_SECONDS * stages
         if not config.sensitivity_tokens:
             return seconds
-        probes = {"mlp": len(MLP_PROBES if config.cascade is None else CASCADE_PROBES), "heads": len(HEAD_PROBES)}
+        neurons = MLP_PROBES if config.cascade is None else CASCADE_PROBES
+        probes = {Target.MLP: len(neurons), Target.HEADS: len(HEAD_PROBES)}
         asked = sum(count for target, count in probes.items() if self.config.predictor(target).enabled)
         layers = asked * shape.n_layers * (shape.n_layers / 2 + self.head)
         seconds += min(rows, config.sensitivity_tokens) * layers * self.block * SPARSE_PASS
@@ -140,10 +141,10 @@ def _recorded_block(
     return lambda: record_batch(model, windows, config.collect, [mean], [gram], _Nowhere(), 0)
 
 
-def seconds_of_steps(config: RunConfig, shape: ModelDims, target: str) -> tuple[float, float]:
+def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tuple[float, float]:
     """Of one training step and of one validation of a batch, timed on random rows."""
     device, section, n_units = start_device(config.trainer), config.predictor(target), shape.units(target)
-    predictor = make_predictor(config, (0, target), shape.d_model, n_units)
+    predictor = make_predictor(config, UnitKey(0, target), shape.d_model, n_units)
     module = LitPredictor(target, predictor, n_units, section.density or 0.1, section.loss).to(device)
     weights = LayerWeights(
         torch.randn(shape.d_ffn, shape.d_model),
@@ -155,7 +156,7 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: str) -> tuple[
     rows = config.data.batch_size
     held = torch.randn(4 * rows, shape.d_model, device=device).half()
     raw: dict[str, Any] = {"active": pack_bits(torch.rand(4 * rows, shape.d_ffn, device=device) < 0.1)}
-    raw = raw if target == "mlp" else {"contribution": torch.rand(4 * rows, n_units, device=device).half()}
+    raw = raw if target == Target.MLP else {"contribution": torch.rand(4 * rows, n_units, device=device).half()}
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
 
     def batch() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dejavu_train.children import end_with_parent
 from dejavu_train.cli import parse_config, set_up_logging
 from dejavu_train.errors import GOES_ON, exit_on_user_error
+from dejavu_train.families import Target, UnitKey
 from dejavu_train.locks import claim
 from dejavu_train.training.job import fit
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         for folder, identity in json.loads(holds).items():
             stack.enter_context(claim(folder, identity))
-        fit(dataclasses.replace(config, layers=None), (int(layer), target), title)
+        fit(dataclasses.replace(config, layers=None), UnitKey(int(layer), Target(target)), title)
 
 
 if __name__ == "__main__":

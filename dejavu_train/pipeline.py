@@ -28,7 +28,7 @@ from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS, ModelDims, dims_of
+from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.config_values import read_values
@@ -39,7 +39,6 @@ from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stag
 from dejavu_train.training.build import check_classes, predictor_classes
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
-    Job,
     has_predictor,
     is_finished,
     job_folder,
@@ -85,7 +84,7 @@ def checked(config: RunConfig) -> tuple[RunConfig, ModelDims]:
 
 
 def _run(
-    config: RunConfig, resolved: RunConfig, stages: Mapping[str, Stage], jobs: Sequence[Job], own: Sequence[Job]
+    config: RunConfig, resolved: RunConfig, stages: Mapping[str, Stage], jobs: Sequence[UnitKey], own: Sequence[UnitKey]
 ) -> None:
     output = Path(config.output)
     folder, stage = output / config.bundle, calibrate_stage(config)
@@ -227,7 +226,7 @@ def engine_writer(engine: Any, settings: SampleConfig) -> Write:
     return write
 
 
-def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -> None:
+def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stage) -> None:
     """Calibrate, write the bundle, and show one table of all predictors."""
     activations = output / "activations"
     windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
@@ -275,7 +274,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[Job], stage: Stage) -
 
 
 def finetune_all(
-    config: RunConfig, output: Path, jobs: Sequence[Job], bundle: Bundle, stage: Stage, weights: WeightFormat
+    config: RunConfig, output: Path, jobs: Sequence[UnitKey], bundle: Bundle, stage: Stage, weights: WeightFormat
 ) -> None:
     """Tune the neuron predictors of ``bundle`` in the model; ``tuned`` holds those, and the others as trained."""
     run = config.collect
@@ -288,12 +287,12 @@ def finetune_all(
     folder = output / ".tmp-tuned"
     shutil.rmtree(folder, ignore_errors=True)
     for layer, target in jobs:
-        source = job_folder(output, (layer, target))
+        source = job_folder(output, UnitKey(layer, target))
         own = folder / source.relative_to(output / "predictors")
         shutil.copytree(
             source, own, ignore=lambda _, names: {name for name in names if not name.startswith("predictor.")}
         )
-        if target == "mlp" and layer in tuned:
+        if target == Target.MLP and layer in tuned:
             tensors = {name: tensor.contiguous() for name, tensor in tuned[layer].state_dict().items()}
             save_file(tensors, own / "predictor.safetensors")
             metadata = read_sealed(own / "predictor.json", "a finished predictor")
@@ -308,11 +307,11 @@ def finetune_all(
 def untuned_layers(tuned: Path, bundle: Bundle) -> list[int]:
     """Layers whose neurons ``bundle`` selects by predictors as trained: they were dense when the others were tuned."""
     layers = (stored_stage(tuned) or {}).get("layers")
-    sparse = [layer for (layer, target), spec in bundle.specs.items() if target == "mlp" and not spec.dense]
+    sparse = [layer for (layer, target), spec in bundle.specs.items() if target == Target.MLP and not spec.dense]
     return [] if layers is None else sorted(set(sparse) - set(layers))
 
 
-def check_trainer(config: RunConfig, job: Job) -> None:
+def check_trainer(config: RunConfig, job: UnitKey) -> None:
     """Refuse trainer arguments that cannot work before anything is collected.
 
     Raises:

@@ -117,7 +117,7 @@ def _stored(output: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _trained_density(config: RunConfig, target: str) -> float:
+def _trained_density(config: RunConfig, target: Target) -> float:
     """The density a target's predictors are trained for: as configured, else as one was trained, else calibrate's."""
     configured = config.predictor(target).density
     if configured is not None:
@@ -127,4 +127,4 @@ def _trained_density(config: RunConfig, target: str) -> float:
     for before in [read_sealed(path, "the description of a stage") for path in trained]:
         if stage.matches(before) and isinstance(before.get("density"), float):
             return before["density"]
-    return config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density
+    return config.calibrate.mlp_density if target == Target.MLP else config.calibrate.head_density

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dejavu_train.config import RunConfig
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import sha256_file
 
 # How a run runs, not what it makes.
@@ -80,7 +81,7 @@ def collect_stage(config: RunConfig) -> Stage:
     return _stage("collect", keys | _section(values, "text") | _section(values, "collect"))
 
 
-def train_stage(config: RunConfig, target: str) -> Stage:
+def train_stage(config: RunConfig, target: Target) -> Stage:
     """The predictors of one target, all layers: how they are trained, and the dtype through which they are."""
     values = config.to_json()
     keys = _section(values, target) | _section(values, "data") | _section(values, "trainer")
@@ -119,7 +120,7 @@ def _deployed(config: RunConfig) -> list[Stage]:
 
 
 def _trained(config: RunConfig) -> list[Stage]:
-    return [train_stage(config, target) for target in ("mlp", "heads") if config.predictor(target).enabled]
+    return [train_stage(config, target) for target in TARGETS if config.predictor(target).enabled]
 
 
 def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:

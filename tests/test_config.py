@@ -5,7 +5,7 @@ import pytest
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, Site, UnitKey
 
 SHAPE = ModelDims(48, 96, 6, 4, 320, 512)
 
@@ -30,13 +30,15 @@ def test_targets():
 
 def test_sites_by_half_blocks():
     config = PredictorConfig(lookahead=0)
-    assert config.site("mlp", 3) == ("mlp_in", 3) and config.site("heads", 3) == ("attn_in", 3)
+    assert config.site(UnitKey(3, "mlp")) == Site(3, "mlp_in") and config.site(UnitKey(3, "heads")) == Site(
+        3, "attn_in"
+    )
     one, two = PredictorConfig(lookahead=1), PredictorConfig(lookahead=2)
-    assert one.site("mlp", 3) == ("attn_in", 3) and one.site("heads", 3) == ("mlp_in", 2)
-    assert two.site("mlp", 3) == ("mlp_in", 2) and two.site("heads", 3) == ("attn_in", 2)
+    assert one.site(UnitKey(3, "mlp")) == Site(3, "attn_in") and one.site(UnitKey(3, "heads")) == Site(2, "mlp_in")
+    assert two.site(UnitKey(3, "mlp")) == Site(2, "mlp_in") and two.site(UnitKey(3, "heads")) == Site(2, "attn_in")
     with pytest.raises(UserError, match="before the first layer"):
-        two.site("mlp", 0)
-    assert dataclasses.replace(two, lookahead_nearest=True).site("mlp", 0) == ("attn_in", 0)
+        two.site(UnitKey(0, "mlp"))
+    assert dataclasses.replace(two, lookahead_nearest=True).site(UnitKey(0, "mlp")) == Site(0, "attn_in")
 
 
 def test_jobs():

@@ -18,6 +18,7 @@ from dejavu_train.data.windows import CollectConfig
 from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
+from dejavu_train.families import UnitKey
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 from dejavu_train.training.job import fit
@@ -52,7 +53,7 @@ def test_training(tiny_opt, text_file, tmp_path):
     more = ("--mlp.learning_rate=1e30", "--mlp.steps=8", "--mlp.validations=1")
     config = parse_config(flags(tiny_opt, text_file, tmp_path, *more))
     with pytest.raises(UserError, match="predictor of the target mlp is not finite after 8 steps; lower mlp.learning"):
-        fit(config, (0, "mlp"), "layer 0 mlp")
+        fit(config, UnitKey(0, "mlp"), "layer 0 mlp")
 
 
 def test_scoring_one_text(tiny_opt):

@@ -19,6 +19,7 @@ from small_runs import activations, flags, start_main
 from dejavu_train import signals
 from dejavu_train.children import PARENT, forget_launcher, run_child
 from dejavu_train.errors import BEGINS_ANEW, GOES_ON, UserError, exit_on_user_error
+from dejavu_train.families import UnitKey
 from dejavu_train.signals import Interrupted, heard
 from dejavu_train.training.job import job_folder
 
@@ -96,7 +97,7 @@ def test_every_phase_ends_and_goes_on(tiny_opt, text_file, tmp_path, phase, numb
     assert text.count(f"interrupted by {number.name}; {GOES_ON}") == 1 and "Traceback" not in text
     assert not (output / "bundle").exists() and not list(output.rglob(".holders/**/*.json"))
     if phase == "fitting":
-        assert (job_folder(output, (0, "mlp")) / "checkpoints" / "last.ckpt").is_file()
+        assert (job_folder(output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt").is_file()
 
 
 def holds(path, words):

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
-from dejavu_train.bundle.spec import Key, PredictorSpec, check_spec, tensor_name
+from dejavu_train.bundle.spec import PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS, ModelDims, dims_of
+from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import fetch, looks_local
@@ -70,7 +70,7 @@ class Bundle:
     model: str
     weight_hash: str
     shape: ModelDims
-    specs: dict[Key, PredictorSpec]
+    specs: dict[UnitKey, PredictorSpec]
     tensors: dict[str, Tensor]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     classes: Mapping[str, PredictorClass] = dataclasses.field(default_factory=dict, compare=False)
@@ -88,27 +88,27 @@ class Bundle:
         return f"Bundle({self.model}: {sizes}{targets})"
 
     @property
-    def targets(self) -> list[str]:
+    def targets(self) -> list[Target]:
         present = {target for _, target in self.specs}
         return [target for target in TARGETS if target in present]
 
-    def predictor(self, layer: int, target: str) -> nn.Module:
+    def predictor(self, layer: int, target: Target) -> nn.Module:
         """The predictor as deployed: its weights rounded to the spec's dtype, held in fp32.
 
         Raises:
             UserError: weights that are not finite.
         """
         where, prefix = f"the {target} predictor of layer {layer}", tensor_name(layer, target, "")
-        predictor = build_predictor(vars(self.specs[layer, target]), self.classes, where)
+        predictor = build_predictor(vars(self.specs[UnitKey(layer, target)]), self.classes, where)
         stored = {n.removeprefix(prefix): tensor for n, tensor in self.tensors.items() if n.startswith(prefix)}
         made = as_stored(predictor, stored, where).requires_grad_(False).eval()
         if not all(bool(parameter.isfinite().all()) for parameter in made.parameters()):
             raise UserError(f"{where} has weights that are not finite; copy the bundle anew, or train that predictor")
         return made
 
-    def codes(self, layer: int, target: str, part: str) -> tuple[Tensor, Tensor]:
+    def codes(self, layer: int, target: Target, part: str) -> tuple[Tensor, Tensor]:
         """``down`` or ``up`` of an int8 or int4 spec: codes (rows, columns) int8 and scales (rows,) fp32."""
-        spec = self.specs[layer, target]
+        spec = self.specs[UnitKey(layer, target)]
         stored = self.tensors[tensor_name(layer, target, part)]
         scale = self.tensors[tensor_name(layer, target, part + "_scale")].float()
         return row_codes(stored, spec.d_in if part == "down" else spec.rank), scale
@@ -118,7 +118,7 @@ class Bundle:
         stage."""
         parts = ("fc1_scale", "fc1_steps", "stage2_threshold")
         layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
-        return {i: tuple(self.tensors[tensor_name(i, "mlp", part)] for part in parts) for i in layers}  # type: ignore[misc]
+        return {i: tuple(self.tensors[tensor_name(i, Target.MLP, part)] for part in parts) for i in layers}  # type: ignore[misc]
 
     def second_stages(self, ups: Sequence[Any]) -> dict[int, SecondStage]:
         """By layer the second stage of its cascade; ``ups``: of every layer the linear map into the neurons (fc1)."""
@@ -128,27 +128,27 @@ class Bundle:
         """The second stage of a layer with a cascade; ``up``: its linear map into the neurons (fc1)."""
         return build_second_stage(up.weight, up.bias, *self.cascades()[layer])
 
-    def frequency(self, layer: int, target: str) -> Tensor:
+    def frequency(self, layer: int, target: Target) -> Tensor:
         """(n_out,) fp32: how often each unit was needed on ``calibration``; orders the static selection."""
         return self.tensors[tensor_name(layer, target, "frequency")]
 
     def head_means(self, device: torch.device | str = "cpu") -> dict[int, Tensor]:
         """By layer the (n_heads, head_dim) fp32 that stands in for skipped heads; only layers that do so are there."""
         replaced = [spec.layer for spec in self.specs.values() if spec.replacement == "mean"]
-        return {layer: self.tensors[tensor_name(layer, "heads", "mean")].to(device).float() for layer in replaced}
+        return {layer: self.tensors[tensor_name(layer, Target.HEADS, "mean")].to(device).float() for layer in replaced}
 
-    def mean_density(self, target: str) -> float:
+    def mean_density(self, target: Target) -> float:
         """Mean of the calibrated densities over the layers; 1.0 for a target without predictors."""
         found = [spec.density for spec in self.specs.values() if spec.target == target]
         return sum(found) / len(found) if found else 1.0
 
-    def selects_top_k(self, target: str) -> bool:
+    def selects_top_k(self, target: Target) -> bool:
         """Whether ``target`` selects the k largest logits, and not those above a threshold; where it is dense, whether
         the other one does."""
         sparse = [spec for spec in self.specs.values() if not spec.dense]
         return any(spec.top_k is not None for spec in [one for one in sparse if one.target == target] or sparse)
 
-    def with_densities(self, densities: Mapping[Key, float], top_k: bool | None = None) -> "Bundle":
+    def with_densities(self, densities: Mapping[UnitKey, float], top_k: bool | None = None) -> "Bundle":
         """The same predictors with thresholds for the given densities; specs not named stay as they are.
 
         Args:
@@ -179,16 +179,16 @@ class Bundle:
         Raises:
             UserError: a density outside (0, 1], or a target this bundle has no predictors for.
         """
-        densities: dict[Key, float] = {}
-        for target, density in (("mlp", mlp_density), ("heads", head_density)):
+        densities: dict[UnitKey, float] = {}
+        for target, density in ((Target.MLP, mlp_density), (Target.HEADS, head_density)):
             if density is None or (density == 1 and target not in self.targets):
                 continue
             if not 0 < density <= 1:
                 raise UserError(f"the {target} density must lie above 0 and at most at 1, got {density}")
             if target not in self.targets:
                 raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
-            layers = {layer: self.specs[layer, target] for layer in range(self.shape.n_layers)}
-            densities |= {(layer, target): share for layer, share in allocate(layers, density).items()}
+            layers = {layer: self.specs[UnitKey(layer, target)] for layer in range(self.shape.n_layers)}
+            densities |= {UnitKey(layer, target): share for layer, share in allocate(layers, density).items()}
         return self.with_densities(densities, top_k)
 
     def check_model(self, model: str, revision: str | None = None) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dejavu_train.bundle.allocation import read_curve
-from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.bundle.spec import PredictorSpec
+from dejavu_train.families import TARGETS, ModelDims, UnitKey
 from dejavu_train.version import package_version
 
 _FRONT_MATTER = """---
@@ -55,7 +55,7 @@ python infer.py --model MODEL --bundle BUNDLE --output results --text heldout.tx
 
 
 def card(
-    model: str, weight_hash: str, shape: ModelDims, specs: Mapping[Key, PredictorSpec], metadata: Mapping[str, Any]
+    model: str, weight_hash: str, shape: ModelDims, specs: Mapping[UnitKey, PredictorSpec], metadata: Mapping[str, Any]
 ) -> str:
     """The README.md of a bundle with these parts, as :class:`Bundle` has them."""
     classes = sorted({spec.class_path for spec in specs.values() if spec.class_path is not None})
@@ -109,11 +109,11 @@ def _text(text: Any) -> str:
     return f"{said}, SHA-256 {code(str(text.get('sha256')))}"
 
 
-def _table(specs: Mapping[Key, PredictorSpec]) -> str:
+def _table(specs: Mapping[UnitKey, PredictorSpec]) -> str:
     columns = ("layer", "target", "kind", "rank", "dtype", "reads", "density", "selected", "recall", "retained mass")
     rows = [columns, ("---",) * len(columns)]
     for layer, target in sorted(specs, key=lambda key: (TARGETS.index(key[1]), key[0])):
-        spec = specs[layer, target]
+        spec = specs[UnitKey(layer, target)]
         cascade = spec.kind == "cascade" and not spec.dense
         selected = f"{read_curve(spec.curve, spec.density)['selected']:.3f}" if cascade and spec.curve else ""
         quality = ("dense", "", "", "") if spec.dense else (

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from dejavu_train.bundle.allocation import cascade_bytes, mlp_bytes, read_curve
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.spec import Key, PredictorSpec, predictor_layout
-from dejavu_train.families import ModelDims
+from dejavu_train.bundle.spec import PredictorSpec, predictor_layout
+from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.metrics import SelectionSums
 
@@ -31,8 +31,8 @@ def unit_bytes(
 ) -> float:
     """Bytes of the model's weights at ``density``; ``selected``: what passes the second stage of a cascade."""
     unit = weights.unit_bytes(shape)
-    if spec.target == "heads":
-        return density * unit.dense(shape, "heads")
+    if spec.target == Target.HEADS:
+        return density * unit.dense(shape, Target.HEADS)
     active = 1.0 if density == 1.0 else (spec.active_density or 1.0)
     if selected is not None:
         return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model, unit)
@@ -50,14 +50,14 @@ def spec_bytes(spec: PredictorSpec, shape: ModelDims, weights: WeightFormat) -> 
 def mlp_share(bundle: Bundle, weights: WeightFormat) -> float:
     """Bytes of all MLPs with their predictors as calibrated, over those of the dense ones."""
     shape = bundle.shape
-    one = weights.unit_bytes(shape).dense(shape, "mlp")
-    specs = [bundle.specs.get((layer, "mlp")) for layer in range(shape.n_layers)]
+    one = weights.unit_bytes(shape).dense(shape, Target.MLP)
+    specs = [bundle.specs.get(UnitKey(layer, Target.MLP)) for layer in range(shape.n_layers)]
     return sum(one if spec is None else spec_bytes(spec, shape, weights) for spec in specs) / (one * shape.n_layers)
 
 
 def measured_mlp_share(
     bundle: Bundle,
-    sums: Mapping[Key, SelectionSums],
+    sums: Mapping[UnitKey, SelectionSums],
     weights: WeightFormat,
     candidates: Mapping[int, int] | None = None,
 ) -> float:
@@ -70,10 +70,10 @@ def measured_mlp_share(
         candidates: by layer how many neurons passed the first stage of its cascade, over the same positions.
     """
     shape, unit = bundle.shape, weights.unit_bytes(bundle.shape)
-    one = unit.dense(shape, "mlp")
+    one = unit.dense(shape, Target.MLP)
     read = 0.0
     for layer in range(shape.n_layers):
-        spec, counted = bundle.specs.get((layer, "mlp")), sums[layer, "mlp"]
+        spec, counted = bundle.specs.get(UnitKey(layer, Target.MLP)), sums[UnitKey(layer, Target.MLP)]
         if spec is None or spec.dense or not int(counted.units):
             read += one
             continue

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.bundle.spec import Key, PredictorSpec
+from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.errors import UserError
+from dejavu_train.families import TARGETS, Target, UnitKey
 
 PADDING = 32  # a threshold stands alone in 128 bytes: kernels are compiled for aligned pointers
 FIRST = 16  # measured tokens that the calibration counts for: it is not given up for the first few
@@ -39,7 +40,7 @@ class GuardState:
             where thresholds are to move.
     """
 
-    def __init__(self, settings: Guard, specs: Mapping[Key, PredictorSpec], device: torch.device | str) -> None:
+    def __init__(self, settings: Guard, specs: Mapping[UnitKey, PredictorSpec], device: torch.device | str) -> None:
         self.settings = settings
         self.rows = {key: i for i, key in enumerate(key for key, spec in specs.items() if not spec.dense)}
         used = [specs[key] for key in self.rows]
@@ -74,7 +75,7 @@ class GuardState:
         """All that `measure` and `move` change."""
         return [self.thresholds, self.now, self.sums, self.scale, self.tokens]
 
-    def threshold(self, key: Key) -> Tensor:
+    def threshold(self, key: UnitKey) -> Tensor:
         """(1,) fp32, a view: it changes as the guard moves it."""
         return self.thresholds[self.rows[key], :1]
 
@@ -83,7 +84,7 @@ class GuardState:
         self.steps += 1
         return self.steps % self.settings.every == 0
 
-    def measure(self, key: Key, rows: Tensor, candidates: Tensor, selected: Tensor, contribution: Tensor) -> None:
+    def measure(self, key: UnitKey, rows: Tensor, candidates: Tensor, selected: Tensor, contribution: Tensor) -> None:
         """Note what one predictor selects of a dense token.
 
         Args:
@@ -130,15 +131,15 @@ class GuardState:
         if not tokens:
             return found
         sums = self.sums.tolist()
-        for target in ("mlp", "heads"):
+        for target in TARGETS:
             mine = [i for key, i in self.rows.items() if key[1] == target]
             if mine:
                 counts = [sum(column) for column in zip(*(sums[i] for i in mine), strict=True)]
-                found[target] = _shares(counts, tokens * sum(self.units[i] for i in mine), target)
+                found[str(target)] = _shares(counts, tokens * sum(self.units[i] for i in mine), target)
         columns = {"threshold": self.thresholds[:, 0], "first_threshold": self.first, "promised": self.promised}
         values = {name: column.tolist() for name, column in columns.items()}
         found["layers"] = [
-            {"layer": layer, "target": target, **_shares(sums[i], tokens * self.units[i], target)}
+            {"layer": layer, "target": str(target), **_shares(sums[i], tokens * self.units[i], target)}
             | {name: column[i] for name, column in values.items()}
             for (layer, target), i in self.rows.items()
         ]
@@ -159,7 +160,7 @@ class _Law:
         where = f"the {spec.target} predictor of layer {spec.layer}"
         promised = spec.retained_mass if settings.retained_mass is None else settings.retained_mass
         threshold = spec.threshold or 0.0
-        if spec.target != "mlp" or not settings.control:
+        if spec.target != Target.MLP or not settings.control:
             return cls(promised, 0.0, threshold, threshold)
         if spec.top_k is not None:
             raise UserError(
@@ -180,10 +181,10 @@ class _Law:
         return cls(promised, threshold_fall / max(mass_rise, 1e-6), min(*limits, threshold), max(*limits, threshold))
 
 
-def _shares(counts: Sequence[float], units: int, target: str) -> dict[str, float]:
+def _shares(counts: Sequence[float], units: int, target: Target) -> dict[str, float]:
     candidates, selected, hits, active, kept, mass = counts
     found = {"candidates": candidates / units, "selected": selected / units}
     found["retained_mass"] = kept / mass if mass else 1.0
-    if target == "mlp":
+    if target == Target.MLP:
         found |= {"hits": hits / units, "recall": hits / active if active else 1.0}
     return found

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.spec import Key, PredictorSpec
-from dejavu_train.families import blocks_of
+from dejavu_train.bundle.spec import PredictorSpec
+from dejavu_train.families import Site, Target, UnitKey, blocks_of
 from dejavu_train.families.plain import plain_up
 from dejavu_train.predictors.bit_planes import SecondStage
 
-Sites = Mapping[tuple[str, int], Tensor]
+Sites = Mapping[Site, Tensor]
 
 
 def select(logits: Tensor, spec: PredictorSpec, threshold: Tensor | None = None) -> Tensor:
@@ -61,21 +61,21 @@ class Predicted:
             self._second_stage(layer)
         self._fc1: dict[int, Tensor] = {}
         self.candidates: dict[int, Tensor] = {}
-        self.thresholds: dict[Key, Tensor] = {}
+        self.thresholds: dict[UnitKey, Tensor] = {}
 
     def _second_stage(self, layer: int) -> SecondStage | None:
         """Of a cascade that is not dense; made when it is first needed."""
-        if layer not in self._blocks or self.bundle.specs[layer, "mlp"].dense:
+        if layer not in self._blocks or self.bundle.specs[UnitKey(layer, Target.MLP)].dense:
             return None
         if layer not in self._second_stages:
             self._second_stages[layer] = self.bundle.second_stage(layer, plain_up(self._blocks[layer]))
         return self._second_stages[layer]
 
     @property
-    def sites(self) -> set[tuple[str, int]]:
-        """Which (site, layer) must be handed to ``__call__``."""
-        staged = {("mlp_in", layer) for layer in self._blocks if self._second_stage(layer) is not None}
-        return {(e.site, e.site_layer) for e in self.bundle.specs.values() if not e.dense} | staged
+    def sites(self) -> set[Site]:
+        """Which must be handed to ``__call__``."""
+        staged = {UnitKey(layer, Target.MLP).site for layer in self._blocks if self._second_stage(layer) is not None}
+        return {e.reads for e in self.bundle.specs.values() if not e.dense} | staged
 
     def up(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own fc1."""
@@ -86,21 +86,21 @@ class Predicted:
             self._fc1[layer] = stage.planes.weight()
         return self._fc1[layer], stage.bias
 
-    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
+    def __call__(self, layer: int, target: Target, sites: Sites) -> Tensor | None:
         """Select for one layer and target.
 
         Args:
-            sites: the hidden states (..., d) recorded so far, by (site, layer).
+            sites: the hidden states (..., d) recorded so far.
         Returns: (..., n) bool on the device of its site, or None for a dense layer.
         """
-        spec = self.bundle.specs.get((layer, target))
+        spec = self.bundle.specs.get(UnitKey(layer, target))
         if spec is None or spec.dense:
             return None
-        inputs = sites[spec.site, spec.site_layer]
-        logits = self.predictors[layer, target](inputs.to(self.device, torch.float32))
-        keep = select(logits, spec, self.thresholds.get((layer, target))).to(inputs.device)
-        stage = self._second_stage(layer) if target == "mlp" else None
+        inputs = sites[spec.reads]
+        logits = self.predictors[UnitKey(layer, target)](inputs.to(self.device, torch.float32))
+        keep = select(logits, spec, self.thresholds.get(UnitKey(layer, target))).to(inputs.device)
+        stage = self._second_stage(layer) if target == Target.MLP else None
         if stage is not None:
             self.candidates[layer] = keep.sum(-1)
-            keep = keep & stage.passed(sites["mlp_in", layer]).to(keep.device)
+            keep = keep & stage.passed(sites[spec.key.site]).to(keep.device)
         return keep

@@ -9,17 +9,15 @@ import torch
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families import ModelDims
+from dejavu_train.families import LayerInput, ModelDims, Site, Target, UnitKey
 from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.custom import described_dtype
 from dejavu_train.predictors.quantization import SCALED
 
-SITES = ("attn_in", "mlp_in")
 KINDS = ("low_rank", "cascade", "custom")
 PREDICTOR_DTYPES = (*DTYPES, *SCALED)
 CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
-Key = tuple[int, str]
 Curve = dict[str, list[float]]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by a tensor's name
 
@@ -42,8 +40,8 @@ class PredictorSpec:
     ``state_dict``, by name [dtype, *shape]. rank, nonlinearity and bias say nothing about it."""
 
     layer: int
-    target: str
-    site: str
+    target: Target
+    site: LayerInput
     site_layer: int
     rank: int
     d_in: int
@@ -68,8 +66,12 @@ class PredictorSpec:
     tensors: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
-    def key(self) -> Key:
-        return self.layer, self.target
+    def key(self) -> UnitKey:
+        return UnitKey(self.layer, self.target)
+
+    @property
+    def reads(self) -> Site:
+        return Site(self.site_layer, self.site)
 
     @property
     def dense(self) -> bool:
@@ -107,7 +109,7 @@ _NUMBERS: tuple[tuple[str, Any, float, float], ...] = (
 _OPEN = ("top_k", "precision", "active_density", "stage2_retained_mass", "threshold")
 
 
-def tensor_name(layer: int, target: str, part: str) -> str:
+def tensor_name(layer: int, target: Target, part: str) -> str:
     """Name of a tensor in ``predictors.safetensors``; ``part`` as in ``Bundle``."""
     return f"layers.{layer}.{target}.{part}"
 
@@ -169,7 +171,7 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
     if spec.kind == "custom" and spec.dtype in SCALED:
         raise UserError(f"{part} is stored in {spec.dtype}, which is for low-rank predictors")
     if (spec.kind == "cascade") != (spec.stage2_retained_mass is not None) or (
-        spec.kind == "cascade" and spec.target != "mlp"
+        spec.kind == "cascade" and spec.target != Target.MLP
     ):
         raise UserError(
             f"{part} is of kind {spec.kind} with stage2_retained_mass {spec.stage2_retained_mass}; a cascade selects"
@@ -177,11 +179,9 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
         )
     if spec.dtype not in PREDICTOR_DTYPES or spec.nonlinearity not in ("none", "relu"):
         raise UserError(f"{part} has an unknown dtype {spec.dtype} or nonlinearity {spec.nonlinearity}")
-    earlier = (spec.site_layer, SITES.index(spec.site)) if spec.site in SITES else None
-    own = (spec.layer, 1 if spec.target == "mlp" else 0)
-    if earlier is None or not (0, 0) <= earlier <= own:
+    if spec.site not in tuple(LayerInput) or spec.reads > spec.key.site:
         raise UserError(f"{part} reads {spec.site} of layer {spec.site_layer}, which is no site before its target")
-    if spec.replacement not in (("none", "mean") if spec.target == "heads" else ("none",)):
+    if spec.replacement not in (("none", "mean") if spec.target == Target.HEADS else ("none",)):
         raise UserError(f"{part} has an unknown replacement {spec.replacement} of what is skipped")
     if spec.d_in != shape.d_model or spec.n_out != shape.units(spec.target):
         need = f"{shape.d_model} -> {shape.units(spec.target)}"
@@ -215,7 +215,7 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
     return {tensor_name(spec.layer, spec.target, part): value for part, value in needed.items()}
 
 
-def check_low_rank(specs: Mapping[Key, PredictorSpec], what: str) -> None:
+def check_low_rank(specs: Mapping[UnitKey, PredictorSpec], what: str) -> None:
     """Raise :class:`Unsupported` in the name of ``what``, an engine, for a sparse layer with a custom predictor."""
     for (layer, target), spec in specs.items():
         if spec.kind == "custom" and not spec.dense:

@@ -39,7 +39,7 @@ from dejavu_train.calibration.head_losses import refit_heads
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS
+from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
@@ -48,7 +48,6 @@ from dejavu_train.predictors.custom import PredictorClass, describe
 from dejavu_train.progress import progress
 
 logger = logging.getLogger(__name__)
-Key = tuple[int, str]
 
 
 def measure_curves(
@@ -89,26 +88,26 @@ def measure_curves(
         targets = [target for target in TARGETS if any((layer / target).is_dir() for layer in found)]
     if not targets:
         raise UserError(f"there is no predictor in {folder}; train some first")
-    specs: dict[Key, PredictorSpec] = {}
+    specs: dict[UnitKey, PredictorSpec] = {}
     tensors: dict[str, Tensor] = {}
-    predictors: dict[Key, nn.Module] = {}
-    second_stages: dict[Key, SecondStage] = {}
+    predictors: dict[UnitKey, nn.Module] = {}
+    second_stages: dict[UnitKey, SecondStage] = {}
     head_means: dict[int, Tensor] = {}
 
-    def read(layer: int, target: str) -> Stored:
+    def read(layer: int, target: Target) -> Stored:
         return read_predictor(folder / f"layer_{layer:02d}" / target, classes)
 
-    def pack(layer: int, target: str, metadata: Mapping[str, Any], trained: nn.Module, weights: Any = None) -> None:
+    def pack(layer: int, target: Target, metadata: Mapping[str, Any], trained: nn.Module, weights: Any = None) -> None:
         """Score one predictor and add all that the bundle keeps of it; ``weights`` of the layer, for neurons."""
         stored = stored_tensors(trained, config.dtype_of(target))
         predictor = as_stored(trained, stored).to(where)
         site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
         own = ShardReader(activations_folder, layer, "calibration")
         blocks = row_blocks(weights, target, metadata["site"], site, own, config.rows, where)
-        if target == "mlp" and config.cascade is not None:
-            second_stages[layer, target], parts = fit_second_stage(weights, blocks(), config.cascade)
+        if target == Target.MLP and config.cascade is not None:
+            second_stages[UnitKey(layer, target)], parts = fit_second_stage(weights, blocks(), config.cascade)
             stored |= parts
-        second_stage = second_stages.get((layer, target))
+        second_stage = second_stages.get(UnitKey(layer, target))
         try:
             measured = score_predictor(predictor, target, blocks(), config.batch_size > 1, second_stage)
         except UserError as error:
@@ -116,9 +115,9 @@ def measure_curves(
         if config.batch_size > 1:
             thresholds = measured.curve["threshold"]
             measured.curve["union"] = union_densities(measured.logits, thresholds, config.batch_size)
-        predictors[layer, target] = predictor
-        replaced = target == "heads" and bool(head_means[layer].any())  # all zeros: skipped heads are dropped
-        specs[layer, target] = PredictorSpec(
+        predictors[UnitKey(layer, target)] = predictor
+        replaced = target == Target.HEADS and bool(head_means[layer].any())  # all zeros: skipped heads are dropped
+        specs[UnitKey(layer, target)] = PredictorSpec(
             layer=layer,
             target=target,
             site=metadata["site"],
@@ -146,22 +145,22 @@ def measure_curves(
             tensors[tensor_name(layer, target, name)] = tensor
 
     layers = range(shape.n_layers)
-    heads = {layer: read(layer, "heads") for layer in layers} if "heads" in targets else {}
+    heads = {layer: read(layer, Target.HEADS) for layer in layers} if Target.HEADS in targets else {}
     for layer in progress(layers, "setting thresholds", shape.n_layers, "layer"):
         weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash)
         head_means[layer] = weights.head_mean.clone()  # not a view of the whole file
-        if "mlp" in targets:
-            pack(layer, "mlp", *read(layer, "mlp"), weights.to(where))
+        if Target.MLP in targets:
+            pack(layer, Target.MLP, *read(layer, Target.MLP), weights.to(where))
     tokens = learnt = 0
     dense = load_model() if windows and config.sensitivity_tokens and load_model is not None else None
     if dense is not None and heads and config.head_loss_tokens:
         assert windows is not None
         chosen = windows_within(windows, config.head_loss_tokens)
         learnt = sum(len(window) - 1 for window in chosen)
-        for layer, refitted in refit_heads(dense, heads, head_means, config.dtype_of("heads"), chosen).items():
+        for layer, refitted in refit_heads(dense, heads, head_means, config.dtype_of(Target.HEADS), chosen).items():
             heads[layer] = Stored(dict(heads[layer].metadata) | {"bias": True}, refitted)
     for layer, (metadata, trained) in heads.items():
-        pack(layer, "heads", metadata, trained)
+        pack(layer, Target.HEADS, metadata, trained)
     if dense is not None:
         assert windows is not None
         chosen = windows_within(windows, config.sensitivity_tokens)
@@ -204,24 +203,22 @@ def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequen
 
 def _sensitivities(
     dense: Any,
-    predictors: Mapping[Key, nn.Module],
-    second_stages: Mapping[Key, SecondStage],
-    specs: Mapping[Key, PredictorSpec],
+    predictors: Mapping[UnitKey, nn.Module],
+    second_stages: Mapping[UnitKey, SecondStage],
+    specs: Mapping[UnitKey, PredictorSpec],
     tensors: Mapping[str, Tensor],
     windows: Sequence[Sequence[int]],
-) -> dict[Key, list[float]]:
+) -> dict[UnitKey, list[float]]:
     """``loss_increase`` over the grid of every spec."""
     probes = {}
-    densities: dict[Key, tuple[float, ...]] = {}
+    densities: dict[UnitKey, tuple[float, ...]] = {}
     for key, spec in specs.items():
         densities[key] = (
-            HEAD_PROBES if spec.target == "heads" else CASCADE_PROBES if key in second_stages else MLP_PROBES
+            HEAD_PROBES if spec.target == Target.HEADS else CASCADE_PROBES if key in second_stages else MLP_PROBES
         )
         thresholds = [read_curve(spec.curve, density)["threshold"] for density in densities[key]]
         mean = tensors[tensor_name(*key, "mean")] if spec.replacement == "mean" else None
-        probes[key] = SensitivityProbe(
-            predictors[key], spec.site, spec.site_layer, thresholds, mean, second_stages.get(key)
-        )
+        probes[key] = SensitivityProbe(predictors[key], spec.reads, thresholds, mean, second_stages.get(key))
     measured = loss_increases(dense, probes, windows)
     for (layer, target), losses in measured.items():
         if not np.isfinite(losses).all():
@@ -232,40 +229,40 @@ def _sensitivities(
     return {key: spread_loss(densities[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
 
 
-def choose_densities(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[Key, float]:
+def choose_densities(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[UnitKey, float]:
     """A density for every spec of a bundle with curves, as ``config`` asks.
 
     Raises:
         UserError: a budget below what predictors and the smallest densities read.
     """
-    densities: dict[Key, float] = {}
+    densities: dict[UnitKey, float] = {}
     if config.budget is not None:
         return _within_budget(bundle, config, weights)
-    for target, mean in (("mlp", config.mlp_density), ("heads", config.head_density)):
+    for target, mean in ((Target.MLP, config.mlp_density), (Target.HEADS, config.head_density)):
         layers = {layer: spec for (layer, t), spec in bundle.specs.items() if t == target}
         if not layers:
-            if mean < 1.0 and target == "heads":
+            if mean < 1.0 and target == Target.HEADS:
                 raise UserError(f"calibrate.head_density {mean:g} needs head predictors; train them or ask for 1.0")
             continue
-        if target == "mlp" and config.retained_mass is not None:
+        if target == Target.MLP and config.retained_mass is not None:
             shares = {
                 layer: 1.0 if spec.keep_dense else density_for_mass(spec.curve, config.retained_mass)
                 for layer, spec in layers.items()
             }
         else:
             shares = allocate(layers, mean)
-        densities |= {(layer, target): share for layer, share in shares.items()}
+        densities |= {UnitKey(layer, target): share for layer, share in shares.items()}
     return densities
 
 
-def _within_budget(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[Key, float]:
+def _within_budget(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[UnitKey, float]:
     """Densities over layers and both targets by loss saved per byte; a layer that saves nothing stays dense.
 
     A dense layer reads no predictor, so density 1 is one more choice, not the end of the curve.
     """
     budget = parse_budget(config.budget or "")
     shape = bundle.shape
-    choices: dict[Key, list[OperatingPoint]] = {}
+    choices: dict[UnitKey, list[OperatingPoint]] = {}
     cascades = {key for key, spec in bundle.specs.items() if spec.kind == "cascade"}
     for key, spec in bundle.specs.items():
         if "loss_increase" not in spec.curve:
@@ -280,10 +277,10 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, weights: WeightForma
                 if cost < dense_cost and density < 1.0:  # density 1 is the dense layer, which has no second stage
                     points.append(OperatingPoint(cost, spec.curve["loss_increase"][i], density))
         choices[key] = points
-    for target in ("mlp", "heads"):
+    for target in TARGETS:
         if (0, target) not in bundle.specs:
             one = weights.unit_bytes(shape).dense(shape, target)
-            choices[-1, target] = [OperatingPoint(one * shape.n_layers, 0.0, 1.0)]
+            choices[UnitKey(-1, target)] = [OperatingPoint(one * shape.n_layers, 0.0, 1.0)]
     if budget.bytes_per_token is not None:
         chosen = spend(choices, budget.bytes_per_token)
     else:

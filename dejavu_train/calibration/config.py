@@ -6,16 +6,16 @@ from typing import Literal, get_args
 
 from dejavu_train.bundle.allocation import parse_budget
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.families import TARGETS, ModelDims, Target
 from dejavu_train.ranges import COUNT, NUMBER, SHARE, check_ranges
 
 PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 
-LEAST_DENSITY = {"mlp": 0.001, "heads": 1 / 48}  # where the curves begin
+LEAST_DENSITY = {Target.MLP: 0.001, Target.HEADS: 1 / 48}  # where the curves begin
 
 
-def check_reachable(density: float, key: str, target: str, dense_layers: tuple[int, ...], shape: ModelDims) -> None:
+def check_reachable(density: float, key: str, target: Target, dense_layers: tuple[int, ...], shape: ModelDims) -> None:
     """Refuse a mean density of a target's layers that no choice of theirs can have.
 
     Raises:
@@ -66,11 +66,11 @@ class CalibrateConfig:
     batch_size: int = 1
     """Sequences decoded together: a budget then counts the union of their selections."""
 
-    def dtype_of(self, target: str) -> str:
+    def dtype_of(self, target: Target) -> str:
         """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
-        return "int8" if self.dtype == "int4" and target == "heads" else self.dtype
+        return "int8" if self.dtype == "int4" and target == Target.HEADS else self.dtype
 
-    def check(self, shape: ModelDims, targets: Sequence[str] = TARGETS) -> None:
+    def check(self, shape: ModelDims, targets: Sequence[Target] = TARGETS) -> None:
         """Raise :class:`UserError` for a value that cannot be meant; ``targets`` are those that have predictors."""
         shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
         counts = {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER, "head_loss_tokens": NUMBER}
@@ -79,9 +79,9 @@ class CalibrateConfig:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"calibrate.dense_layers: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
         if self.budget is None:
-            densities = {"mlp": self.mlp_density, "heads": self.head_density}
+            densities = {Target.MLP: self.mlp_density, Target.HEADS: self.head_density}
             for target in targets:
-                if target == "heads" or self.retained_mass is None:
+                if target == Target.HEADS or self.retained_mass is None:
                     key = f"calibrate.{'mlp' if target == 'mlp' else 'head'}_density"
                     check_reachable(densities[target], key, target, self.dense_layers, shape)
         if self.cascade is not None and shape.d_model % 8:

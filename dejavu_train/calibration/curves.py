@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dejavu_train.calibration.config import LEAST_DENSITY
+from dejavu_train.families import Target
 
 # MLP thresholds matter between a tenth of a per cent and a half, heads near 1.
-MLP_GRID = tuple(float(x) for x in np.geomspace(LEAST_DENSITY["mlp"], 1.0, 61))
-HEAD_GRID = tuple(float(x) for x in np.linspace(LEAST_DENSITY["heads"], 1.0, 48))
+MLP_GRID = tuple(float(x) for x in np.geomspace(LEAST_DENSITY[Target.MLP], 1.0, 61))
+HEAD_GRID = tuple(float(x) for x in np.linspace(LEAST_DENSITY[Target.HEADS], 1.0, 48))
 # Densities whose loss is measured; between them the loss follows a line in (log density, log loss).
 MLP_PROBES = (0.005, 0.015, 0.04, 0.1, 0.25)
 CASCADE_PROBES = (*MLP_PROBES, 0.999)  # a cascade loses something even where its filter lets everything through

@@ -32,7 +32,7 @@ from dejavu_train.calibration.sensitivity import (
     run_layer,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.families import BlockParts, blocks_of
+from dejavu_train.families import BlockParts, Site, blocks_of
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.progress import progress
@@ -153,7 +153,7 @@ def refit_heads(
                     f"heads of layer {layer}: the gradient of the loss is not finite; calibrate with --collect.dtype"
                     " bfloat16 or float32, or --calibrate.head_loss_tokens 0"
                 )
-            site = run.sites[metadata["site"], metadata["site_layer"]].float().cpu()
+            site = run.sites[Site(metadata["site_layer"], metadata["site"])].float().cpu()
             features[layer].append(used.project(site[0, :-1]))
             losses[layer].append(found[layer].cpu())
     refitted = {}

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from dejavu_train.bundle.allocation import density_for_mass, read_curve
 from dejavu_train.calibration.curves import HEAD_GRID, MLP_GRID, LogitHistogram, head_curve, spread_blocks
 from dejavu_train.errors import UserError
+from dejavu_train.families import LayerInput, Site, Target
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage, choose_grid
 
 BLOCK_ROWS = 1024
@@ -42,7 +43,7 @@ class Scored(NamedTuple):
 
 
 def row_blocks(
-    weights: Any, target: str, site: str, inputs: Any, own: Any, rows: int, device: torch.device
+    weights: Any, target: Target, site: LayerInput, inputs: Any, own: Any, rows: int, device: torch.device
 ) -> Callable[[], Iterator[RowBlock]]:
     """Passes over ``rows`` rows in evenly spread blocks.
 
@@ -54,12 +55,12 @@ def row_blocks(
     def run() -> Iterator[RowBlock]:
         for start, stop in spread_blocks(own.rows, rows, BLOCK_ROWS):
             x = inputs.read(site, start, stop).to(device).float()
-            if target == "heads":
+            if target == Target.HEADS:
                 contribution = own.read("head_norm", start, stop).to(device).float()
                 yield RowBlock(x, contribution > 0, contribution, None)
                 continue
             active = own.read("mlp_active", start, stop).to(device).bool()
-            reads_own = (site, inputs.layer) == ("mlp_in", own.layer)
+            reads_own = Site(inputs.layer, site) == Site(own.layer, LayerInput.MLP)
             mlp_in = x if reads_own else own.read("mlp_in", start, stop).to(device).float()
             activation = F.relu(F.linear(mlp_in, weights.fc1_weight, weights.fc1_bias))
             yield RowBlock(x, active, activation * weights.fc2_norm * active, mlp_in)
@@ -99,7 +100,7 @@ def fit_second_stage(
 @torch.no_grad()
 def score_predictor(
     predictor: nn.Module,
-    target: str,
+    target: Target,
     blocks: Iterator[RowBlock],
     keep_logits: bool = False,
     second_stage: SecondStage | None = None,
@@ -116,18 +117,18 @@ def score_predictor(
         if not bool(torch.isfinite(logits.sum())):
             raise UserError("the predictor's logits are not finite; train it again, with a lower learning rate")
         rows += len(logits)
-        frequency = frequency + (part.contribution if target == "heads" else part.active).double().sum(0)
-        if target == "heads":
+        frequency = frequency + (part.contribution if target == Target.HEADS else part.active).double().sum(0)
+        if target == Target.HEADS:
             contributions.append(part.contribution.cpu())
         else:
             counts.add(logits, part, second_stage)
-        if target == "heads" or (keep_logits and rows <= 8 * BLOCK_ROWS):
-            kept.append(logits.half().cpu() if target == "mlp" else logits.cpu())
+        if target == Target.HEADS or (keep_logits and rows <= 8 * BLOCK_ROWS):
+            kept.append(logits.half().cpu() if target == Target.MLP else logits.cpu())
     if rows == 0:
         raise UserError("the calibration set has no rows; collect more documents")
     all_logits = torch.cat(kept) if kept else torch.empty(0)
     frequency = torch.as_tensor(frequency) / rows
-    if target == "heads":
+    if target == Target.HEADS:
         return Scored(head_curve(all_logits, torch.cat(contributions), HEAD_GRID), None, frequency, all_logits)
     active = float(frequency.mean())
     return Scored(

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dejavu_train.families import BlockParts, blocks_of, family_of
+from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, blocks_of, family_of
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.progress import progress
-
-Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class SensitivityProbe:
     """
 
     predictor: nn.Module
-    site: str
-    site_layer: int
+    site: Site
     thresholds: Sequence[float]
     mean: Tensor | None = None
     second_stage: SecondStage | None = None
@@ -45,7 +42,7 @@ class SensitivityProbe:
 
 
 @contextmanager
-def masked(block: BlockParts, target: str, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
+def masked(block: BlockParts, target: Target, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
     """Zero the unselected units of one decoder layer, or put ``mean`` in the place of unselected heads.
 
     Args:
@@ -54,7 +51,7 @@ def masked(block: BlockParts, target: str, keep: Tensor, mean: Tensor | None = N
         keep: (B, T, n) bool, true for selected units.
         mean: (n_heads, head_dim) or None.
     """
-    if target == "mlp":
+    if target == Target.MLP:
         module, wide, rest = block.down, keep, keep.new_zeros((), dtype=torch.float32)
     else:
         module = block.out
@@ -75,9 +72,9 @@ def masked(block: BlockParts, target: str, keep: Tensor, mean: Tensor | None = N
 @torch.no_grad()
 def loss_increases(
     model: Any,
-    probes: Mapping[Key, SensitivityProbe],
+    probes: Mapping[UnitKey, SensitivityProbe],
     windows: Sequence[Sequence[int]],
-) -> dict[Key, list[float]]:
+) -> dict[UnitKey, list[float]]:
     """Mean nats per token that each probe loses at each of its thresholds, everything else dense.
 
     Args:
@@ -92,12 +89,12 @@ def loss_increases(
         ids = torch.tensor([list(window)], device=device)
         run = dense_pass(model, ids)
         for key, probe in probes.items():
-            site = run.sites[probe.site, probe.site_layer].float()  # on the device of its layer
+            site = run.sites[probe.site].float()  # on the device of its layer
             logits = probe.predictor.to(site.device)(site)  # (1, T, n)
             thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
             keep = logits > thresholds
             if probe.second_stage is not None:
-                keep = keep & probe.second_stage.passed(run.sites["mlp_in", key[0]]).to(keep.device)
+                keep = keep & probe.second_stage.passed(run.sites[key.site]).to(keep.device)
             divergence = _rerun(model, run, key, keep, probe.mean)
             sums[key] += divergence.double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
@@ -109,7 +106,7 @@ class DenseRun:
     """The dense pass of one window: the layers' arguments, the sites, and the log-probabilities (1, T, V)."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    sites: dict[tuple[str, int], Tensor]
+    sites: dict[Site, Tensor]
     log_probabilities: Tensor
 
 
@@ -118,7 +115,7 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
     """Run ``ids`` (1, T) through the dense model and keep what a layer needs to be run again."""
     blocks = blocks_of(model)
     calls: list[Any] = [None] * len(blocks)
-    sites: dict[tuple[str, int], Tensor] = {}
+    sites: dict[Site, Tensor] = {}
 
     def keep_call(index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -126,9 +123,9 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
 
         return hook
 
-    def keep_site(site: str, index: int) -> Callable[..., None]:
+    def keep_site(site: Site) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-            sites[site, index] = output.reshape(ids.shape[0], ids.shape[1], -1)
+            sites[site] = output.reshape(ids.shape[0], ids.shape[1], -1)
 
         return hook
 
@@ -136,8 +133,8 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
         for index, block in enumerate(blocks):
             for handle in (
                 block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True),
-                block.norm_attn.register_forward_hook(keep_site("attn_in", index)),
-                block.norm_mlp.register_forward_hook(keep_site("mlp_in", index)),
+                block.norm_attn.register_forward_hook(keep_site(Site(index, LayerInput.ATTN))),
+                block.norm_mlp.register_forward_hook(keep_site(Site(index, LayerInput.MLP))),
             ):
                 hooks.callback(handle.remove)
         logits = model(input_ids=ids, use_cache=False).logits
@@ -168,7 +165,7 @@ def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
     return F.log_softmax(model.get_output_embeddings()(hidden[:, :-1]).float(), dim=-1)
 
 
-def _rerun(model: Any, run: DenseRun, key: Key, keep: Tensor, mean: Tensor | None) -> Tensor:
+def _rerun(model: Any, run: DenseRun, key: UnitKey, keep: Tensor, mean: Tensor | None) -> Tensor:
     """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
     first, target = key
     blocks = blocks_of(model)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.errors import UserError
+from dejavu_train.families import Site, Target, UnitKey
 
 RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
 
@@ -190,10 +191,8 @@ class ShardDataModule(lightning.LightningDataModule):
 
     Args:
         activations: folder of shards.
-        layer: the target's layer.
-        target: ``mlp`` or ``heads``.
-        site: ``attn_in`` or ``mlp_in``, what the predictor reads.
-        site_layer: the layer of that site (an earlier one for look-ahead).
+        key: the layer and the target.
+        site: what the predictor reads, of an earlier layer for look-ahead.
         config: sizes.
         seed: of the order.
 
@@ -207,23 +206,21 @@ class ShardDataModule(lightning.LightningDataModule):
     def __init__(
         self,
         activations: str | Path,
-        layer: int,
-        target: str,
-        site: str,
-        site_layer: int,
+        key: UnitKey,
+        site: Site,
         config: DataConfig,
         seed: int,
     ) -> None:
         super().__init__()
         self.config, self.seed = config, seed
-        self.target, self.site = target, site
-        self._readers = {name: ShardReader(activations, layer, name) for name in ("train", "val")}
+        self.target, self.site = key.target, site
+        self._readers = {name: ShardReader(activations, key.layer, name) for name in ("train", "val")}
         self._inputs = self._readers
-        if site_layer != layer:
-            self._inputs = {name: ShardReader(activations, site_layer, name) for name in ("train", "val")}
-        self._mlp_in_is_input = site == "mlp_in" and site_layer == layer
+        if site.layer != key.layer:
+            self._inputs = {name: ShardReader(activations, site.layer, name) for name in ("train", "val")}
+        self._mlp_in_is_input = site == UnitKey(key.layer, Target.MLP).site
         shape = self._readers["train"].manifest.shape
-        self.d_in, self.n_units = shape.d_model, shape.units(target)
+        self.d_in, self.n_units = shape.d_model, shape.units(key.target)
 
     def train_batches(self, world: int) -> int:
         """Batches of an epoch on one of ``world`` ranks."""
@@ -232,8 +229,8 @@ class ShardDataModule(lightning.LightningDataModule):
     def _dataset(self, set_name: str, shuffle: bool, rank: int, world: int) -> tuple[BlockShuffled, bool]:
         """The batches of a rank, and whether their rows fit into memory."""
         reader = self._readers[set_name]
-        sources = {"inputs": (self._inputs[set_name], self.site)}
-        if self.target == "heads":
+        sources: dict[str, tuple[ShardReader, str]] = {"inputs": (self._inputs[set_name], self.site.input)}
+        if self.target == Target.HEADS:
             sources["contribution"] = (reader, "head_norm")
         else:
             sources["active"] = (reader, "mlp_active")

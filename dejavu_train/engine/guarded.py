@@ -21,6 +21,7 @@ from dejavu_train.engine.mlp import (
     select_of_several_rows,
 )
 from dejavu_train.engine.weights import written_out
+from dejavu_train.families import Target, UnitKey
 
 
 class GuardedAttention:
@@ -44,7 +45,7 @@ class GuardedAttention:
         outputs = work.heads_out.float().view(batch, n_heads, head_dim).transpose(0, 1)
         contribution = ((outputs @ self.gram) * outputs).sum(-1).clamp_min(0).sqrt().T
         rows = row_state == 1
-        self.guard.measure((heads.predictor.layer, "heads"), rows, keep, keep, contribution)
+        self.guard.measure(UnitKey(heads.predictor.layer, Target.HEADS), rows, keep, keep, contribution)
 
 
 class GuardedMlp:
@@ -82,4 +83,6 @@ class GuardedMlp:
             hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
             dense_fc2(weights, work, hidden, x, out)
         rows = work.state.row_state == 1
-        self.guard.measure((mlp.predictor.layer, "mlp"), rows, candidates, selected, hidden.float() * self.norms)
+        self.guard.measure(
+            UnitKey(mlp.predictor.layer, Target.MLP), rows, candidates, selected, hidden.float() * self.norms
+        )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.errors import UserError
+from dejavu_train.families import Target
 from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
 from kernels.mlp import nibbles_batch
@@ -26,7 +27,7 @@ class TargetPredictor:
     ahead: reads mlp_in of the layer before, as folded then does."""
 
     layer: int
-    target: str
+    target: Target
     site: str
     site_layer: int
     weights: PredictorWeights

@@ -138,7 +138,7 @@ class DecodeStep:
         if predictor.own_folded is not None or (target == "heads" and layer in self._late):
             return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
         block = sparse_fc2.packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
-        selection = select.Selection.empty(self.shape.units(target), device, block)
+        selection = select.Selection.empty(self.shape.units(predictor.target), device, block)
         if fused:
             return TargetSelection(predictor, selection, None)
         weights = self.weights.layers[predictor.site_layer]

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dejavu_train.bundle.selector import Sites
-from dejavu_train.bundle.spec import Key
-from dejavu_train.families import family_of
+from dejavu_train.families import Site, Target, UnitKey, family_of
 from dejavu_train.families.block import forward_block, join_heads, positions_like
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
 
@@ -24,13 +23,13 @@ from dejavu_train.models.hooks import head_contribution, neuron_contribution
 class Given:
     """Selections made beforehand, by (layer, target); missing keys are dense."""
 
-    sites: frozenset[tuple[str, int]] = frozenset()
+    sites: frozenset[Site] = frozenset()
 
-    def __init__(self, masks: Mapping[Key, Tensor]) -> None:
+    def __init__(self, masks: Mapping[UnitKey, Tensor]) -> None:
         self.masks = masks
 
-    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
-        return self.masks.get((layer, target))
+    def __call__(self, layer: int, target: Target, sites: Sites) -> Tensor | None:
+        return self.masks.get(UnitKey(layer, target))
 
     def up(self, layer: int) -> None:
         return None
@@ -68,7 +67,7 @@ def random_ranks(shape: tuple[int, ...], generator: torch.Generator, device: tor
 @torch.no_grad()
 def noncontextual_contributions(
     model: PreTrainedModel, token_ids: Tensor, layer: int, head_mean: Tensor | None = None
-) -> dict[str, Tensor]:
+) -> dict[Target, Tensor]:
     """Contributions when the embeddings at the model's input go through one block alone, no token seeing another.
 
     With one token the attention of every head is its value vector, so nothing of the context enters.
@@ -89,4 +88,4 @@ def noncontextual_contributions(
 
     _, activation = forward_block(block, embedded, attend_to_itself)
     heads = head_contribution(by_head[0], block.out.weight, mean=head_mean)
-    return {"heads": heads, "mlp": neuron_contribution(activation, block.down.weight)}
+    return {Target.HEADS: heads, Target.MLP: neuron_contribution(activation, block.down.weight)}

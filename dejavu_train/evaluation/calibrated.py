@@ -7,13 +7,13 @@ import torch
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.families import TARGETS
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.models.config_values import INT4, quant_method, read_values
 
-UNITS = {"mlp": "neurons", "heads": "heads"}
+UNITS = {Target.MLP: "neurons", Target.HEADS: "heads"}
 KEYS = {
-    "mlp": ("densities", "curve_densities", "timing_mlp_density"),
-    "heads": ("head_densities", "timing_head_density"),
+    Target.MLP: ("densities", "curve_densities", "timing_mlp_density"),
+    Target.HEADS: ("head_densities", "timing_head_density"),
 }
 
 
@@ -23,8 +23,8 @@ def moved(bundle: Bundle, mlp_density: float | None, head_density: float | None)
     Raises:
         UserError: as :meth:`Bundle.at`.
     """
-    mlp = mlp_density if "mlp" in bundle.targets else None
-    heads = head_density if "heads" in bundle.targets else None
+    mlp = mlp_density if Target.MLP in bundle.targets else None
+    heads = head_density if Target.HEADS in bundle.targets else None
     return bundle if mlp is None and heads is None else bundle.at(mlp, heads)
 
 
@@ -33,7 +33,7 @@ def described(bundle: Bundle) -> str:
     return " and ".join(_described(bundle, target) for target in TARGETS)
 
 
-def _described(bundle: Bundle, target: str) -> str:
+def _described(bundle: Bundle, target: Target) -> str:
     units, density = UNITS[target], bundle.mean_density(target)
     if target not in bundle.targets:
         return f"all {units} (it has no predictors for them)"
@@ -79,6 +79,6 @@ def ignored(config: InferConfig, bundle: Bundle) -> list[str]:
     ]
 
 
-def _asked(config: InferConfig, target: str) -> list[str]:
+def _asked(config: InferConfig, target: Target) -> list[str]:
     """The flags that ask for densities of a target below 1."""
     return [f"--{name}" for name in KEYS[target] if getattr(config, name) not in (None, (), 1.0, (1.0,))]

@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import measured_mlp_share
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.bundle.spec import Key
 from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.evaluation.finite import check_logits
-from dejavu_train.families import TARGETS, blocks_of
+from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of
 from dejavu_train.models.hooks import head_contribution, output_gram, record
 from dejavu_train.models.weight_format import WeightFormat, loaded_format
 from dejavu_train.predictors.metrics import SelectionSums
@@ -87,7 +86,7 @@ class EvalResult:
 
     row: EvalSetting
     nats: np.ndarray
-    sums: dict[Key, SelectionSums]
+    sums: dict[UnitKey, SelectionSums]
     candidates: dict[int, int] = dataclasses.field(default_factory=dict)
     mlp_bytes: float | None = None
     calibrated: tuple[float, float] = (1.0, 1.0)
@@ -246,7 +245,7 @@ class _Evaluation:
     ) -> None:
         self.model, self.bundle, self.weights = model, bundle, weights
         self.tokens, n_documents = held.tokens, len(held.document_tokens)
-        own = (bundle.mean_density("mlp"), bundle.mean_density("heads"))
+        own = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
         self.scored = {row: EvalResult(row, np.zeros(n_documents), _no_sums(model), calibrated=own) for row in rows}
         self.selections = {row.selection for row in rows}
         self.groups: dict[tuple[float | None, float | None, int], dict[str, EvalSetting]] = {}
@@ -282,7 +281,7 @@ class _Evaluation:
         for (mlp_density, head_density, sparse_from), rows in self.groups.items():
             sparse = positions >= sparse_from
             self.predicted.bundle = self.bundles[mlp_density, head_density]
-            counts: dict[Key, Tensor] = {}
+            counts: dict[UnitKey, Tensor] = {}
             self._sparse_pass(batch, self.predicted, sparse, rows.get("predicted"), counts)
             for name, row in rows.items():
                 if name != "predicted":
@@ -290,13 +289,13 @@ class _Evaluation:
                     given = Given({key: keep_top(order[key].to(count.device), count) for key, count in counts.items()})
                     self._sparse_pass(batch, given, sparse, row)
 
-    def _dense_pass(self, batch: EvalBatch) -> dict[str, dict[Key, Tensor]]:
+    def _dense_pass(self, batch: EvalBatch) -> dict[str, dict[UnitKey, Tensor]]:
         """Score the dense row; returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
-        orders: dict[str, dict[Key, Tensor]] = {name: {} for name in self.selections}
+        orders: dict[str, dict[UnitKey, Tensor]] = {name: {} for name in self.selections}
 
         def rank_contributions(layer: int, got: dict[str, Tensor]) -> None:
-            orders["oracle"][layer, "mlp"] = ranks(self.meter.neurons(layer, got["activation"]))
-            orders["oracle"][layer, "heads"] = ranks(self.meter.heads(layer, got["head_out"]))
+            orders["oracle"][UnitKey(layer, Target.MLP)] = ranks(self.meter.neurons(layer, got["activation"]))
+            orders["oracle"][UnitKey(layer, Target.HEADS)] = ranks(self.meter.heads(layer, got["head_out"]))
 
         if "oracle" in self.selections:
             with record(self.model, {"activation", "head_out"}, on_layer=rank_contributions):
@@ -309,12 +308,13 @@ class _Evaluation:
         for layer, target in self.bundle.specs:
             if "noncontextual" in self.selections and target == self.bundle.targets[0]:
                 alone = noncontextual_contributions(self.model, batch.ids, layer, self.means.get(layer))
-                orders["noncontextual"] |= {(layer, name): ranks(alone[name]) for name in self.bundle.targets}
+                orders["noncontextual"] |= {UnitKey(layer, name): ranks(alone[name]) for name in self.bundle.targets}
             if "static" in self.selections:
-                orders["static"][layer, target] = ranks(self.bundle.frequency(layer, target)).to(batch.ids.device)
+                frequency = self.bundle.frequency(layer, target)
+                orders["static"][UnitKey(layer, target)] = ranks(frequency).to(batch.ids.device)
             if "random" in self.selections:
                 size = (*batch.ids.shape, self.bundle.shape.units(target))
-                orders["random"][layer, target] = random_ranks(size, self.generator, batch.ids.device)
+                orders["random"][UnitKey(layer, target)] = random_ranks(size, self.generator, batch.ids.device)
         self.progress(int(batch.real.sum()))
         return orders
 
@@ -324,19 +324,19 @@ class _Evaluation:
         selector: Select,
         sparse: Tensor,
         row: EvalSetting | None,
-        counts: dict[Key, Tensor] | None = None,
+        counts: dict[UnitKey, Tensor] | None = None,
     ) -> None:
         """One sparse pass; adds to ``row`` if there is one, and notes in ``counts`` how many units were selected."""
         measured = batch.real & sparse
         quality = None if row is None else self.scored[row]
 
-        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor) -> None:
+        def observe(layer: int, target: Target, keep: Tensor | None, values: Tensor) -> None:
             if counts is not None and keep is not None:
-                counts[layer, target] = keep.sum(dim=-1)
+                counts[UnitKey(layer, target)] = keep.sum(dim=-1)
             if quality is None:
                 return
-            self.meter.add(quality.sums[layer, target], layer, target, keep, values, measured)
-            if target == "mlp" and isinstance(selector, Predicted) and layer in selector.candidates:
+            self.meter.add(quality.sums[UnitKey(layer, target)], layer, target, keep, values, measured)
+            if target == Target.MLP and isinstance(selector, Predicted) and layer in selector.candidates:
                 passed = int(selector.candidates[layer][measured.to(selector.candidates[layer].device)].sum())
                 quality.candidates[layer] = quality.candidates.get(layer, 0) + passed
 
@@ -363,8 +363,8 @@ def window_nats(model: PreTrainedModel, batch: EvalBatch) -> np.ndarray:
     return np.bincount(window, weights=losses, minlength=len(batch.ids))
 
 
-def _no_sums(model: PreTrainedModel) -> dict[Key, SelectionSums]:
-    return {(layer, target): SelectionSums() for layer in range(len(blocks_of(model))) for target in TARGETS}
+def _no_sums(model: PreTrainedModel) -> dict[UnitKey, SelectionSums]:
+    return {UnitKey(layer, target): SelectionSums() for layer in range(len(blocks_of(model))) for target in TARGETS}
 
 
 class _Meter:
@@ -384,7 +384,7 @@ class _Meter:
         return head_contribution(head_out, weight, self.grams[layer], self.means.get(layer))
 
     def add(
-        self, sums: SelectionSums, layer: int, target: str, keep: Tensor | None, values: Tensor, measured: Tensor
+        self, sums: SelectionSums, layer: int, target: Target, keep: Tensor | None, values: Tensor, measured: Tensor
     ) -> None:
         """Add the measured positions (B, T) bool of a pass: ``keep`` (B, T, n), ``values`` as ``masking`` gives them.
 
@@ -394,7 +394,7 @@ class _Meter:
         measured = measured.to(values.device)
         if not bool(measured.all()):
             values, keep = values[measured], None if keep is None else keep[measured]
-        if target == "mlp":
+        if target == Target.MLP:
             values = values.flatten(0, -2)
             kept = values if keep is None else torch.where(keep.flatten(0, -2), values, 0.0)
             # Sums over positions first: the contribution of a neuron is its activation times a constant.

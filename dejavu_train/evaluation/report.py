@@ -11,7 +11,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, increase
 from dejavu_train.evaluation.provenance import versions
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
-from dejavu_train.families import TARGETS
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import read_json, write_json
 from dejavu_train.predictors.metrics import SelectionSums, total
 
@@ -52,8 +52,8 @@ def guard_line(watched: Mapping[str, Any]) -> str:
     if not tokens:
         return f"guard: no token was measured; every {guard['every']}-th is, and fewer were generated"
     moved = "thresholds moved" if guard["control"] else "thresholds left alone"
-    parts = [f"{name} {watched[name]['retained_mass']:.4f}" for name in ("mlp", "heads") if name in watched]
-    mine = [layer for layer in watched["layers"] if layer["target"] == "mlp"]
+    parts = [f"{name} {watched[name]['retained_mass']:.4f}" for name in TARGETS if name in watched]
+    mine = [layer for layer in watched["layers"] if layer["target"] == Target.MLP]
     promise = f", MLPs promised {sum(layer['promised'] for layer in mine) / len(mine):.4f}" if mine else ""
     return f"guard: {tokens} tokens measured, {moved}; retained mass: {', '.join(parts)}{promise}"
 
@@ -85,7 +85,7 @@ def _quality_row(quality: EvalResult, dense: EvalResult | None, held: EvalCorpus
     change, error = (None, None)
     if dense is not None:
         change, error = increase(quality.nats, dense.nats, held.document_tokens)
-    mlp, heads = _of_target(quality, "mlp"), _of_target(quality, "heads")
+    mlp, heads = _of_target(quality, Target.MLP), _of_target(quality, Target.HEADS)
     sparse = row.selection != "dense"
     sparse_heads = sparse and asked_heads < 1
     return {
@@ -114,7 +114,7 @@ def _candidate_density(quality: EvalResult) -> float:
     """Share of the neurons that passed the first stage; without a cascade what was selected."""
     passed = units = 0
     for (layer, target), sums in quality.sums.items():
-        if target == "mlp":
+        if target == Target.MLP:
             passed += quality.candidates.get(layer, int(sums.tp + sums.fp))
             units += int(sums.units)
     return passed / units if units else math.nan
@@ -136,10 +136,10 @@ def layer_rows(scored: Sequence[EvalResult]) -> list[dict[str, Any]]:
                     "retained_mass": sums.retained_mass,
                 }
                 rows.append({"layer": layer, "target": target} | {k: _rounded(v) for k, v in metrics.items()})
-    return sorted(rows, key=lambda row: (row["target"] != "mlp", row["layer"]))
+    return sorted(rows, key=lambda row: (row["target"] != Target.MLP, row["layer"]))
 
 
-def _of_target(quality: EvalResult, target: str) -> SelectionSums:
+def _of_target(quality: EvalResult, target: Target) -> SelectionSums:
     return total(sums for (_, name), sums in quality.sums.items() if name == target)
 
 

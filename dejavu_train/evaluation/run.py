@@ -38,7 +38,7 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
-from dejavu_train.families import TARGETS
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
@@ -58,9 +58,9 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
     """
     whole = first or config.yardstick_texts == "all"
     names = [name for name in config.selections if name in ("predicted", "oracle") or (whole and name != "dense")]
-    own = sorted(config.densities) if "mlp" in targets else []
-    curve = set(config.curve_densities if "mlp" in targets and whole else ()) - set(own)
-    heads = config.head_densities if "heads" in targets else ()
+    own = sorted(config.densities) if Target.MLP in targets else []
+    curve = set(config.curve_densities if Target.MLP in targets and whole else ()) - set(own)
+    heads = config.head_densities if Target.HEADS in targets else ()
     rows = [EvalSetting("dense"), *(EvalSetting(name, None, None) for name in names)]
     for density in sorted({*own, *curve}):
         kept = [name for name in names if density in own or name != "noncontextual"]
@@ -326,7 +326,7 @@ def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, pro
         timing = time_engine(dense, used, backend, prompt, config.new_tokens)
     else:
         timing = time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
-    densities = (1.0, 1.0) if used is None else (used.mean_density("mlp"), used.mean_density("heads"))
+    densities = (1.0, 1.0) if used is None else (used.mean_density(Target.MLP), used.mean_density(Target.HEADS))
     return dataclasses.replace(timing, mlp_density=densities[0], head_density=densities[1])
 
 

@@ -1,7 +1,7 @@
 """What a layer is, family by family: which modules it has, what it computes, and what may read their weights."""
 
 from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, family_of, register
-from dejavu_train.families.dims import TARGETS, ModelDims, Target, UnitKey
+from dejavu_train.families.dims import TARGETS, LayerInput, ModelDims, Site, Target, UnitKey
 from dejavu_train.families.opt import OPTFamily
 
 register(OPTFamily())
@@ -10,7 +10,9 @@ __all__ = [
     "TARGETS",
     "BlockParts",
     "Family",
+    "LayerInput",
     "ModelDims",
+    "Site",
     "Target",
     "UnitKey",
     "blocks_of",

@@ -16,11 +16,39 @@ class Target(StrEnum):
 TARGETS = tuple(Target)
 
 
+class LayerInput(StrEnum):
+    """What half a layer reads: the normalised hidden states in front of its attention, or of its MLP."""
+
+    ATTN = "attn_in"
+    MLP = "mlp_in"
+
+
+class Site(NamedTuple):
+    """One input of one layer, which predictors read. Sites are ordered as a forward pass comes by them."""
+
+    layer: int
+    input: LayerInput
+
+    @classmethod
+    def at(cls, half: int) -> "Site":
+        """The site of half a layer, counted from the first: 2 layer, and 1 more for the MLP."""
+        return cls(half // 2, LayerInput.MLP if half % 2 else LayerInput.ATTN)
+
+    @property
+    def half(self) -> int:
+        return 2 * self.layer + (self.input == LayerInput.MLP)
+
+
 class UnitKey(NamedTuple):
     """The units of one target in one layer. Equals the plain pair of a number and a text."""
 
     layer: int
     target: Target
+
+    @property
+    def site(self) -> Site:
+        """What the units themselves read."""
+        return Site(self.layer, LayerInput.MLP if self.target == Target.MLP else LayerInput.ATTN)
 
 
 class Norm(StrEnum):
@@ -88,11 +116,22 @@ class ModelDims:
         free = ("vocab_size", "max_positions")
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.name not in free)
 
-    def units(self, target: str) -> int:
+    def units(self, target: Target) -> int:
         """How many units a predictor of ``target`` chooses from."""
         return self.d_ffn if target == Target.MLP else self.n_heads
 
 
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")
 
-__all__ = ["SIZES", "TARGETS", "Activation", "ModelDims", "Norm", "Positions", "Target", "UnitKey"]
+__all__ = [
+    "SIZES",
+    "TARGETS",
+    "Activation",
+    "LayerInput",
+    "ModelDims",
+    "Norm",
+    "Positions",
+    "Site",
+    "Target",
+    "UnitKey",
+]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, Target
 from dejavu_train.models.config_values import INT4, quant_method
 from dejavu_train.models.int4_sizes import MATRICES, row_sizes
 
@@ -17,9 +17,9 @@ class UnitBytes:
     fc2: float
     head: float
 
-    def dense(self, shape: ModelDims, target: str) -> float:
+    def dense(self, shape: ModelDims, target: Target) -> float:
         """All units of ``target``, ``mlp`` or ``heads``, in one layer."""
-        return shape.d_ffn * (self.fc1 + self.fc2) if target == "mlp" else shape.n_heads * self.head
+        return shape.d_ffn * (self.fc1 + self.fc2) if target == Target.MLP else shape.n_heads * self.head
 
 
 @dataclass(frozen=True)

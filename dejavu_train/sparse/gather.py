@@ -22,7 +22,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.families import BlockParts, family_of
+from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
 from dejavu_train.families.block import forward_block, split_heads
 from dejavu_train.families.plain import check_calls, plain_blocks
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
@@ -31,7 +31,7 @@ from dejavu_train.sparse.cache import SparseCache, SparseLayer
 from dejavu_train.sparse.finite import check_finite, finite_positions
 
 KV_POLICIES = ("backfill", "always", "stale")
-OnSelect = Callable[[int, str, int, Tensor], None]
+OnSelect = Callable[[int, Target, int, Tensor], None]
 
 
 class GatherDecoder:
@@ -65,7 +65,7 @@ class GatherDecoder:
         self.second_stages = {
             layer: second_stage
             for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()
-            if not bundle.specs[layer, "mlp"].dense
+            if not bundle.specs[UnitKey(layer, Target.MLP)].dense
         }
         self.on_select: OnSelect | None = None
         """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
@@ -164,14 +164,14 @@ class GatherDecoder:
 
     def _step(self, hidden: Tensor, cache: SparseCache, visible: Tensor, alive: Tensor, dense_rows: Tensor) -> Tensor:
         """One column: hidden (B, d), visible (B, S + 1), alive and dense_rows (B,) bool."""
-        sites: dict[tuple[str, int], Tensor] = {}
+        sites: dict[Site, Tensor] = {}
         column = visible.shape[1] - 1
         judged = alive & ~dense_rows
         guard = self.guard if self.guard is not None and self.guard.due() else None
         if guard is not None:
             dense_rows = alive
 
-        def selection(number: int, target: str, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        def selection(number: int, target: Target, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
             """What the predictor selects, None where there is none; and what is computed."""
             chosen = self.selector(number, target, sites)
             keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if chosen is None else chosen
@@ -180,7 +180,7 @@ class GatherDecoder:
         def measure_heads(number: int, chosen: Tensor | None, mixed: Tensor) -> None:
             if guard is not None and chosen is not None:
                 weight = self.blocks[number].out.weight
-                guard.measure((number, "heads"), judged, chosen, chosen, head_contribution(mixed, weight))
+                guard.measure(UnitKey(number, Target.HEADS), judged, chosen, chosen, head_contribution(mixed, weight))
 
         def measure_neurons(number: int, chosen: Tensor | None, mlp_in: Tensor) -> None:
             if guard is not None and chosen is not None:
@@ -188,29 +188,29 @@ class GatherDecoder:
                 passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
                 block = self.blocks[number]
                 contribution = neuron_contribution(block.activate(self._neurons(number, mlp_in)), block.down.weight)
-                guard.measure((number, "mlp"), judged, chosen, passed, contribution)
+                guard.measure(UnitKey(number, Target.MLP), judged, chosen, passed, contribution)
 
-        def report_selection(number: int, target: str, keep: Tensor) -> None:
+        def report_selection(number: int, target: Target, keep: Tensor) -> None:
             if self.on_select is not None:
                 self.on_select(number, target, column, keep)
 
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             device = block.up.weight.device
             hidden = hidden.to(device)
-            sites["attn_in", number] = attn_in = block.norm_attn(hidden)
+            sites[Site(number, LayerInput.ATTN)] = attn_in = block.norm_attn(hidden)
             layer.extend(attn_in[:, None], block.n_heads)
-            chosen, keep = selection(number, "heads", block.n_heads, device)
-            report_selection(number, "heads", keep)
+            chosen, keep = selection(number, Target.HEADS, block.n_heads, device)
+            report_selection(number, Target.HEADS, keep)
             see = partial(measure_heads, number, chosen)
             hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
-            sites["mlp_in", number] = mlp_in = block.norm_mlp(hidden)
-            chosen, keep = selection(number, "mlp", block.up.out_features, device)
+            sites[Site(number, LayerInput.MLP)] = mlp_in = block.norm_mlp(hidden)
+            chosen, keep = selection(number, Target.MLP, block.up.out_features, device)
             measure_neurons(number, chosen, mlp_in)
             if number in self.second_stages:
                 out, keep = _cascade(block, self.second_stages[number], mlp_in, keep, dense_rows.to(device))
             else:
                 out = _mlp(block, mlp_in, keep)
-            report_selection(number, "mlp", keep)
+            report_selection(number, Target.MLP, keep)
             hidden = hidden + out
         if guard is not None:
             guard.move(judged)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
-from dejavu_train.families import BlockParts, blocks_of, family_of
+from dejavu_train.families import BlockParts, LayerInput, Site, Target, blocks_of, family_of
 from dejavu_train.families.plain import BlockHook
 
 
@@ -32,12 +32,12 @@ class Select(Protocol):
     @property
     def sites(self) -> Any: ...
 
-    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None: ...
+    def __call__(self, layer: int, target: Target, sites: Sites) -> Tensor | None: ...
 
     def up(self, layer: int) -> tuple[Tensor, Tensor] | None: ...
 
 
-Observe = Callable[[int, str, Tensor | None, Tensor], None]
+Observe = Callable[[int, Target, Tensor | None, Tensor], None]
 
 _ACTIVE: ContextVar[tuple[object, ...]] = ContextVar("dejavu_train_masks", default=())
 
@@ -92,7 +92,7 @@ def masking(
         means: by layer the (n_heads, head_dim) that stands in for skipped heads; zero where a layer is not there.
         finite: takes for every layer and the final LayerNorm (B, T) bool, where its input is a finite number.
     """
-    sites: dict[tuple[str, int], Tensor] = {}
+    sites: dict[Site, Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
     call = _Call()
@@ -120,8 +120,8 @@ def _hook_layer(
     block: BlockParts,
     call: _Call,
     selector: Select,
-    needed: set[tuple[str, int]],
-    sites: dict[tuple[str, int], Tensor],
+    needed: set[Site],
+    sites: dict[Site, Tensor],
     sparse: Tensor | None,
     observe: Observe | None,
     mean: Tensor | None,
@@ -129,30 +129,31 @@ def _hook_layer(
 ) -> list[Any]:
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
 
-    def keep_site(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+    def keep_site(name: LayerInput) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
-            if name == "attn_in":
+            if name == LayerInput.ATTN:
                 rows[0] = (output.shape[0], output.shape[1])
                 if layer == 0:
                     sites.clear()
                 if finite is not None:
                     finite.append(args[0].detach().sum(-1).isfinite())
-            if (name, layer) in needed:
-                sites[name, layer] = output.reshape(*rows[0], -1)
+            site = Site(layer, name)
+            if site in needed:
+                sites[site] = output.reshape(*rows[0], -1)
 
         return hook
 
-    def zero_unselected(target: str, units: int | None) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
+    def zero_unselected(target: Target, units: int | None) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             keep = selector(layer, target, sites)
             values = args[0].view(*rows[0], units or args[0].shape[-1], -1)  # (B, T, n, width of a unit)
             if keep is not None and sparse is not None:
                 keep = keep | ~sparse.to(keep.device)[..., None]
             if observe is not None:
-                observe(layer, target, keep, values.squeeze(-1) if target == "mlp" else values)
+                observe(layer, target, keep, values.squeeze(-1) if target == Target.MLP else values)
             if keep is None:
                 return None
-            instead = 0.0 if mean is None or target == "mlp" else mean.to(values)
+            instead = 0.0 if mean is None or target == Target.MLP else mean.to(values)
             kept = torch.where(keep.to(values.device)[..., None], values, instead)
             return (kept.reshape(args[0].shape), *args[1:])
 
@@ -161,10 +162,10 @@ def _hook_layer(
     own = partial(_Hook, call, layer)
     handles = [
         block.whole.register_forward_pre_hook(_Enter(call, layer)),
-        block.norm_attn.register_forward_hook(own(keep_site("attn_in"))),
-        block.out.register_forward_pre_hook(own(zero_unselected("heads", block.n_heads))),
-        block.norm_mlp.register_forward_hook(own(keep_site("mlp_in"))),
-        block.down.register_forward_pre_hook(own(zero_unselected("mlp", None))),
+        block.norm_attn.register_forward_hook(own(keep_site(LayerInput.ATTN))),
+        block.out.register_forward_pre_hook(own(zero_unselected(Target.HEADS, block.n_heads))),
+        block.norm_mlp.register_forward_hook(own(keep_site(LayerInput.MLP))),
+        block.down.register_forward_pre_hook(own(zero_unselected(Target.MLP, None))),
     ]
     instead = selector.up(layer)
     return handles if instead is None else handles + _multiply_with(block.up, own, *instead)

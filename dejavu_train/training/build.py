@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dejavu_train.config import RunConfig
 from dejavu_train.data.text import import_text
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.predictors.checkpoint import build_predictor
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.predictors.losses import Batch, get_loss
@@ -16,7 +16,7 @@ from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED
 
 
-def make_predictor(config: RunConfig, job: tuple[int, str], d_in: int, n_out: int) -> nn.Module:
+def make_predictor(config: RunConfig, job: UnitKey, d_in: int, n_out: int) -> nn.Module:
     """The predictor of a job, before its first values are set.
 
     int4 is trained through its rounding; int8 selects what fp32 selects.
@@ -50,7 +50,7 @@ def check_low_rank_only(config: RunConfig) -> None:
         UserError: such a setting, by name.
     """
     for target in TARGETS:
-        section, mlp = config.predictor(target), target == "mlp"
+        section, mlp = config.predictor(target), target == Target.MLP
         if not section.enabled or section.predictor is None:
             continue
         name = f"{target}.predictor {section.predictor.get('class_path')}"
@@ -77,7 +77,7 @@ def check_classes(config: RunConfig, shape: ModelDims) -> None:
         section = config.predictor(target)
         if not section.enabled or (section.predictor is None and isinstance(section.loss, str)):
             continue
-        predictor = make_predictor(config, (0, target), shape.d_model, shape.units(target))
+        predictor = make_predictor(config, UnitKey(0, target), shape.d_model, shape.units(target))
         check_loss(section.loss, f"{target}.loss", predictor, shape.d_model)
 
 

@@ -38,7 +38,7 @@ from dejavu_train.bundle.selector import select
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
-from dejavu_train.families import blocks_of
+from dejavu_train.families import LayerInput, Site, Target, UnitKey, blocks_of
 from dejavu_train.files import json_digest
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
@@ -48,7 +48,7 @@ from dejavu_train.progress import Progress
 from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
-Sites = dict[tuple[str, int], Tensor]
+Sites = dict[Site, Tensor]
 UNKNOWN_PRICE = 0.1  # nats, where no sensitivity was measured
 HIGHEST_TURN = 0.2  # of the price's logarithm, in one step
 SAVE_SECONDS = 60.0
@@ -109,15 +109,15 @@ class _Gates:
         self.bundle, self.width = bundle, width
         self.means = bundle.head_means(device)
         self.second_stages = bundle.second_stages([block.up for block in self.blocks])
-        self.predictors: dict[tuple[int, str], nn.Module] = {}
+        self.predictors: dict[UnitKey, nn.Module] = {}
         self.trained: dict[int, LowRankPredictor] = {}
         for (layer, target), spec in bundle.specs.items():
             if not spec.dense:
                 block = self.blocks[layer]  # of a model over several devices each layer has its own
-                place = (block.up if target == "mlp" else block.out).weight.device
-                self.predictors[layer, target] = bundle.predictor(layer, target).to(place)
-                if target == "mlp":
-                    predictor = self.predictors[layer, target]
+                place = (block.up if target == Target.MLP else block.out).weight.device
+                self.predictors[UnitKey(layer, target)] = bundle.predictor(layer, target).to(place)
+                if target == Target.MLP:
+                    predictor = self.predictors[UnitKey(layer, target)]
                     assert isinstance(predictor, LowRankPredictor), "train.py tunes no other"
                     self.trained[layer] = predictor.requires_grad_(True).train()
                     predictor.rounded_to = spec.dtype if spec.dtype in SCALED else None
@@ -131,23 +131,23 @@ class _Gates:
         handles: list[Any] = []
         for layer, block in enumerate(self.blocks):
 
-            def keep(name: str, layer: int = layer) -> Callable[[nn.Module, Any, Tensor], None]:
+            def keep(name: LayerInput, layer: int = layer) -> Callable[[nn.Module, Any, Tensor], None]:
                 def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-                    sites[name, layer] = output.reshape(*shape, -1)
+                    sites[Site(layer, name)] = output.reshape(*shape, -1)
 
                 return hook
 
-            def gated(target: str, layer: int = layer) -> Callable[[nn.Module, Any], tuple[Tensor, ...]]:
+            def gated(target: Target, layer: int = layer) -> Callable[[nn.Module, Any], tuple[Tensor, ...]]:
                 def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                    gate = self._neurons if target == "mlp" else self._heads
+                    gate = self._neurons if target == Target.MLP else self._heads
                     return (gate(layer, args[0].reshape(*shape, -1), sites).reshape(args[0].shape), *args[1:])
 
                 return hook
 
-            handles.append(block.norm_attn.register_forward_hook(keep("attn_in")))
-            handles.append(block.norm_mlp.register_forward_hook(keep("mlp_in")))
-            for target, module in (("heads", block.out), ("mlp", block.down)):
-                if (layer, target) in self.predictors:
+            handles.append(block.norm_attn.register_forward_hook(keep(LayerInput.ATTN)))
+            handles.append(block.norm_mlp.register_forward_hook(keep(LayerInput.MLP)))
+            for target, module in ((Target.HEADS, block.out), (Target.MLP, block.down)):
+                if UnitKey(layer, target) in self.predictors:
                     handles.append(module.register_forward_pre_hook(gated(target)))
         try:
             yield
@@ -156,12 +156,12 @@ class _Gates:
                 handle.remove()
 
     def _neurons(self, layer: int, activation: Tensor, sites: Sites) -> Tensor:
-        spec = self.bundle.specs[layer, "mlp"]
-        logits = self.predictors[layer, "mlp"](sites[spec.site, spec.site_layer].float().to(activation.device))
+        spec = self.bundle.specs[UnitKey(layer, Target.MLP)]
+        logits = self.predictors[UnitKey(layer, Target.MLP)](sites[spec.reads].float().to(activation.device))
         assert spec.threshold is not None
         live = (activation > 0).to(activation.dtype)
         if layer in self.second_stages:
-            passed = self._passed(self.second_stages[layer], sites["mlp_in", layer]).to(activation)
+            passed = self._passed(self.second_stages[layer], sites[spec.key.site]).to(activation)
             activation = activation * passed
             upper, rest = plane_bytes(self.bundle.shape.d_model)
             cost = upper + passed * (rest + self.unit.fc2 * live)
@@ -177,10 +177,10 @@ class _Gates:
         return second_stage.passed(mlp_in)
 
     def _heads(self, layer: int, values: Tensor, sites: Sites) -> Tensor:
-        spec: PredictorSpec = self.bundle.specs[layer, "heads"]
+        spec: PredictorSpec = self.bundle.specs[UnitKey(layer, Target.HEADS)]
         with torch.no_grad():
-            site = sites[spec.site, spec.site_layer].float().to(values.device)
-            keep = select(self.predictors[layer, "heads"](site), spec)
+            site = sites[spec.reads].float().to(values.device)
+            keep = select(self.predictors[UnitKey(layer, Target.HEADS)](site), spec)
         by_head = values.unflatten(-1, (keep.shape[-1], -1))
         instead = self.means[layer].to(values) if layer in self.means else values.new_zeros(())
         return torch.where(keep[..., None], by_head, instead).flatten(-2)
@@ -211,7 +211,7 @@ def finetune(
         Interrupted: a signal came; the state was saved.
     """
     config.check()
-    sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == "mlp" and not spec.dense}
+    sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == Target.MLP and not spec.dense}
     if not sparse:
         raise UserError("tune.steps: every MLP of the bundle is dense, there is nothing to tune; ask for fewer bytes")
     if any(spec.threshold is None for spec in sparse.values()):
@@ -291,10 +291,10 @@ def finetune(
 class _Ledger:
     """Bytes of the MLPs: of the dense ones, of what a tuned model reads whatever it selects, and of what was asked."""
 
-    def __init__(self, bundle: Bundle, sparse: Mapping[tuple[int, str], PredictorSpec], weights: WeightFormat) -> None:
+    def __init__(self, bundle: Bundle, sparse: Mapping[UnitKey, PredictorSpec], weights: WeightFormat) -> None:
         shape = bundle.shape
         self.shape, self.sparse, self.weights = shape, sparse, weights
-        one = weights.unit_bytes(shape).dense(shape, "mlp")
+        one = weights.unit_bytes(shape).dense(shape, Target.MLP)
         self.dense = one * shape.n_layers
         self.fixed = sum(predictor_bytes(spec) for spec in sparse.values())
         self.fixed += one * (shape.n_layers - len(sparse))

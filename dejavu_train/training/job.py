@@ -41,6 +41,7 @@ from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError
+from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed, write_text
 from dejavu_train.locks import Held, claim, ours
 from dejavu_train.predictors.checkpoint import check_predictor
@@ -55,20 +56,19 @@ logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
 COVARIANCE_ROWS = 16_384
-Job = tuple[int, str]
 
 
-def job_folder(output: str | Path, job: Job) -> Path:
+def job_folder(output: str | Path, job: UnitKey) -> Path:
     return Path(output) / "predictors" / f"layer_{job[0]:02d}" / job[1]
 
 
-def has_predictor(output: str | Path, job: Job) -> bool:
+def has_predictor(output: str | Path, job: UnitKey) -> bool:
     """Whether the job's folder holds a finished predictor, of whatever settings."""
     folder = job_folder(output, job)
     return (folder / "predictor.json").is_file() and (folder / "predictor.safetensors").is_file()
 
 
-def is_finished(output: str | Path, job: Job, stage: Stage) -> bool:
+def is_finished(output: str | Path, job: UnitKey, stage: Stage) -> bool:
     """Whether the job's folder holds the finished predictor of this stage, as it was written."""
     folder = job_folder(output, job)
     if not has_predictor(output, job) or not stage.matches(stored_stage(folder)):
@@ -110,7 +110,7 @@ def claimed(folder: Path) -> Iterator[bool]:
         yield True
 
 
-def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
+def run_job(config: RunConfig, job: UnitKey, title: str, stage: Stage) -> bool:
     """Train one predictor to its end, from its last checkpoint if there is one of the same ``stage``.
 
     Returns: False if another process is at it.
@@ -145,14 +145,14 @@ def run_job(config: RunConfig, job: Job, title: str, stage: Stage) -> bool:
     return True
 
 
-def deployed_density(config: RunConfig, job: Job, activations: Path) -> float:
+def deployed_density(config: RunConfig, job: UnitKey, activations: Path) -> float:
     """The density at which this predictor will be used, as far as it is known before calibration."""
     layer, target = job
     section = config.predictor(target)
     density = section.density
     if density is None:
-        density = config.calibrate.mlp_density if target == "mlp" else config.calibrate.head_density
-    if target == "heads" or not section.density_allocation or density == 1.0:
+        density = config.calibrate.mlp_density if target == Target.MLP else config.calibrate.head_density
+    if target == Target.HEADS or not section.density_allocation or density == 1.0:
         return density
     active = active_densities(activations)
     return min(1.0, density * active[layer] * len(active) / max(sum(active), 1e-12))
@@ -179,17 +179,17 @@ def second_moments(
     return totals[0] / seen, totals[0 if own is None else 1] / seen
 
 
-def init_module(module: LitPredictor, config: RunConfig, job: Job, activations: Path, weight_hash: str) -> None:
+def init_module(module: LitPredictor, config: RunConfig, job: UnitKey, activations: Path, weight_hash: str) -> None:
     """Set the first values of a job's predictor, from its layer's weights and the first rows of its site."""
     layer, target = job
     section = config.predictor(target)
-    site, site_layer = section.site(target, layer)
+    site = section.site(job)
     device = start_device(config.trainer)
     weights = LayerWeights.load(activations, layer, weight_hash).to(device)
     covariance = site_to_mlp_in = None
     if section.init == "whitened_svd" and section.predictor is None:
-        ahead = None if (site, site_layer) == ("mlp_in", layer) else ShardReader(activations, layer, "train")
-        covariance, cross = second_moments(ShardReader(activations, site_layer, "train"), site, ahead, device)
+        ahead = None if site == UnitKey(layer, Target.MLP).site else ShardReader(activations, layer, "train")
+        covariance, cross = second_moments(ShardReader(activations, site.layer, "train"), site.input, ahead, device)
         if ahead is not None:
             # What fc1 reads is not seen yet; the best linear guess of it from the site stands in.
             ridge = torch.eye(len(cross), dtype=cross.dtype, device=device) * covariance.trace() / len(cross) * 1e-4
@@ -197,15 +197,14 @@ def init_module(module: LitPredictor, config: RunConfig, job: Job, activations: 
     module.init_predictor(section.init, weights, covariance, site_to_mlp_in)
 
 
-def fit(config: RunConfig, job: Job, title: str) -> None:
+def fit(config: RunConfig, job: UnitKey, title: str) -> None:
     """Train, score the best checkpoint and export it. Every rank of a DDP run comes through here."""
     layer, target = job
     activations, folder = Path(config.output) / "activations", job_folder(config.output, job)
     section = config.predictor(target)
     manifest = ActivationManifest.load(activations)
-    torch.manual_seed(config.seed * 1000 + 2 * layer + (target == "mlp"))
-    site, site_layer = section.site(target, layer)
-    data = ShardDataModule(activations, layer, target, site, site_layer, config.data, config.seed)
+    torch.manual_seed(config.seed * 1000 + 2 * layer + (target == Target.MLP))
+    data = ShardDataModule(activations, job, section.site(job), config.data, config.seed)
     density = deployed_density(config, job, activations)
     predictor = make_predictor(config, job, data.d_in, data.n_units)
     module = LitPredictor(
@@ -232,7 +231,7 @@ def fit(config: RunConfig, job: Job, title: str) -> None:
     callbacks += [best, SaveLast(last, SAVE_SECONDS)]
     trainer = build_trainer(config, job, folder, callbacks)
     for each in trainer.loggers:
-        each.log_hyperparams(dataclasses.asdict(section) | {"target": target, "density": density})
+        each.log_hyperparams(dataclasses.asdict(section) | {"target": str(target), "density": density})
     began = time.perf_counter()
     with quiet():
         if section.steps == 0:  # the first values are the predictor
@@ -289,7 +288,7 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
 def export(
     folder: Path,
     config: RunConfig,
-    job: Job,
+    job: UnitKey,
     predictor: nn.Module,
     sizes: tuple[int, int],
     metrics: dict[str, float],
@@ -297,7 +296,7 @@ def export(
     """Write the finished predictor (``sizes``: d_in, n_out), the metadata last, and drop its checkpoints."""
     layer, target = job
     section = config.predictor(target)
-    site, site_layer = section.site(target, layer)
+    site = section.site(job)
     tensors = {  # copies: a module may hold one tensor under two names
         name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
         for name, tensor in predictor.state_dict().items()
@@ -307,8 +306,8 @@ def export(
     metadata = {
         "layer": layer,
         "target": target,
-        "site": site,
-        "site_layer": site_layer,
+        "site": site.input,
+        "site_layer": site.layer,
         "d_in": sizes[0],
         "n_out": sizes[1],
         **section.describe(layer),
@@ -320,7 +319,7 @@ def export(
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], list[list[Any]]]:
+def summary_rows(output: str | Path, jobs: Sequence[UnitKey]) -> tuple[list[str], list[list[Any]]]:
     """Columns and one row per finished predictor, for tables."""
     columns = [
         "layer",
@@ -344,7 +343,7 @@ def summary_rows(output: str | Path, jobs: Sequence[Job]) -> tuple[list[str], li
             metrics = dict(metadata["metrics"])
             metrics["at_most"] = most_recall(metrics["density"], metrics["active_density"])
             rates = [metrics["loader_rows_per_s"], metrics["step_rows_per_s"]]
-            rows.append([job[0], job[1], metadata["rank"], *(metrics[name] for name in names), *rates])
+            rows.append([job.layer, str(job.target), metadata["rank"], *(metrics[name] for name in names), *rates])
     return columns, rows
 
 
@@ -353,13 +352,13 @@ def mean_metrics(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[
     table = [dict(zip(columns, row, strict=True)) for row in rows]
     return {
         f"{target}/{name.replace(' ', '_')}": sum(row[name] for row in own) / len(own)
-        for target in ("mlp", "heads")
+        for target in TARGETS
         if (own := [row for row in table if row["target"] == target])
         for name in ("recall", "precision", "retained mass")
     }
 
 
-def log_summary(config: RunConfig, jobs: Sequence[Job]) -> None:
+def log_summary(config: RunConfig, jobs: Sequence[UnitKey]) -> None:
     """One table of all predictors, as its own run of the group, in loggers that take tables (wandb)."""
     entries = [e for e in as_list(config.trainer.get("logger")) if isinstance(e, dict) and "Wandb" in e["class_path"]]
     if entries:

@@ -10,6 +10,7 @@ from torchmetrics import Metric
 
 from dejavu_train.data.shards import LayerWeights, unpack_bits
 from dejavu_train.errors import UserError
+from dejavu_train.families import Target
 from dejavu_train.predictors.losses import Batch, get_loss, needs_contribution
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 from dejavu_train.predictors.metrics import N_BINS, at_density, logit_histograms, top_units
@@ -50,7 +51,7 @@ class LitPredictor(lightning.LightningModule):
 
     def __init__(
         self,
-        target: str,
+        target: Target,
         predictor: nn.Module,
         n_out: int,
         density: float = 0.1,
@@ -93,7 +94,7 @@ class LitPredictor(lightning.LightningModule):
         if not isinstance(self.predictor, LowRankPredictor):
             return
         if init in ("svd", "whitened_svd"):
-            if self.target != "mlp":
+            if self.target != Target.MLP:
                 raise UserError(f"init {init} is for the target mlp; use random or small for {self.target}")
             weighed = covariance if init == "whitened_svd" else None
             weight = weights.fc1_weight if site_to_mlp_in is None else weights.fc1_weight.double() @ site_to_mlp_in
@@ -105,7 +106,7 @@ class LitPredictor(lightning.LightningModule):
     def make_batch(self, raw: dict[str, Tensor], need_contribution: bool) -> Batch:
         """Labels and contributions of a raw batch, float32 on the batch's device."""
         inputs = raw["inputs"].float()
-        if self.target == "heads":
+        if self.target == Target.HEADS:
             contribution = raw["contribution"].float()
             count = max(1, round(self.density * contribution.shape[1]))
             return Batch(inputs, top_units(contribution, count), contribution)

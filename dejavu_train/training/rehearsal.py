@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from dejavu_train.config import RunConfig
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.errors import UserError
+from dejavu_train.families import Target, UnitKey
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.callbacks import AtomicCheckpointIO
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -46,7 +47,7 @@ class _CheckpointsWithin(AtomicCheckpointIO):
             super().remove_checkpoint(path)
 
 
-def rehearse(config: RunConfig, job: tuple[int, str]) -> None:
+def rehearse(config: RunConfig, job: UnitKey) -> None:
     """Fit a small predictor as ``config.trainer`` says, where it says anything but how long and on which devices.
 
     Raises:
@@ -72,7 +73,7 @@ def rehearse(config: RunConfig, job: tuple[int, str]) -> None:
 
 
 def _module() -> LitPredictor:
-    module = LitPredictor("mlp", LowRankPredictor(_WIDTH, 4, _UNITS), _UNITS)
+    module = LitPredictor(Target.MLP, LowRankPredictor(_WIDTH, 4, _UNITS), _UNITS)
     weights = LayerWeights(torch.randn(_UNITS, _WIDTH), torch.zeros(_UNITS), torch.ones(_UNITS), torch.zeros(2, 8))
     module.init_predictor("random", weights)
     return module

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
+from dejavu_train.families import UnitKey
 from dejavu_train.parser import WRONG_VALUE, Parser
 from dejavu_train.training.callbacks import AtomicCheckpointIO
 from dejavu_train.training.loggers import as_list, build_loggers
@@ -164,7 +165,7 @@ def default_arguments() -> dict[str, Any]:
 
 def build_trainer(
     config: RunConfig,
-    job: tuple[int, str],
+    job: UnitKey,
     folder: Path,
     callbacks: list[Any],
     checkpoints: AtomicCheckpointIO | None = None,

@@ -15,10 +15,9 @@ from transformers import OPTForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.spec import Key
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, ranks
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.sparse.inputs import SparseFrom, positions_of, sparse_positions
 from dejavu_train.sparse.masked import masking
@@ -51,10 +50,10 @@ class StudiedOPT(SparseOPTForCausalLM):
 
     def reset(self) -> None:
         """Begin to count anew."""
-        self.kept = {"mlp": 0, "heads": 0}
-        self.seen = {"mlp": 0, "heads": 0}
+        self.kept = {Target.MLP: 0, Target.HEADS: 0}
+        self.seen = {Target.MLP: 0, Target.HEADS: 0}
 
-    def density(self, target: str) -> float:
+    def density(self, target: Target) -> float:
         """Share of the units of ``target`` that were selected at sparse positions; 1.0 before any was seen."""
         return self.kept[target] / self.seen[target] if self.seen[target] else 1.0
 
@@ -72,22 +71,22 @@ class StudiedOPT(SparseOPTForCausalLM):
         sparse = sparse_positions(self.sparse_from, positions, 0)
         asked = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
         asked["position_ids"] = position_ids
-        orders: dict[Key, Tensor] = {}
-        counts: dict[Key, Tensor] = {}
+        orders: dict[UnitKey, Tensor] = {}
+        counts: dict[UnitKey, Tensor] = {}
 
         def dense_or_masked() -> CausalLMOutputWithPast:
             return OPTForCausalLM.forward(self, use_cache=False, **asked)
 
         def rank_contributions(layer: int, got: dict[str, Tensor]) -> None:
             block = decoder_layers(self)[layer]
-            orders[layer, "mlp"] = ranks(neuron_contribution(got["activation"], block.fc2.weight))
-            weight = block.self_attn.out_proj.weight
-            orders[layer, "heads"] = ranks(head_contribution(got["head_out"], weight, mean=runtime.means.get(layer)))
+            orders[UnitKey(layer, Target.MLP)] = ranks(neuron_contribution(got["activation"], block.fc2.weight))
+            weight, mean = block.self_attn.out_proj.weight, runtime.means.get(layer)
+            orders[UnitKey(layer, Target.HEADS)] = ranks(head_contribution(got["head_out"], weight, mean=mean))
 
-        def count(layer: int, target: str, keep: Tensor | None, values: Tensor) -> None:
+        def count(layer: int, target: Target, keep: Tensor | None, values: Tensor) -> None:
             units = values.shape[2]
             kept = torch.full_like(positions, units) if keep is None else keep.sum(-1)
-            counts[layer, target] = kept
+            counts[UnitKey(layer, target)] = kept
             self.kept[target] += int(kept[sparse].sum())
             self.seen[target] += units * int(sparse.sum())
 

@@ -27,6 +27,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.run import AskedConfig, all_questions, versions
 from dejavu_train.evaluation.lm_eval.tasks import TaskRow, ask, change_of, compare, mean_rows, quiet
+from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 TABLES = ("table4", "fig7", "structures")
 TABLE4 = ((0.15, 1.0), (1.0, 0.5))
-DENSITIES = {"mlp": "mlp_density", "heads": "head_density"}  # of a variant, by target
+DENSITIES = {Target.MLP: "mlp_density", Target.HEADS: "head_density"}  # of a variant, by target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
             pair = densities_for(sparsity, bundle.shape)
             result += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
     if "structures" in config.tables:
-        own = (bundle.mean_density("mlp"), bundle.mean_density("heads"))
+        own = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
         for structure in config.structures:
             result.append(Variant("structures", "dense", structure))
             result.append(Variant("structures", "predicted", structure, *own))
@@ -150,7 +151,7 @@ def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:
         lm.use(model)
         with restructured(model, variant.structure):
             runs = [ask(lm, part) for part in questions]
-        mlp, heads = (model.density(t) if isinstance(model, StudiedOPT) else 1.0 for t in ("mlp", "heads"))
+        mlp, heads = (model.density(t) if isinstance(model, StudiedOPT) else 1.0 for t in TARGETS)
         unread = total_sparsity(mlp, heads, bundle.shape)
         by_part = [compare(run, other) for run, other in zip(runs, reference, strict=True)]
         found = [row for part in by_part for row in (*part, *mean_rows(part))]

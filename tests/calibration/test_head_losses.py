@@ -9,6 +9,7 @@ from dejavu_train.calibration import head_losses
 from dejavu_train.calibration.head_losses import LIMIT, fit_log_mean, refit_heads, skip_losses
 from dejavu_train.calibration.sensitivity import dense_pass
 from dejavu_train.errors import UserError
+from dejavu_train.families import Site
 from dejavu_train.models.opt import load_opt
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -67,7 +68,7 @@ def test_a_head_that_moves_what_every_layer_norm_removes_comes_last(model):
     predictors = {i: ({"site": "attn_in", "site_layer": i}, LowRankPredictor(48, 8, 4, bias=i == 0)) for i in range(2)}
     down = predictors[1][1].down.detach().clone()
     refitted = refit_heads(changed, predictors, {i: torch.zeros(4, 12) for i in range(2)}, "float32", WINDOWS)
-    site = dense_pass(changed, torch.tensor([WINDOWS[0]])).sites["attn_in", 1]
+    site = dense_pass(changed, torch.tensor([WINDOWS[0]])).sites[Site(1, "attn_in")]
     with torch.no_grad():
         logits = refitted[1](site[0])
     assert bool((logits.argmin(-1) == 2).all())

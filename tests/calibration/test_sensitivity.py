@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases, masked
-from dejavu_train.families import blocks_of
+from dejavu_train.families import Site, UnitKey, blocks_of
 from dejavu_train.models.opt import load_opt
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -25,7 +25,7 @@ def predictor_for(target, seed=0):
 
 @pytest.mark.parametrize("target", ["mlp", "heads"])
 def test_everything_selected_loses_nothing_and_less_loses_more(model, target):
-    probe = SensitivityProbe(predictor_for(target), "mlp_in" if target == "mlp" else "attn_in", 1, [1e4, 0.0, -1e4])
+    probe = SensitivityProbe(predictor_for(target), UnitKey(1, target).site, [1e4, 0.0, -1e4])
     losses = loss_increases(model, {(1, target): probe}, WINDOWS)[1, target]
     assert losses[-1] == pytest.approx(0.0, abs=1e-6)
     assert losses[0] > losses[1] > 0
@@ -33,9 +33,8 @@ def test_everything_selected_loses_nothing_and_less_loses_more(model, target):
 
 def test_equals_a_masked_forward_pass(model):
     predictor = predictor_for("mlp", 3)
-    measured = loss_increases(model, {(0, "mlp"): SensitivityProbe(predictor, "mlp_in", 0, [0.2])}, WINDOWS)[0, "mlp"][
-        0
-    ]
+    probes = {(0, "mlp"): SensitivityProbe(predictor, Site(0, "mlp_in"), [0.2])}
+    measured = loss_increases(model, probes, WINDOWS)[0, "mlp"][0]
     layer = model.model.decoder.layers[0]
     total, tokens = 0.0, 0
     for window in WINDOWS:

@@ -10,6 +10,7 @@ from dejavu_train.data.datamodule import BlockShuffled, InMemoryLoader, ShardDat
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import unpack_bits
 from dejavu_train.errors import UserError
+from dejavu_train.families import Site, UnitKey
 
 DATASETS = {"d": "document", "p": "position", "x": "mlp_in"}
 
@@ -90,7 +91,9 @@ def test_resident_rows_are_the_same_rows(reader):
 
 def test_worker_processes_read_the_same_rows(tiny_opt, text_file):
     folder = activations(tiny_opt, text_file)
-    data = ShardDataModule(folder, 0, "mlp", "mlp_in", 0, DataConfig(batch_size=100, num_workers=2, memory_gb=0), 0)
+    data = ShardDataModule(
+        folder, UnitKey(0, "mlp"), Site(0, "mlp_in"), DataConfig(batch_size=100, num_workers=2, memory_gb=0), 0
+    )
     loader = data.train_dataloader()
     for _ in range(2):
         batches = list(loader)
@@ -104,16 +107,16 @@ def test_worker_processes_read_the_same_rows(tiny_opt, text_file):
 def test_batches_of_each_target(tiny_opt, text_file, memory_gb):
     folder = activations(tiny_opt, text_file)
     config = DataConfig(batch_size=64, memory_gb=memory_gb)
-    mlp = next(iter(ShardDataModule(folder, 1, "mlp", "mlp_in", 1, config, 0).train_dataloader()))
+    mlp = next(iter(ShardDataModule(folder, UnitKey(1, "mlp"), Site(1, "mlp_in"), config, 0).train_dataloader()))
     assert set(mlp) == {"inputs", "active", "seconds"}
     assert mlp["inputs"].shape == (64, 48) and mlp["active"].shape == (64, 12) and mlp["active"].dtype == torch.uint8
-    heads = next(iter(ShardDataModule(folder, 1, "heads", "attn_in", 1, config, 0).train_dataloader()))
+    heads = next(iter(ShardDataModule(folder, UnitKey(1, "heads"), Site(1, "attn_in"), config, 0).train_dataloader()))
     assert set(heads) == {"inputs", "contribution", "seconds"} and heads["contribution"].shape == (64, 4)
 
 
 def test_look_ahead_pairs_the_same_rows(tiny_opt, text_file):
     folder = activations(tiny_opt, text_file)
-    data = ShardDataModule(folder, 1, "mlp", "mlp_in", 0, DataConfig(batch_size=50), 0)
+    data = ShardDataModule(folder, UnitKey(1, "mlp"), Site(0, "mlp_in"), DataConfig(batch_size=50), 0)
     batch = next(iter(data.val_dataloader()))
     early, own = ShardReader(folder, 0, "val"), ShardReader(folder, 1, "val")
     assert torch.equal(batch["inputs"], early.read("mlp_in", 0, 50))
@@ -125,6 +128,6 @@ def test_mistakes(tiny_opt, text_file):
     with pytest.raises(UserError, match="batch_size"):
         DataConfig(batch_size=0)
     config = DataConfig(num_workers=5000, memory_gb=0)
-    data = ShardDataModule(activations(tiny_opt, text_file), 0, "mlp", "mlp_in", 0, config, 0)
+    data = ShardDataModule(activations(tiny_opt, text_file), UnitKey(0, "mlp"), Site(0, "mlp_in"), config, 0)
     with pytest.raises(UserError, match="fewer than the 5000 readers"):
         data.val_dataloader()

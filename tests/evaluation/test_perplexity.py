@@ -14,6 +14,7 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document
 from dejavu_train.evaluation.baselines import Given, keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out, increase, passes
+from dejavu_train.families import Site
 from dejavu_train.models.hooks import head_contribution, neuron_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.models.weight_format import FLOAT16
@@ -160,7 +161,7 @@ def test_bytes_are_counted_on_the_scored_tokens(model, tiny_opt, held):
         with torch.no_grad(), masking(model, selector, sparse, observe), record(model, {"mlp_in"}) as seen:
             model(ids)
         for layer in (0, 1):
-            keep = alone(layer, "mlp", {("mlp_in", layer): seen[layer]["mlp_in"].view(1, -1, 48)})
+            keep = alone(layer, "mlp", {Site(layer, "mlp_in"): seen[layer]["mlp_in"].view(1, -1, 48)})
             first_stage[layer] += int(keep[:, 16:].sum())
     asked = [EvalSetting("predicted", 0.4, 1.0, 16)]
     quality = evaluate(model, tested, held, asked, batch_tokens=150)[0]

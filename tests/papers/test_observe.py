@@ -14,6 +14,7 @@ from dejavu_train.data.text import cut_plain_text
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import hold_out
 from dejavu_train.evaluation.rows import read_csv, write_csv
+from dejavu_train.families import Site
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims
 from papers.deja_vu.observe import run as observing
@@ -271,7 +272,7 @@ def test_measures_of_statistics():
 def test_exact_neighbours_are_the_largest_preactivations(model):
     exact = Exact(model, 0.25)
     inputs = torch.randn(1, 3, 48)
-    keep = exact(1, "mlp", {("mlp_in", 1): inputs})
+    keep = exact(1, "mlp", {Site(1, "mlp_in"): inputs})
     scores = decoder_layers(model)[1].fc1(inputs)
     assert keep.sum(-1).tolist() == [[24, 24, 24]] and exact(1, "heads", {}) is None
     assert scores[keep].min() >= 0 or (scores[keep].view(3, -1).amin(-1) >= scores[~keep].view(3, -1).amax(-1)).all()

@@ -7,6 +7,7 @@ from small_runs import activations
 
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import ShardDataModule
+from dejavu_train.families import Site, UnitKey
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast, metrics_line
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -18,7 +19,7 @@ def fit(tiny_opt, text_file, tmp_path_factory):
 
     def run(*watching):
         folder = activations(tiny_opt, text_file)
-        data = ShardDataModule(folder, 0, "heads", "attn_in", 0, DataConfig(batch_size=64), 0)
+        data = ShardDataModule(folder, UnitKey(0, "heads"), Site(0, "attn_in"), DataConfig(batch_size=64), 0)
         module = LitPredictor("heads", LowRankPredictor(48, 4, 4), 4, density=0.5, loss="listwise")
         trainer = lightning.Trainer(
             accelerator="cpu", max_steps=8, val_check_interval=4, check_val_every_n_epoch=None, logger=False,

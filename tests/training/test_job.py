@@ -10,6 +10,7 @@ from small_runs import activations, flags
 from dejavu_train.calibration.calibrate import read_predictor
 from dejavu_train.cli import parse_config
 from dejavu_train.errors import UserError
+from dejavu_train.families import UnitKey
 from dejavu_train.stages import train_stage, trained_identity
 from dejavu_train.training.job import (
     claimed,
@@ -40,23 +41,23 @@ def config(tiny_opt, text_file, tmp_path):
 def test_a_job_leaves_a_finished_predictor(config, tmp_path):
     run = config()
     stage = train_stage(run, "mlp")
-    assert run_job(run, (1, "mlp"), "layer 1 mlp", stage)
-    folder = job_folder(run.output, (1, "mlp"))
-    assert is_finished(run.output, (1, "mlp"), stage) and not (folder / "checkpoints").exists()
+    assert run_job(run, UnitKey(1, "mlp"), "layer 1 mlp", stage)
+    folder = job_folder(run.output, UnitKey(1, "mlp"))
+    assert is_finished(run.output, UnitKey(1, "mlp"), stage) and not (folder / "checkpoints").exists()
     stored = read_predictor(folder)
     assert (stored.metadata["site"], stored.metadata["site_layer"], stored.metadata["rank"]) == ("mlp_in", 1, 16)
     assert stored.predictor.down.shape == (16, 48) and stored.predictor.up.dtype == torch.float32
     metrics = stored.metadata["metrics"]
     assert metrics["retained_mass"] > 0.6 and metrics["loader_rows_per_s"] > metrics["step_rows_per_s"] > 0
     assert "val/recall" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
-    columns, rows = summary_rows(run.output, [(0, "mlp"), (1, "mlp")])
+    columns, rows = summary_rows(run.output, [UnitKey(0, "mlp"), UnitKey(1, "mlp")])
     assert len(rows) == 1 and len(columns) == len(rows[0])
     written = (folder / "predictor.safetensors").stat().st_mtime_ns
-    assert run_job(run, (1, "mlp"), "again", stage)
+    assert run_job(run, UnitKey(1, "mlp"), "again", stage)
     assert (folder / "predictor.safetensors").stat().st_mtime_ns == written
     other = config("--mlp.rank=8")
-    assert run_job(other, (1, "mlp"), "with another rank", train_stage(other, "mlp"))
-    assert read_predictor(folder).metadata["rank"] == 8 and not is_finished(run.output, (1, "mlp"), stage)
+    assert run_job(other, UnitKey(1, "mlp"), "with another rank", train_stage(other, "mlp"))
+    assert read_predictor(folder).metadata["rank"] == 8 and not is_finished(run.output, UnitKey(1, "mlp"), stage)
 
 
 def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
@@ -79,21 +80,21 @@ def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(LitPredictor, "training_step", step)
     with pytest.raises(Stop):
-        fit(run, (0, "mlp"), "layer 0 mlp")
-    assert seen[-1] == 30 and not has_predictor(run.output, (0, "mlp"))
-    checkpoint = torch.load(job_folder(run.output, (0, "mlp")) / "checkpoints" / "last.ckpt", weights_only=True)
+        fit(run, UnitKey(0, "mlp"), "layer 0 mlp")
+    assert seen[-1] == 30 and not has_predictor(run.output, UnitKey(0, "mlp"))
+    checkpoint = torch.load(job_folder(run.output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 21  # the step behind the validation
-    fit(run, (0, "mlp"), "layer 0 mlp")
-    assert seen[31] == 21 and seen[-1] == 79 and has_predictor(run.output, (0, "mlp"))
+    fit(run, UnitKey(0, "mlp"), "layer 0 mlp")
+    assert seen[31] == 21 and seen[-1] == 79 and has_predictor(run.output, UnitKey(0, "mlp"))
 
 
 def test_a_damaged_checkpoint_is_named(config):
     run = config()
-    path = job_folder(run.output, (0, "mlp")) / "checkpoints" / "last.ckpt"
+    path = job_folder(run.output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match="last.ckpt"):
-        fit(run, (0, "mlp"), "layer 0 mlp")
+        fit(run, UnitKey(0, "mlp"), "layer 0 mlp")
 
 
 def test_a_lock_is_held_by_one(tmp_path):
@@ -105,27 +106,27 @@ def test_a_lock_is_held_by_one(tmp_path):
 
 def test_a_locked_job_is_left_alone(config):
     run = config()
-    with claimed(job_folder(run.output, (0, "mlp"))):
-        assert not run_job(run, (0, "mlp"), "layer 0 mlp", train_stage(run, "mlp"))
-    assert not has_predictor(run.output, (0, "mlp"))
+    with claimed(job_folder(run.output, UnitKey(0, "mlp"))):
+        assert not run_job(run, UnitKey(0, "mlp"), "layer 0 mlp", train_stage(run, "mlp"))
+    assert not has_predictor(run.output, UnitKey(0, "mlp"))
 
 
 def test_density_is_shared_out_by_true_density(config):
     run = config("--mlp.density=0.2")
-    folder = job_folder(run.output, (0, "mlp")).parents[2] / "activations"
+    folder = job_folder(run.output, UnitKey(0, "mlp")).parents[2] / "activations"
     densities = [deployed_density(run, (layer, "mlp"), folder) for layer in (0, 1)]
     assert sum(densities) / 2 == pytest.approx(0.2) and densities[0] != densities[1]
-    assert deployed_density(run, (0, "heads"), folder) == 0.75
-    assert deployed_density(config("--mlp.density_allocation=false"), (0, "mlp"), folder) == 0.4
+    assert deployed_density(run, UnitKey(0, "heads"), folder) == 0.75
+    assert deployed_density(config("--mlp.density_allocation=false"), UnitKey(0, "mlp"), folder) == 0.4
 
 
 def test_extra_callbacks_and_look_ahead(config, tmp_path):
     callback = "lightning.pytorch.callbacks.LearningRateMonitor"
     run = config(f"--trainer.callbacks={callback}", "--mlp.lookahead=1", "--mlp.init=small", "--mlp.nonlinearity=relu")
-    fit(run, (1, "mlp"), "layer 1 mlp")
-    metadata = json.loads((job_folder(run.output, (1, "mlp")) / "predictor.json").read_text())
+    fit(run, UnitKey(1, "mlp"), "layer 1 mlp")
+    metadata = json.loads((job_folder(run.output, UnitKey(1, "mlp")) / "predictor.json").read_text())
     assert (metadata["site"], metadata["site_layer"], metadata["nonlinearity"]) == ("attn_in", 1, "relu")
-    assert "lr-AdamW" in (job_folder(run.output, (1, "mlp")) / "csv" / "version_0" / "metrics.csv").read_text()
+    assert "lr-AdamW" in (job_folder(run.output, UnitKey(1, "mlp")) / "csv" / "version_0" / "metrics.csv").read_text()
 
 
 def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
@@ -134,8 +135,8 @@ def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     run = config("--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project=test")
-    fit(run, (0, "heads"), "layer 0 heads")
-    log_summary(run, [(0, "heads")])
+    fit(run, UnitKey(0, "heads"), "layer 0 heads")
+    log_summary(run, [UnitKey(0, "heads")])
     monkeypatch.delenv("WANDB_MODE")
     names = [path.name for path in (Path(run.output) / "wandb").glob("offline-run-*")]
     group = f"run-{trained_identity(run)[:8]}"
@@ -152,14 +153,14 @@ def test_weights_that_a_callback_leaves_at_the_end_are_taken_only_where_they_are
 
     monkeypatch.setattr("dejavu_train.training.trainer._build", lambda entry: Ending() if entry == "it" else entry)
     run = config("--mlp.steps=20", "--mlp.validations=2")
-    fit(dataclasses.replace(run, trainer=run.trainer | {"callbacks": ["it"]}), (1, "mlp"), "layer 1 mlp")
-    assert bool(read_predictor(job_folder(run.output, (1, "mlp"))).predictor.up.any())
+    fit(dataclasses.replace(run, trainer=run.trainer | {"callbacks": ["it"]}), UnitKey(1, "mlp"), "layer 1 mlp")
+    assert bool(read_predictor(job_folder(run.output, UnitKey(1, "mlp"))).predictor.up.any())
 
 
 def test_a_fit_that_time_ends_before_a_validation_keeps_its_values(config, caplog):
     caplog.set_level("INFO")
     run = config("--trainer.max_time=00:00:00:00")
-    fit(run, (1, "mlp"), "layer 1 mlp")
+    fit(run, UnitKey(1, "mlp"), "layer 1 mlp")
     assert "ended before its first validation; the values of its last step are kept" in caplog.text
-    metrics = read_predictor(job_folder(run.output, (1, "mlp"))).metadata["metrics"]
+    metrics = read_predictor(job_folder(run.output, UnitKey(1, "mlp"))).metadata["metrics"]
     assert metrics["steps"] == 0 and 0 < metrics["recall"] <= 1

@@ -9,6 +9,7 @@ from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, unpack_bits
 from dejavu_train.errors import UserError
+from dejavu_train.families import Site, UnitKey
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.losses import LOSSES
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -28,7 +29,7 @@ def weights(folder):
 
 
 def data_for(folder, target, site):
-    return ShardDataModule(folder, 1, target, site, 1, DataConfig(batch_size=256), 0)
+    return ShardDataModule(folder, UnitKey(1, target), Site(1, site), DataConfig(batch_size=256), 0)
 
 
 def trained(module, data, steps):
@@ -63,7 +64,7 @@ def test_a_start_for_look_ahead_guesses_what_fc1_reads(folder, weights, tiny_opt
     for start in ("svd", "whitened_svd"):
         config = parse_config(flags(tiny_opt, text_file, folder.parent, "--mlp.lookahead=1", f"--mlp.init={start}"))
         module = LitPredictor("mlp", LowRankPredictor(48, 16, 96), 96, density=0.4)
-        init_module(module, config, (1, "mlp"), folder, ActivationManifest.load(folder).weight_hash)
+        init_module(module, config, UnitKey(1, "mlp"), folder, ActivationManifest.load(folder).weight_hash)
         masses[start] = trained(module, data_for(folder, "mlp", "attn_in"), 0)["val/retained_mass"]
     assert masses["whitened_svd"] > masses["svd"] + 0.02
 

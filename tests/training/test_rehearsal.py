@@ -6,6 +6,7 @@ import pytest
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
+from dejavu_train.families import UnitKey
 from dejavu_train.training.rehearsal import rehearse
 from dejavu_train.training.trainer import resolved_arguments
 
@@ -31,7 +32,7 @@ def callback(name, **init_args):
     ],
 )
 def test_what_works_is_let_through(trainer):
-    rehearse(resolved(**trainer), (0, "mlp"))
+    rehearse(resolved(**trainer), UnitKey(0, "mlp"))
 
 
 @pytest.mark.parametrize(
@@ -44,18 +45,20 @@ def test_what_works_is_let_through(trainer):
 )
 def test_what_does_not_work_is_one_line(trainer, words):
     with pytest.raises(UserError, match=words) as caught:
-        rehearse(resolved(**trainer), (0, "heads"))
+        rehearse(resolved(**trainer), UnitKey(0, "heads"))
     assert "\n" not in str(caught.value)
 
 
 def test_nothing_is_written_where_a_callback_wants_its_checkpoints(tmp_path):
-    rehearse(resolved(**callback("ModelCheckpoint", dirpath=str(tmp_path), monitor="val/recall")), (0, "mlp"))
+    rehearse(resolved(**callback("ModelCheckpoint", dirpath=str(tmp_path), monitor="val/recall")), UnitKey(0, "mlp"))
     assert not list(tmp_path.iterdir())
 
 
 def test_without_arguments_there_is_nothing_to_rehearse(monkeypatch):
     monkeypatch.setattr("dejavu_train.training.rehearsal.build_trainer", None)
-    rehearse(resolved(), (0, "mlp"))
-    rehearse(resolved(devices=2, strategy="ddp", logger=False), (0, "mlp"))
+    rehearse(resolved(), UnitKey(0, "mlp"))
+    rehearse(resolved(devices=2, strategy="ddp", logger=False), UnitKey(0, "mlp"))
     with pytest.raises(TypeError):
-        rehearse(dataclasses.replace(RunConfig(), trainer=resolved_arguments({"profiler": "simple"})), (0, "mlp"))
+        rehearse(
+            dataclasses.replace(RunConfig(), trainer=resolved_arguments({"profiler": "simple"})), UnitKey(0, "mlp")
+        )

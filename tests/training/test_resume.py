@@ -8,6 +8,7 @@ import torch
 from small_runs import activations, flags
 
 from dejavu_train.cli import parse_config
+from dejavu_train.families import UnitKey
 from dejavu_train.training import job
 from dejavu_train.training.job import fit, job_folder
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -50,7 +51,7 @@ def test_a_killed_fit_ends_with_the_same_predictor(folder, tiny_opt, text_file, 
         return original(self, raw, index)
 
     monkeypatch.setattr(LitPredictor, "training_step", step)
-    own = job_folder(folder, (0, "mlp"))
+    own = job_folder(folder, UnitKey(0, "mlp"))
 
     def trained(*kills):
         nonlocal calls, kill_at
@@ -59,9 +60,9 @@ def test_a_killed_fit_ends_with_the_same_predictor(folder, tiny_opt, text_file, 
             kill_at = kill
             calls = itertools.count()
             with pytest.raises(Killed):
-                fit(config, (0, "mlp"), "layer 0 mlp")
+                fit(config, UnitKey(0, "mlp"), "layer 0 mlp")
         calls, kill_at = itertools.count(), -1
-        fit(config, (0, "mlp"), "layer 0 mlp")
+        fit(config, UnitKey(0, "mlp"), "layer 0 mlp")
         return (own / "predictor.safetensors").read_bytes()
 
     undisturbed = trained()

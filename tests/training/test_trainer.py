@@ -10,6 +10,7 @@ from small_runs import flags
 
 from dejavu_train.cli import main, parse_config
 from dejavu_train.errors import UserError
+from dejavu_train.families import UnitKey
 from dejavu_train.stages import trained_identity
 from dejavu_train.training.loggers import build_loggers, clean_id, use_wandb_offline_without_key
 from dejavu_train.training.trainer import (
@@ -123,9 +124,9 @@ def test_nobody_has_a_home(monkeypatch, tmp_path):
 
 def test_any_lightning_logger(config, tmp_path):
     run = config("--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}")
-    trainer = build_trainer(run, (0, "mlp"), tmp_path, [])
+    trainer = build_trainer(run, UnitKey(0, "mlp"), tmp_path, [])
     assert len(trainer.loggers) == 1  # CSV is there anyway
-    assert build_trainer(config("--trainer.logger=false"), (0, "mlp"), tmp_path, []).loggers
+    assert build_trainer(config("--trainer.logger=false"), UnitKey(0, "mlp"), tmp_path, []).loggers
 
 
 def test_no_key_means_offline_and_a_key_does_not(monkeypatch, tmp_path):
@@ -140,9 +141,9 @@ def test_no_key_means_offline_and_a_key_does_not(monkeypatch, tmp_path):
 
 
 def test_steps_end_on_a_validation_and_epochs_are_obeyed(config, tmp_path):
-    trainer = build_trainer(config("--mlp.steps=83"), (0, "mlp"), tmp_path, [])
+    trainer = build_trainer(config("--mlp.steps=83"), UnitKey(0, "mlp"), tmp_path, [])
     assert trainer.max_steps == 80 and trainer.val_check_interval == 20
-    trainer = build_trainer(config("--trainer.max_epochs=3"), (0, "mlp"), tmp_path, [])
+    trainer = build_trainer(config("--trainer.max_epochs=3"), UnitKey(0, "mlp"), tmp_path, [])
     assert trainer.max_epochs == 3 and trainer.max_steps == -1
 
 

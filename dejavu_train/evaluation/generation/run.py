@@ -134,9 +134,9 @@ def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
     A bundle without predictors of neurons has no densities of them. A guard watches what is sparse, and moves no
     thresholds where the largest logits are selected.
     """
-    densities: list[float | None] = [*(config.densities if "mlp" in bundle.targets else ())] or [None]
+    densities: list[float | None] = [*(config.densities if Target.MLP in bundle.targets else ())] or [None]
     made = [Variant(d, str(start), 0, "still") for d in densities for start in config.sparse_from]
-    controls = [control for control in config.control if not (control and bundle.selects_top_k("mlp"))]
+    controls = [control for control in config.control if not (control and bundle.selects_top_k(Target.MLP))]
     guards = [(every, control) for control in controls for every in config.every]
     for density in densities:
         specs = moved(bundle, density, config.head_density).specs.values()
@@ -270,7 +270,7 @@ def _row(
     parted, same = measures.divergence(tokens, reference), measures.agreement(tokens, reference)
     nats = (made.nats.sum(1).numpy(), dense.nats.sum(1).numpy())
     change, error = increase(*nats, [n] * n_prompts)
-    measured = (watched or {}).get("mlp", {})
+    measured = (watched or {}).get(Target.MLP, {})
     return GenerationRow(
         decoding=decoding,
         **about,

@@ -17,6 +17,7 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted, Sites
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, increase, window_nats
+from dejavu_train.families import LayerInput, Site, Target
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.sparse.masked import Select, masking
 
@@ -49,21 +50,21 @@ class NeighbourRow:
 class Exact:
     """The ``share`` of the neurons with the largest pre-activations."""
 
-    sites: frozenset[tuple[str, int]]
+    sites: frozenset[Site]
 
     def __init__(self, model: OPTForCausalLM, share: float) -> None:
         self.blocks = decoder_layers(model)
-        self.sites = frozenset(("mlp_in", layer) for layer in range(len(self.blocks)))
+        self.sites = frozenset(Site(layer, LayerInput.MLP) for layer in range(len(self.blocks)))
         self.count = max(1, round(share * self.blocks[0].fc1.out_features))
 
     def nearest(self, layer: int, inputs: Tensor) -> Tensor:
         """(N, d) -> (N, count) neurons."""
         return self.blocks[layer].fc1(inputs).topk(self.count, dim=-1).indices
 
-    def __call__(self, layer: int, target: str, sites: Sites) -> Tensor | None:
-        if target != "mlp":
+    def __call__(self, layer: int, target: Target, sites: Sites) -> Tensor | None:
+        if target != Target.MLP:
             return None
-        inputs = sites["mlp_in", layer]
+        inputs = sites[Site(layer, LayerInput.MLP)]
         found = self.nearest(layer, inputs.flatten(0, -2))
         keep = torch.zeros(len(found), self.blocks[layer].fc1.out_features, dtype=torch.bool, device=found.device)
         return keep.scatter_(-1, found, True).view(*inputs.shape[:-1], -1)
@@ -121,7 +122,7 @@ def neighbour_rows(
         selectors += [("hnsw", ef, Graph(model, density, ef)) for ef in efs]
     except ImportError:
         missing = "hnswlib is not installed (pip install 'dejavu-train[neighbours]')"
-    if bundle is not None and "mlp" in bundle.targets:
+    if bundle is not None and Target.MLP in bundle.targets:
         selectors.append(("predictor", None, Predicted(bundle.at(density, 1.0), model.device)))
     inputs = _inputs(model, held, batch_tokens)
     dense = _score(model, held, batch_tokens, None)[0]
@@ -152,8 +153,8 @@ def _score(
             np.add.at(nats, batch.document, window_nats(model, batch))
             continue
 
-        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, real: Tensor = batch.real) -> None:
-            if target == "mlp" and keep is not None:
+        def observe(layer: int, target: Target, keep: Tensor | None, values: Tensor, real: Tensor = batch.real) -> None:
+            if target == Target.MLP and keep is not None:
                 kept, active = keep[real], values[real] > 0
                 counts[:] += [kept.numel(), int(kept.sum()), int(active.sum()), int((kept & active).sum())]
 
@@ -162,17 +163,17 @@ def _score(
     return nats, counts[1] / max(counts[0], 1), counts[3] / max(counts[2], 1)
 
 
-def _inputs(model: OPTForCausalLM, held: EvalCorpus, batch_tokens: int) -> dict[tuple[str, int], Tensor]:
-    """What the sites (..., d) hold for the first tokens of the first batch, by (site, layer)."""
+def _inputs(model: OPTForCausalLM, held: EvalCorpus, batch_tokens: int) -> dict[Site, Tensor]:
+    """What the sites (..., d) hold for the first tokens of the first batch, by site."""
     batch = next(eval_batches(held, batch_tokens, model.device))
     with record(model, {"attn_in", "mlp_in"}) as got:
         model.model.decoder(input_ids=batch.ids[:1, :TIMED_TOKENS], use_cache=False)
-    return {(place, layer): values[0] for layer, places in got.items() for place, values in places.items()}
+    return {Site(layer, name): places[name][0] for layer, places in got.items() for name in LayerInput}
 
 
-def _time(selector: Select, inputs: dict[tuple[str, int], Tensor]) -> float:
+def _time(selector: Select, inputs: dict[Site, Tensor]) -> float:
     """Median milliseconds to select the neurons of one token in all layers."""
-    n_layers = 1 + max(layer for _, layer in inputs)
+    n_layers = 1 + max(site.layer for site in inputs)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     taken = []
@@ -181,7 +182,7 @@ def _time(selector: Select, inputs: dict[tuple[str, int], Tensor]) -> float:
             own = {key: values[None, token : token + 1] for key, values in inputs.items()}
             start = time.perf_counter()
             for layer in range(n_layers):
-                selector(layer, "mlp", own)
+                selector(layer, Target.MLP, own)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             taken.append(1e3 * (time.perf_counter() - start))

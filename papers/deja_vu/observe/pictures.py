@@ -9,6 +9,7 @@ from typing import Any
 
 from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, PINK, RED, STYLES
 from dejavu_train.evaluation.picture import CURVES
+from dejavu_train.families import Target
 from papers.deja_vu.observe.attention import HeadRow, MapRow, UniformityRow
 from papers.deja_vu.observe.cost import PARTS, PHASES, CostRow
 from papers.deja_vu.observe.neighbours import NeighbourRow
@@ -19,7 +20,7 @@ from papers.deja_vu.observe.union import UnionRow, mean_over_layers
 from papers.deja_vu.observe.units import FrequencyRow, OverlapRow, SparsityRow
 
 MARKERS = "os^DvP*X<>"
-TARGETS = {"heads": "attention heads", "mlp": "MLP neurons"}
+TARGETS = {Target.HEADS: "attention heads", Target.MLP: "MLP neurons"}
 UNION_STYLES = {
     "documents": (BLACK, "o", "-", "different documents"),
     "random": (ORANGE, "v", "--", "random tokens"),
@@ -321,7 +322,7 @@ def predictors(rows: Sequence[PredictorRow]) -> Any:
         own = [row for row in rows if row.target == target]
         for style, column in enumerate(("accuracy", "recall", "precision")):
             _line(panel, [row.layer for row in own], [100 * getattr(row, column) for row in own], style, column)
-        if target == "mlp":  # of the heads as many are positive as are selected
+        if target == Target.MLP:  # of the heads as many are positive as are selected
             panel.plot(
                 [row.layer for row in own], [100 * (1 - row.active) for row in own], color="0.35", linestyle=":",
                 label="accuracy of selecting none",

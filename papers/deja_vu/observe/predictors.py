@@ -13,10 +13,10 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.bundle.spec import Key
 from dejavu_train.evaluation.baselines import keep_top, ranks
 from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
+from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.predictors.metrics import SelectionSums
 
@@ -54,22 +54,23 @@ def predictor_rows(
     means = bundle.head_means(model.device)
     blocks = decoder_layers(model)
     keys = [key for key, spec in bundle.specs.items() if not spec.dense]
-    sums: dict[Key, SelectionSums] = {key: SelectionSums() for key in keys}
-    sites: dict[tuple[str, int], Tensor] = {}
+    sums: dict[UnitKey, SelectionSums] = {key: SelectionSums() for key in keys}
+    sites: dict[Site, Tensor] = {}
     real = torch.empty(0, dtype=torch.bool)
 
     def add(layer: int, got: dict[str, Tensor]) -> None:
-        sites.update({("attn_in", layer): got["attn_in"], ("mlp_in", layer): got["mlp_in"]})
+        sites.update({Site(layer, name): got[name] for name in LayerInput})
+        projection = blocks[layer].self_attn.out_proj.weight
         contribution = {
-            "mlp": neuron_contribution(got["activation"], blocks[layer].fc2.weight),
-            "heads": head_contribution(got["head_out"], blocks[layer].self_attn.out_proj.weight, mean=means.get(layer)),
+            Target.MLP: neuron_contribution(got["activation"], blocks[layer].fc2.weight),
+            Target.HEADS: head_contribution(got["head_out"], projection, mean=means.get(layer)),
         }
         for target, values in contribution.items():
             keep = predicted(layer, target, sites)
             if keep is not None:
                 own, kept = values[real], keep[real]
-                positive = own > 0 if target == "mlp" else keep_top(ranks(own), kept.sum(-1))
-                sums[layer, target].update(kept, positive, own)
+                positive = own > 0 if target == Target.MLP else keep_top(ranks(own), kept.sum(-1))
+                sums[UnitKey(layer, target)].update(kept, positive, own)
 
     for batch in eval_batches(held, batch_tokens, model.device):
         real = batch.real
@@ -81,7 +82,7 @@ def predictor_rows(
     return [_row(*key, sums[key], bundle.shape.units(key[1])) for key in sorted(keys, key=lambda key: key[::-1])]
 
 
-def _row(layer: int, target: str, sums: SelectionSums, n_units: int) -> PredictorRow:
+def _row(layer: int, target: Target, sums: SelectionSums, n_units: int) -> PredictorRow:
     accuracy = 1 - float(sums.fp + sums.fn) / float(sums.units)
     ratios = (sums.density, sums.active_density, accuracy, sums.recall, sums.precision, sums.retained_mass)
     return PredictorRow(layer, target, *ratios, int(sums.units) // n_units)

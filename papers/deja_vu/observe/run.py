@@ -18,6 +18,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, behind_start, load_spread
+from dejavu_train.families import Target
 from dejavu_train.files import write_json
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.progress import Progress
@@ -124,7 +125,7 @@ def _measure(
                 rows = _neighbours(config, model, bundle, held, missing)
             elif bundle is None:
                 missing.append({"what": TITLES[part].title, "why": "no bundle was given (--bundle)"})
-            elif part == "selections" and "mlp" not in bundle.targets:
+            elif part == "selections" and Target.MLP not in bundle.targets:
                 missing.append({"what": TITLES[part].title, "why": "the bundle has no predictors for mlp"})
             elif part == "selections":
                 with Progress(part, (1 + len(config.densities) * len(COMPARED)) * held.tokens, "token") as shown:

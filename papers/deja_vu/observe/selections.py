@@ -8,6 +8,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, increase
+from dejavu_train.families import Target
 from dejavu_train.predictors.metrics import total
 
 COMPARED = ("predicted", "oracle", "noncontextual", "static")
@@ -44,7 +45,7 @@ def selection_rows(
     scored = evaluate(model, bundle, held, asked, batch_tokens, seed, progress)
     rows = []
     for result in scored:
-        neurons = total(sums for (_, target), sums in result.sums.items() if target == "mlp")
+        neurons = total(sums for (_, target), sums in result.sums.items() if target == Target.MLP)
         sparsity = 0.0 if result.row.selection == "dense" else 1 - neurons.density
         change, error = increase(result.nats, scored[0].nats, held.document_tokens)
         perplexity = math.exp(float(result.nats.sum()) / held.tokens)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from dejavu_train.families import Target
+
 BATCHES = (1, 2, 4, 8, 16, 32)
 STEPS = 8
 REPEATS = 8  # random orders that are averaged
@@ -80,21 +82,21 @@ class Unions:
         self.n_layers, self.window, self.requests = n_layers, window, requests
         self.prompt = window // 2
         self.steps = np.unique(np.linspace(self.prompt, window - 1, STEPS).astype(int))
-        self.units: dict[str, int] = {}
-        self.kept: dict[str, list[list[np.ndarray]]] = {"mlp": [[] for _ in range(n_layers)]}
-        self.kept["heads"] = [[] for _ in range(n_layers)]
+        self.units: dict[Target, int] = {}
+        self.kept: dict[Target, list[list[np.ndarray]]] = {Target.MLP: [[] for _ in range(n_layers)]}
+        self.kept[Target.HEADS] = [[] for _ in range(n_layers)]
         self.embedding: list[np.ndarray] = []
         self.selections: list[list[np.ndarray]] = [[] for _ in range(n_layers)]
 
-    def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor, sets: Mapping[str, Tensor]) -> None:
+    def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor, sets: Mapping[Target, Tensor]) -> None:
         """Add one layer of one batch; ``sets`` (B, T, n) bool by target."""
         full = (real.sum(-1) == self.window).nonzero()[:, 0].tolist()
-        full = full[: self.requests - len(self.kept["mlp"][layer])]
+        full = full[: self.requests - len(self.kept[Target.MLP][layer])]
         for row in full:
             for target, own in sets.items():
                 self.units[target] = own.shape[-1]
                 self.kept[target][layer].append(np.packbits(own[row, self.steps].cpu().numpy(), axis=-1))
-            used = sets["mlp"][row, : self.prompt].half().mean(0)
+            used = sets[Target.MLP][row, : self.prompt].half().mean(0)
             self.selections[layer].append(used.cpu().numpy())
             if layer == 0:
                 self.embedding.append(got["residual"][row, : self.prompt].float().mean(0).cpu().numpy())
@@ -124,7 +126,13 @@ class Unions:
 
 
 def _rows(
-    target: str, layer: int, sets: np.ndarray, n_units: int, size: int, alike: Mapping[str, list[list[int]]], seed: int
+    target: Target,
+    layer: int,
+    sets: np.ndarray,
+    n_units: int,
+    size: int,
+    alike: Mapping[str, list[list[int]]],
+    seed: int,
 ) -> Iterator[UnionRow]:
     """The rows of one layer and batch size; ``sets`` (W, S, bytes)."""
     generator = np.random.default_rng(seed)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dejavu_train.families import Target
 from dejavu_train.models.hooks import neuron_contribution
 from papers.deja_vu.observe.statistics import Distribution
 
@@ -150,33 +151,33 @@ class Units:
         self.needed: dict[tuple[int, str, float], Distribution] = {}
         self.overlap: dict[tuple[int, str, int], list[float]] = {}
 
-    def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor) -> dict[str, Tensor]:
+    def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor) -> dict[Target, Tensor]:
         """Add one layer of one batch; returns the sets: ``mlp`` (B, T, f) and ``heads`` (B, T, h) bool."""
         block = self.blocks[layer]
         active = got["activation"] > 0
         measured = real.flatten().nonzero()[:, 0]
         heads = needed_heads(got["head_out"].flatten(0, 1), block.self_attn.out_proj.weight, self.losses)
         for loss, kept in zip(self.losses, heads, strict=True):
-            self._needed(layer, "heads", loss, kept[measured].sum(-1), kept.shape[-1])
+            self._needed(layer, Target.HEADS, loss, kept[measured].sum(-1), kept.shape[-1])
         neurons = active.shape[-1]
-        self._needed(layer, "mlp", 0.0, active[real].sum(-1), neurons)
+        self._needed(layer, Target.MLP, 0.0, active[real].sum(-1), neurons)
         self.counts[layer] += active[real].sum(0).cpu().numpy()
         self.tokens += len(measured) if layer == 0 else 0
         draw = torch.rand(len(measured), generator=self.generator) < self.share
         values = got["activation"].flatten(0, 1)[measured[draw.to(measured.device)]]
         for loss in self.losses:
-            self._needed(layer, "mlp", loss, needed_neurons(values, block.fc2.weight, loss), neurons)
-        sets = {"mlp": active, "heads": heads[0].view(*real.shape, -1)}
+            self._needed(layer, Target.MLP, loss, needed_neurons(values, block.fc2.weight, loss), neurons)
+        sets = {Target.MLP: active, Target.HEADS: heads[0].view(*real.shape, -1)}
         for target, own in sets.items():
             self._overlap(layer, target, own, real)
         return sets
 
-    def _needed(self, layer: int, target: str, loss: float, counts: Tensor, n: int) -> None:
+    def _needed(self, layer: int, target: Target, loss: float, counts: Tensor, n: int) -> None:
         # A bin for each count, whose middle is the count itself.
         seen = self.needed.setdefault((layer, target, loss), Distribution(-0.5, n + 0.5, n + 1))
         seen.add(counts)
 
-    def _overlap(self, layer: int, target: str, sets: Tensor, real: Tensor) -> None:
+    def _overlap(self, layer: int, target: Target, sets: Tensor, real: Tensor) -> None:
         pairs = [(n, sets[:, n:], sets[:, :-n], real[:, n:] & real[:, :-n]) for n in DISTANCES if n < real.shape[1]]
         pairs.append((0, sets, sets.roll(1, 0), real & real.roll(1, 0) & torch.tensor(len(real) > 1)))
         for distance, first, second, both in pairs:
