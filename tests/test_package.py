@@ -23,6 +23,17 @@ def test_version_is_that_of_the_installation_and_read_when_asked_for():
     assert said.split() == ["False", dejavu_train.__version__]
 
 
+def test_changelog_begins_with_the_version_that_stands_in_pyproject():
+    headings = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert headings[0] == "[Unreleased]"
+    releases = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:]]
+    assert all(releases), headings
+    version_here = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert releases[0][1] == version_here
+    kinds = re.findall(r"^### (.+)$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
 def test_every_file_beside_the_modules_is_installed_with_them():
     taken = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = [REPOSITORY / package.replace(".", "/") for package in taken]
