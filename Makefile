@@ -1,7 +1,7 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
-# make tables  the tables of README.md, docs/ and benchmarks/NOTES.md from committed rows
+# make tables  the tables of README.md, docs/ from committed rows
 # make docs    pages of the API from docstrings, in build/docs
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)

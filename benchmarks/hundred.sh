@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# 4-bit weights of a 100M model with the sparse model, rows of docs/frontier/int4.csv, on one GPU in LIMIT seconds:
+# 4-bit weights of a 100M model with the sparse model, rows of docs/results/frontier/int4.csv, on one GPU in LIMIT seconds:
 #   bash benchmarks/hundred.sh OUTPUT_FOLDER        TRY=1 runs all of it on a CPU with tiny sizes
 # Pretrains the model on .data/general_train.jsonl.xz and .data/train_docs.jsonl.xz (texts.sh says how they are made). For
 # each of SEEDS (0) the model writes text, predictors are trained on it ("before"), GPTQ quantises with it, predictors are

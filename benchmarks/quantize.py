@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantize report --bundles before=B after=A --weights rtn=FOLDER gptq=FOLDER
     bash benchmarks/hundred.sh OUTPUT    the 100M model, from pretraining to its report, on one GPU
-    python -m benchmarks.quantize show      the rows as Markdown, for docs/four-bits.md
+    python -m benchmarks.quantize show      the rows as Markdown, for docs/results/four-bits.md
 
-`report` appends rows to docs/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
+`report` appends rows to docs/results/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
 is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--csv", default="docs/frontier/int4.csv")
+    parser.add_argument("--csv", default="docs/results/frontier/int4.csv")
     options = parser.parse_args(argv)
     options.densities = [tuple(map(float, pair.split("/"))) for pair in options.densities]
     options.weights = dict(pair.split("=", 1) for pair in options.weights)

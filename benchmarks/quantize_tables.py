@@ -1,4 +1,4 @@
-"""The rows of `quantize` as Markdown tables with verdicts, for docs/four-bits.md."""
+"""The rows of `quantize` as Markdown tables with verdicts, for docs/results/four-bits.md."""
 
 import csv
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, NOTES.md, the model card and docs/ from committed rows: make tables
+"""Writes the tables of README.md, the model card and docs/ from committed rows: make tables
 
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
@@ -9,6 +9,7 @@ a field of a row, or a mean, a range, a ratio or a difference of such fields.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,13 @@ from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 
 ROOT = Path(__file__).parent.parent
-FILES = ("README.md", "docs/texts.md", "docs/frontier.md", "benchmarks/NOTES.md", "checkpoints/opt-mini/README.md")
+FILES = (
+    "README.md",
+    "docs/results/texts.md",
+    "docs/results/frontier.md",
+    "docs/notes/NOTES.md",
+    "checkpoints/opt-mini/README.md",
+)
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
@@ -37,6 +44,7 @@ HELDOUT = {  # file of pretraining.json -> its name in the card
     "lambada.jsonl": "LAMBADA test passages",
 }
 YARDSTICKS = {"oracle": "oracle", "noncontextual": "non-contextual", "static": "static", "random": "random"}
+LINKED = re.compile(r"\]\(([^):]+)\)")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -230,16 +238,23 @@ TABLES: dict[str, Callable[[Path], str]] = {
 }
 
 
-def fill(text: str, root: Path) -> str:
+def fill(text: str, root: Path, page: str = "README.md") -> str:
     """``text`` with every table made anew; one whose rows are missing becomes empty, so that no withdrawn row is shown.
+
+    page: where the text stands below ``root``. Tables link files from the root, and a page from its own folder.
 
     Raises:
         KeyError: a marker names no table.
     """
 
+    folder = Path(page).parent
+
+    def from_page(match: re.Match[str]) -> str:
+        return f"]({os.path.relpath(match[1], folder)})"
+
     def table(match: re.Match[str]) -> str:
         try:
-            return f"{match[1]}\n{TABLES[match[2]](root)}\n{match[4]}"
+            return f"{match[1]}\n{LINKED.sub(from_page, TABLES[match[2]](root))}\n{match[4]}"
         except FileNotFoundError as error:
             print(f"table {match[2]}: no {error.filename}, left empty", file=sys.stderr)
             return f"{match[1]}{match[4]}"
@@ -255,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in FILES:
         path = ROOT / name
         before = path.read_text()
-        after = fill(before, ROOT)
+        after = fill(before, ROOT, name)
         if after != before:
             changed.append(name)
             if not options.check:

@@ -1,4 +1,4 @@
-"""Tables of benchmarks/NOTES.md from decode.csv: steps by prompt, of batches, and with 4-bit weights beside goals."""
+"""Tables of decode.csv: steps by prompt, of batches, and with 4-bit weights beside goals."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
-"""The tables of docs/frontier.md: rivals and heads from docs/frontier/rivals.csv."""
+"""The tables of docs/results/frontier.md: rivals and heads from docs/results/frontier/rivals.csv."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.tables_format import Row, markdown, mean, percent, provenance, read_csv, several, share_range
 
-RIVALS = "docs/frontier/rivals.csv"
+RIVALS = "docs/results/frontier/rivals.csv"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
 ONE_PERCENT, THIRD_OF_A_PERCENT = ("0.08", 0.01), ("0.1", 0.003)  # asked bytes, largest increase
 HEADS_GOAL = 1.5  # times the oracle's increase

@@ -1,4 +1,4 @@
-"""The tables of docs/texts.md, from docs/texts/*.csv: training text x test text, the goals, and what was tried."""
+"""The tables of docs/results/texts.md: training text by test text, the goals, and what was tried."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Runs = dict[tuple[str, str, str, str, str], list[Row]]
 
 def _runs(root: Path, model: str) -> Runs:
     """(recipe, training, selection, which budget, share of heads) -> rows of all texts and seeds."""
-    rows = [row for row in read_csv(root / f"docs/texts/{model}.csv") if row["selection"] != "dense"]
+    rows = [row for row in read_csv(root / f"docs/results/texts/{model}.csv") if row["selection"] != "dense"]
     found: Runs = {}
     for row in rows:
         # Recipes other than the default are asked for bytes; the lower of their two densities stands beside 10 %.
@@ -65,7 +65,7 @@ def matrix_table(root: Path, model: str) -> str:
     rows = [row for group in runs.values() for row in group]
     first = {row["text"]: row for row in rows}
     scored = ", ".join(f"{text} {int(first[text]['tokens']):,} of {int(first[text]['documents']):,}" for text in TEXTS)
-    where = f"Rows: docs/texts/{model}.csv; {provenance(rows, 'device')}."
+    where = f"Rows: docs/results/texts/{model}.csv; {provenance(rows, 'device')}."
     return "\n".join(parts) + f"\nScored tokens, and of how many documents: {scored}.\n\n{where}\n"
 
 
@@ -146,7 +146,7 @@ def _verdict(value: float, limit: float) -> str:
 
 def guard_table(root: Path) -> str:
     """Bytes against loss of a guard, by text, N and promise: the newest row of each."""
-    rows = read_csv(root / "docs/texts/guard.csv")
+    rows = read_csv(root / "docs/results/texts/guard.csv")
     keys = ("model", "training", "seed", "text", "every", "control", "promise", "memory")
     newest = {tuple(row[key] for key in keys): row for row in rows}
     headings = [
@@ -179,5 +179,5 @@ def guard_table(root: Path) -> str:
                 else "",
             ]
         )
-    where = f"Rows: docs/texts/guard.csv; {provenance(list(newest.values()), 'device')}."
+    where = f"Rows: docs/results/texts/guard.csv; {provenance(list(newest.values()), 'device')}."
     return markdown(headings, table) + f"\n{where}\n"

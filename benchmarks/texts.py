@@ -2,13 +2,14 @@
 
     python -m benchmarks.texts prepare --data FOLDER     the test texts and the training texts, as files (.data/)
     python -m benchmarks.texts run --training self       trains one bundle and scores it on every test text
-    make tables                                          the rows as Markdown, in docs/texts.md
+    make tables                                          the rows as Markdown, in docs/results/texts.md
 
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
-wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl; where to get them: docs/texts.md).
+wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl;
+where to get them: docs/results/texts.md).
 `run` goes the whole way that a user's `train.py` goes, then scores 100,000 tokens of every text (all of a shorter one)
-through `mask`, appending a row per text and selection to docs/texts/<model>.csv. Interrupted, the same command goes on
-behind the last text that was scored.
+through `mask`, appending a row per text and selection to docs/results/texts/<model>.csv. Interrupted, the same command
+goes on behind the last text that was scored.
 """
 
 import argparse
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the activations until the end")
     parser.add_argument("--work", default="checkpoints/texts", help="folder of the runs")
     parser.add_argument("--cache", default="checkpoints/text")
-    parser.add_argument("--output", default="docs/texts/opt-mini.csv")
+    parser.add_argument("--output", default="docs/results/texts/opt-mini.csv")
     options, flags = parser.parse_known_args(argv)  # what is left are flags of train.py
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if options.command == "prepare":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The rows of docs/texts/*.csv on one GPU: bash benchmarks/texts.sh mini|100m OUTPUT.csv
+# The rows of docs/results/texts/*.csv on one GPU: bash benchmarks/texts.sh mini|100m OUTPUT.csv
 # Needs .data (python -m benchmarks.texts prepare); `100m` pretrains its model first. JOBS runs go side by side.
 set -u
 export out=$2 rows=$(mktemp -d) work=${WORK:-/dev/shm/texts}

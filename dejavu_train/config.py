@@ -38,7 +38,7 @@ class PredictorConfig:
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     predictor: dict[str, Any] | None = None
-    """A predictor of one's own, class_path and init_args, in place of the low-rank one; see docs/extend.md."""
+    """A predictor of one's own, class_path and init_args, in place of the low-rank one; see docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
     """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
     density: float | None = None
@@ -116,7 +116,7 @@ class TuneConfig:
     """How the trained neuron predictors are tuned in the model, all heads computed, before the final calibration."""
 
     steps: int = 0
-    """Optimiser steps; 0: not at all. 300 take 8 to 24 % off the divergence at a budget, on a GPU (docs/texts.md)."""
+    """Optimiser steps; 0: not at all. For a GPU; docs/results/texts.md says what they gain."""
     density: float | None = None
     """Mean density of the neurons at which they are tuned; null: calibrate's (or its budget) when first tuned."""
     learning_rate: float = 2e-3

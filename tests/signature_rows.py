@@ -1,4 +1,4 @@
-"""What becomes of every parameter of transformers' calls, a row each: read by tests, and written to docs/signatures.md.
+"""What becomes of every parameter of transformers' calls, a row each: for tests and docs/reference/signatures.md.
 
 A row has a letter for each backend, of mask, gather, cpu and triton in this order:
 
@@ -281,7 +281,7 @@ PAGE = """# What transformers' calls take here
 
 `SparseOPTForCausalLM` is called as `OPTForCausalLM` is. Each parameter of transformers has a row, and a test fails
 where transformers adds one.
-This page is written from the rows that the tests run: `python tests/signature_rows.py > docs/signatures.md`.
+This page is written from the rows that the tests run: `python tests/signature_rows.py > docs/reference/signatures.md`.
 
 - **taken**: at density 1 the result is that of the dense model.
 - **gather**: the engine refuses it in one line that names it. With `backend="auto"` the backend `gather` runs instead,
@@ -322,7 +322,7 @@ def loading() -> str:
 
 
 def page() -> str:
-    """The whole of docs/signatures.md."""
+    """The whole of docs/reference/signatures.md."""
     parts = [
         ("generate()", "`cpu` is the engine for `generate()` of up to 4 rows, `triton` that of up to 32.", GENERATE),
         (

@@ -1,4 +1,4 @@
-"""docs/extend.md as it stands there, on the tiny model; and what is said of parts that do not fit."""
+"""docs/guides/extend.md as it stands there, on the tiny model; and what is said of parts that do not fit."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from dejavu_train.evaluation.cli import main as infer_main
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-PAGE = (REPOSITORY / "docs" / "extend.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "guides" / "extend.md").read_text(encoding="utf-8")
 SMALL = {
     "collect": {"window": 64, "train_tokens": 6000, "val_tokens": 1500, "calibration_tokens": 1500, "device": "cpu"},
     "data.batch_size": 256,

@@ -98,7 +98,7 @@ def code_texts() -> list[str]:
     return found
 
 
-PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ class TextSource:
     source: str | dict[str, Any] = SELF
     """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
     .txt or .jsonl file (also .gz, .xz), a hub dataset such as allenai/c4, or class_path and init_args of a text of
-    one's own, see docs/extend.md."""
+    one's own, see docs/guides/extend.md."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None

@@ -1,4 +1,4 @@
-"""A predictor of one's own: a ``torch.nn.Module`` that a configuration or a caller names, see ``docs/extend.md``.
+"""Your own predictor: a ``torch.nn.Module`` that a configuration or a caller names, see ``docs/guides/extend.md``.
 
 It is built as ``MyPredictor(d_in=..., n_out=..., **init_args)`` and maps (..., d_in) to logits (..., n_out), one logit
 per neuron or head. A bundle stores the entries of its ``state_dict`` and the name of its class; the class itself comes

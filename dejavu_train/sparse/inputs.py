@@ -1,6 +1,6 @@
 """What stands where in the inputs of a sparse model: positions, padding, lengths of prompts; and which it refuses.
 
-``docs/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
+``docs/reference/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
 """
 
 import contextlib

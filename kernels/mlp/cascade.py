@@ -15,7 +15,7 @@ words of its low bytes, byte k of word w being that of column k W + w and, in th
 Program p takes entries p, p + P, ... of a packed list, rounds x for itself while the list arrives, tests all its
 candidates, and then reads what passed, its lines asked of the L2 beforehand. row_bits is set to what passed, so that
 the selection says afterwards what was used. One batch row; several are tested by cascade_batch.py.
-Half the bytes of whole candidate rows, but not less time yet: benchmarks/NOTES.md.
+Half the bytes of whole candidate rows, but not less time yet: docs/notes/sparse-mlp.md.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,8 @@ from conftest import REPOSITORY
 
 from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
 
-CSV = (DECODE, SAMPLES, "docs/texts/opt-mini.csv")
+MINI, HUNDRED = "docs/results/texts/opt-mini.csv", "docs/results/texts/opt-100m.csv"
+CSV = (DECODE, SAMPLES, MINI)
 MATRIX = ("increase", "error", "mlp_bytes")
 TOTALS = ("share_of_engine_rate", "first_call_s", "peak_without_caches_and_predictors_over_weights")
 ROWS = {  # table -> the file of its rows, the measured fields that it shows, how many leading cells name a row
@@ -21,10 +22,10 @@ ROWS = {  # table -> the file of its rows, the measured fields that it shows, ho
     "decode-int4-batches": (DECODE, ("p50_ms", "share45", "mlp_density"), 1),
     "generate": (GENERATE, ("generate_ms", "engine_ms", "transformers_dense_ms", *TOTALS), 1),
     "samples": (SAMPLES, ("tokens_per_s", "minutes_per_million", "memory_gb"), 3),
-    "goals": ("docs/texts/opt-mini.csv", ("increase",), 1),
-    "goals-100m": ("docs/texts/opt-100m.csv", ("increase", "mlp_bytes"), 1),
-    "matrix-mini": ("docs/texts/opt-mini.csv", MATRIX, 1),
-    "matrix-100m": ("docs/texts/opt-100m.csv", MATRIX, 1),
+    "goals": (MINI, ("increase",), 1),
+    "goals-100m": (HUNDRED, ("increase", "mlp_bytes"), 1),
+    "matrix-mini": (MINI, MATRIX, 1),
+    "matrix-100m": (HUNDRED, MATRIX, 1),
 }
 
 
@@ -34,7 +35,7 @@ def rows(tmp_path):
     for name in (*CSV, GENERATE):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    shutil.copy(tmp_path / "docs/texts/opt-mini.csv", tmp_path / "docs/texts/opt-100m.csv")  # of the same form
+    shutil.copy(tmp_path / MINI, tmp_path / HUNDRED)  # of the same form
     (tmp_path / DEMO).write_text(json.dumps(results()))
     return tmp_path
 
@@ -90,7 +91,7 @@ def results():
 def test_text_and_rows_agree(name):
     text = (REPOSITORY / name).read_text()
     assert MARKED.search(text), f"{name} has no table"
-    assert fill(text, REPOSITORY) == text, f"{name} differs from its rows: make tables"
+    assert fill(text, REPOSITORY, name) == text, f"{name} differs from its rows: make tables"
 
 
 def test_every_table_stands_in_a_text():

@@ -1,4 +1,4 @@
-"""Tables of docs/frontier.md from a small CSV: seeds as a mean, the variant that calibration prefers, verdicts."""
+"""Tables of docs/results/frontier.md from a small CSV: means of seeds, the variant calibration prefers, verdicts."""
 
 import csv
 

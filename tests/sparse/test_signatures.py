@@ -192,5 +192,5 @@ def test_pipeline(row, models, dense, tokenizer, caplog):
 
 
 def test_the_page_is_what_the_rows_say():
-    text = (REPOSITORY / "docs" / "signatures.md").read_text(encoding="utf-8")
-    assert text == page(), "write it anew: python tests/signature_rows.py > docs/signatures.md"
+    text = (REPOSITORY / "docs" / "reference" / "signatures.md").read_text(encoding="utf-8")
+    assert text == page(), "write it anew: python tests/signature_rows.py > docs/reference/signatures.md"
