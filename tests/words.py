@@ -69,17 +69,17 @@ def plain(text: str) -> str:
 
 
 def paragraphs(text: str, first: int, entries: bool) -> Iterator[tuple[int, str]]:
-    """(line, text) of every paragraph and item, without tables, code, comments. entries: each `name: text` is one."""
+    """(line, text) of every paragraph and item, without tables, code, quotes. entries: each `name: text` is one."""
     block: list[str] = []
     start, depth, fence, code, blank = first, 0, "", False, True
     for number, line in enumerate([*text.splitlines(), ""], first):
         bare, indent = line.strip(), len(line) - len(line.lstrip())
-        item = re.match(r"([-*+]|\d+[.)])\s+|#+\s|>\s", bare)
+        item = re.match(r"([-*+]|\d+[.)])\s+|#+\s", bare)
         code = bool(bare) and (code or blank and indent >= depth + 4 or bare.startswith((">>>", "$ ")))
         mark = re.match(r"```+|~~~+|<!-- table|<!--", bare) if not fence else None
         fence = CLOSES.get(mark.group(), mark.group()) if mark else fence
         closes = fence in bare[mark.end() if mark else 0 :]
-        skip = bool(fence) or code or bare.startswith(("|", "<"))
+        skip = bool(fence) or code or bare.startswith(("|", "<", "> "))  # "> ": a message, quoted from the code
         if block and (not bare or skip or item or entries and ENTRY.match(bare)):
             yield start, " ".join(block)
             block = []
