@@ -6,17 +6,15 @@ weights there are the caches of each engine, and fc1 as planes where a bundle ha
 """
 
 import contextlib
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.generation import EnginePool, generate
+from dejavu_train.engine.generation import EnginePool
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.memory import DoesNotFit
 from dejavu_train.engine.predictors import Key, TargetPredictor, check_calibrated, load_predictors, read_as_codes
@@ -24,14 +22,12 @@ from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
 from dejavu_train.errors import Unsupported
-from dejavu_train.families import dims_of
-from dejavu_train.families.plain import NotPlain, check_calls
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import DTYPES
 from kernels.common.checks import HEAD_DIMS, runs_on
 
 
-class EngineBackend:
+class EngineBackend(EnginePool):
     """Engines for one model and bundle.
 
     Args:
@@ -45,6 +41,8 @@ class EngineBackend:
         UserError: thresholds that were never calibrated. NotPlain: a module that must be called.
     """
 
+    max_rows = MAX_BATCH
+
     def __init__(
         self,
         model: Any,
@@ -53,18 +51,16 @@ class EngineBackend:
         ops: str = "triton",
         guard: GuardState | None = None,
     ) -> None:
-        check_calls(model)
+        super().__init__(model, bundle)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
-        (self.device,) = devices
-        shape = dims_of(model.config)
         if ops == "triton":
             if not runs_on(self.device):
                 raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")
-            if shape.head_dim not in HEAD_DIMS:
+            if self.shape.head_dim not in HEAD_DIMS:
                 dims = ", ".join(map(str, HEAD_DIMS))
-                raise Unsupported(f"head dim {shape.head_dim} has no kernels (there are {dims})")
+                raise Unsupported(f"head dim {self.shape.head_dim} has no kernels (there are {dims})")
         if model.dtype not in DTYPES.values():
             raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
         check_calibrated(bundle)
@@ -72,34 +68,12 @@ class EngineBackend:
         if any(isinstance(module, CodedLinear) for module in model.modules()):
             check_four_bits(bool(bundle.cascades()), dtype, ops)
         check_head(model)
-        self.shape, self.bundle, self.kv_policy, self.ops, self.guard = shape, bundle, kv_policy, ops, guard
+        self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
         self._predictors: dict[frozenset[Key], dict[tuple[int, str], TargetPredictor]] = {}
-        sparse = {layer for (layer, target), entry in bundle.specs.items() if target == "mlp" and not entry.dense}
-        self._model, self._dtype, self._transposed = weakref.ref(model), dtype, sparse
-        self._weights: DecodeWeights | None = None
-        self.pool = EnginePool(shape.max_positions, self._build)
+        self._transposed = {layer for (layer, target), e in bundle.specs.items() if target == "mlp" and not e.dense}
 
-    @property
-    def weights(self) -> DecodeWeights:
-        """Laid out when they are first needed: until then the model's modules are transformers' own."""
-        if self._weights is None:
-            model = self._model()
-            assert model is not None, "the model that owns this backend is alive"
-            try:
-                share = DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
-            except NotPlain as refusal:
-                raise Unsupported(refusal.what) from None
-            self._weights = share
-        return self._weights
-
-    @property
-    def laid_out(self) -> bool:
-        """Whether the model's modules share the engine's tensors by now."""
-        return self._weights is not None
-
-    def engine(self, rows: int, tokens: int) -> DecodeEngine:
-        """An engine for at least so many rows of so many tokens."""
-        return self.pool.engine(rows, tokens)
+    def _read(self, model: Any) -> DecodeWeights:
+        return DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
 
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""
@@ -107,7 +81,7 @@ class EngineBackend:
         with contextlib.suppress(torch.cuda.OutOfMemoryError, DoesNotFit):
             engine = self._make(batch, context)
         if engine is None:  # behind the error, which would hold what was half made
-            self.pool.engines.clear()
+            self.engines.clear()
             with CAPTURING:
                 torch.cuda.empty_cache()
             engine = self._make(batch, context)
@@ -131,11 +105,6 @@ class EngineBackend:
             guard=self.guard,
         )
 
-    def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
-        """As :func:`dejavu_train.engine.generation.generate`, for up to 32 rows."""
-        with self.pool.turns, torch.autocast(self.device.type, enabled=False):
-            return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
-
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
         """(B, T, V) in the model's dtype, every position through the engine's steps; zeros at padding.
 
@@ -149,7 +118,7 @@ class EngineBackend:
         filled = [b for b, row in enumerate(rows) if row]
         for first in range(0, len(filled), MAX_BATCH):
             part = filled[first : first + MAX_BATCH]
-            with self.pool.turns, torch.autocast(self.device.type, enabled=False):
+            with self.turn():
                 engine = self.engine(len(part), max(len(rows[b]) for b in part))
                 logits = engine.logits([rows[b] for b in part], [starts[b] for b in part], dtype)
             for i, b in enumerate(part):

@@ -1,91 +1,128 @@
 """``generate()`` of transformers on a decode engine: arguments in, padded tokens and streams out."""
 
-from collections.abc import Callable, Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.request import Request, check_arguments, read_request
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported
-from dejavu_train.families import ModelDims
-
-EngineFor = Callable[[int, int], Any]
-"""``engine_for(rows, tokens)``: an engine that holds at least so many rows of so many tokens."""
-
+from dejavu_train.families import dims_of
+from dejavu_train.families.plain import NotPlain, check_calls
 
 LEAST_CONTEXT = 256
 
 
-class EnginePool:
-    """Engines of one model: one a number of rows, each as long as the longest that was asked for so far.
+class EnginePool(ABC):
+    """Engines of one model and bundle behind ``generate()``, which share their weights.
 
-    ``turns`` is held from the first token of a call to its last: the engines' state is that of one call.
+    There is one a number of rows, each as long as the longest that was asked for so far.
 
     Args:
-        limit: positions of the model.
-        make: ``make(batch, context)`` builds an engine.
+        model: not kept alive.
+    Attributes:
+        max_rows: of an engine; turns: held from the first token of a call to its last.
+    Raises:
+        NotPlain: a module that must be called.
     """
 
-    def __init__(self, limit: int, make: Callable[[int, int], Any]) -> None:
-        self.limit, self.make = limit, make
+    max_rows: int
+
+    def __init__(self, model: Any, bundle: Bundle) -> None:
+        check_calls(model)
+        self._model, self.bundle = weakref.ref(model), bundle
+        self._weights: Any = None
+        self.shape, self.device = dims_of(model.config), model.device
         self.engines: dict[int, Any] = {}
         self.turns = Turns(Unsupported)
 
+    @abstractmethod
+    def _read(self, model: Any) -> Any:
+        """The model's weights in the layout of the engines."""
+
+    @abstractmethod
+    def _build(self, batch: int, context: int) -> Any:
+        """An engine."""
+
+    @property
+    def weights(self) -> Any:
+        """Laid out when they are first needed: until then the model's modules are transformers' own.
+
+        Raises:
+            Unsupported: a module that must be called.
+        """
+        if self._weights is None:
+            model = self._model()
+            assert model is not None, "the model that owns this pool is alive"
+            try:
+                self._weights = self._read(model)
+            except NotPlain as refusal:
+                raise Unsupported(refusal.what) from None
+        return self._weights
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether weights were read by now."""
+        return self._weights is not None
+
     def engine(self, rows: int, tokens: int) -> Any:
         """An engine for at least so many rows of so many tokens; the model's limit is the most."""
-        tokens = min(tokens, self.limit)
+        tokens = min(tokens, self.shape.max_positions)
         batch = 1 << (rows - 1).bit_length()
         held = self.engines.get(batch)
         if held is not None and held.context >= tokens:
             return held
         held = None  # its caches make room for those of the next one
         self.engines.pop(batch, None)
-        context = min(self.limit, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
-        self.engines[batch] = self.make(batch, max(context, 2))
+        context = min(self.shape.max_positions, max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length()))
+        self.engines[batch] = self._build(batch, max(context, 2))
         return self.engines[batch]
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Within it the engines belong to the caller, and autocast changes nothing."""
+        with self.turns, torch.autocast(self.device.type, enabled=False):
+            yield
 
-def generate(
-    engine_for: EngineFor,
-    shape: ModelDims,
-    max_rows: int,
-    refuse: Callable[[Request], None],
-    model: Any,
-    inputs: Tensor | None,
-    generation_config: Any,
-    kwargs: dict[str, Any],
-    sparse_from: int | Tensor | str,
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
+    def generate(
+        self,
+        model: Any,
+        inputs: Tensor | None,
+        generation_config: Any,
+        kwargs: dict[str, Any],
+        sparse_from: int | Tensor | str,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
 
-    Args:
-        max_rows: of the engines that ``engine_for`` gives.
-        refuse: raises Unsupported for a request that these engines cannot do.
-    Raises:
-        Unsupported: what the engine does not do; nothing is decoded then.
-    """
-    kwargs = dict(kwargs)
-    streamer = kwargs.pop("streamer", None)
-    given = (generation_config, model.generation_config)
-    default_length = kwargs.get("max_length") is None and all(c is None or c.max_length is None for c in given)
-    config, rest = model._prepare_generation_config(generation_config, **kwargs)
-    check_arguments(rest)
-    ids = inputs if inputs is not None else rest.get("input_ids")
-    if ids is None:  # as transformers does: from the start token
-        ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])
-    mask, limit = rest.get("attention_mask"), shape.max_positions
-    request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, max_rows)
-    refuse(request)
-    engine = engine_for(len(request.prompts), max(map(len, request.prompts)) + request.max_new_tokens)
-    known = ids.repeat_interleave(len(request.prompts) // len(ids), dim=0)
-    if streamer is not None:  # behind all that can be refused: another backend would show the prompt again
-        streamer.put(known.cpu())
-    new = run(engine, request).to(known)
-    sequences = torch.cat([known, new], dim=1)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+        Raises:
+            Unsupported: what the engine does not do; nothing is decoded then.
+        """
+        kwargs = dict(kwargs)
+        streamer = kwargs.pop("streamer", None)
+        given = (generation_config, model.generation_config)
+        default_length = kwargs.get("max_length") is None and all(c is None or c.max_length is None for c in given)
+        config, rest = model._prepare_generation_config(generation_config, **kwargs)
+        check_arguments(rest)
+        ids = inputs if inputs is not None else rest.get("input_ids")
+        if ids is None:  # as transformers does: from the start token
+            ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])
+        mask, limit = rest.get("attention_mask"), self.shape.max_positions
+        with self.turn():
+            request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, self.max_rows)
+            engine = self.engine(len(request.prompts), max(map(len, request.prompts)) + request.max_new_tokens)
+            known = ids.repeat_interleave(len(request.prompts) // len(ids), dim=0)
+            if streamer is not None:  # behind all that can be refused: another backend would show the prompt again
+                streamer.put(known.cpu())
+            new = run(engine, request).to(known)
+        sequences = torch.cat([known, new], dim=1)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
 def run(engine: Any, request: Request) -> Tensor:
@@ -94,7 +131,6 @@ def run(engine: Any, request: Request) -> Tensor:
     stream = None
     if request.streamer is not None:
         stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
-    least = {"min_new_tokens": request.min_new_tokens} if request.min_new_tokens else {}
     rows = engine.generate(
         request.prompts,
         request.max_new_tokens,
@@ -102,7 +138,7 @@ def run(engine: Any, request: Request) -> Tensor:
         stop_tokens=request.stop_tokens,
         sparse_from=request.sparse_from,
         callback=None if stream is None else stream.add,
-        **least,
+        min_new_tokens=request.min_new_tokens,
     )
     if stream is not None:
         stream.end()

@@ -5,7 +5,7 @@ Rows of a batch have their own lengths. The engine's state is that of one call, 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Session(ABC):
     shape: ModelDims
     batch: int
     context: int
-    predictors: Collection[Any]
+    predictors: Sized
     state: Any
 
     def __init__(self) -> None:
@@ -103,7 +103,8 @@ class Session(ABC):
             UserError: see the messages; nothing is decoded then. Or numbers that are not finite, while decoding.
         """
         sampler = sampling or Sampling()
-        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, not self.predictors)
+        dense = len(self.predictors) == 0
+        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, dense)
         check_length(max(asked.total, default=0), self.context, self.shape)
         least = [length + min_new_tokens for length in asked.lengths]
         self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least=least, stops=stop_tokens)

@@ -1,6 +1,7 @@
 """One caller at a time, in the order in which they came."""
 
 import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,12 +22,18 @@ class Turns:
 
     def __init__(self, error: type[UserError] = UserError) -> None:
         self._error = error
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._process = os.getpid()
         self._condition = threading.Condition()
         self._waiting: deque[object] = deque()
         self._owner: int | None = None
 
     def __enter__(self) -> "Turns":
         caller, place = threading.get_ident(), object()
+        if self._process != os.getpid():  # whoever had the turn is not in a forked process
+            self._begin_anew()
         with self._condition:
             if self._owner == caller:
                 raise self._error(

@@ -247,7 +247,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             self._bundle, self._held.value = bundle, runtime
 
     def _run_with(self, bundle: Bundle) -> Runtime:
-        runtime = Runtime(self, bundle, self._settings, self.kv_policy)
+        runtime = Runtime(self, bundle, self._settings, self.kv_policy, self._held.value)
         if runtime.refusal is not None:
             self._log_once(runtime.refusal)
         return runtime

@@ -47,6 +47,8 @@ class Settings:
 class Runtime:
     """One backend, ready to run.
 
+    Args:
+        earlier: of the same model; what it copied of weights that are unchanged is used again.
     Attributes:
         backend: "mask", "gather", "triton" or "cpu".
         selector, means: of mask. engines: of triton and cpu, else None.
@@ -57,7 +59,9 @@ class Runtime:
         UserError: a bundle of another shape, or a backend that cannot run it or be guarded.
     """
 
-    def __init__(self, model: Any, bundle: Bundle, settings: Settings, kv_policy: str) -> None:
+    def __init__(
+        self, model: Any, bundle: Bundle, settings: Settings, kv_policy: str, earlier: "Runtime | None" = None
+    ) -> None:
         check_bundle_of(model, bundle)
         self.bundle, self.kv_policy = bundle, kv_policy
         self.device, self.dtype = model.device, model.dtype
@@ -86,6 +90,8 @@ class Runtime:
         elif self.backend == "gather":
             self.gather(model)
         self._sources = self._read_sources(model)
+        if earlier is not None and self.backend == earlier.backend == "cpu" and self._sources.same(earlier._sources):
+            self.engines.share(earlier.engines)
 
     def fits(self, model: Any) -> bool:
         """Whether the model still is what this was made of."""

@@ -300,11 +300,11 @@ def test_engines_are_made_once_for_a_size_and_reused(folder, bundle, monkeypatch
     for rows, new in ((1, 5), (1, 9), (2, 5), (3, 5), (4, 5), (1, 300)):
         engine.generate(tokens(rows, 6), max_new_tokens=new, do_sample=False)
     assert made == [(1, 256), (2, 256), (4, 256), (1, 512)]
-    assert set(backend.pool.engines) == {1, 2, 4} and max(backend.pool.engines) <= MAX_BATCH
+    assert set(backend.engines) == {1, 2, 4} and max(backend.engines) <= MAX_BATCH
     made.clear()
     monkeypatch.setattr(backend, "_make", _out_of_memory_once(build, made))
     engine.generate(tokens(20, 6), max_new_tokens=4, do_sample=False)
-    assert made == [(32, 256), (32, 256)] and set(backend.pool.engines) == {32}
+    assert made == [(32, 256), (32, 256)] and set(backend.engines) == {32}
 
 
 def _out_of_memory_once(build, made):
@@ -327,7 +327,7 @@ def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, 
         model.generate(ids, **GREEDY)
         torch.testing.assert_close(dense(ids).logits, before)
     own = {p.untyped_storage().data_ptr() for p in dense.parameters()}
-    for held in model._runtime.engines.pool.engines.values():
+    for held in model._runtime.engines.engines.values():
         for layer in held.weights.layers:
             for name in ("qkv", "out", "fc1", "fc2"):
                 assert getattr(layer, name).untyped_storage().data_ptr() in own, f"{name} exists twice"

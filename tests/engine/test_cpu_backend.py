@@ -1,7 +1,12 @@
 """``generate()`` of the public class through the CPU engine gives what ``gather`` gives, or says why it cannot."""
 
+import gc
 import logging
+import os
+import select
+import signal
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -85,6 +90,44 @@ def test_new_weights_are_noticed(tiny_opt):
     assert not torch.equal(written(model), before)
 
 
+def is_gone(ref):
+    """Whether an object dies, at the latest when the threads that worked on it have ended."""
+    end = time.monotonic() + 10
+    while ref() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    return ref() is None
+
+
+def test_engines_and_bundles_share_one_copy_that_goes_with_the_last_of_them(tiny_opt):
+    """Without the collector: no cycle keeps a copy that nobody can reach."""
+    bundle = make_bundle(tiny_opt, cascade=True).at(0.3, 0.75)
+    dense = load_opt(str(tiny_opt))
+    model = SparseOPTForCausalLM.from_model(dense, bundle, "cpu", sparse_from="prompt")
+    gc.collect()
+    gc.disable()
+    try:
+        pools = []
+        for changed in (bundle, bundle.at(0.5, 0.5)):
+            model.set_bundle(changed)
+            pools.append(model._runtime.engines)
+            engines = [pools[-1].engine(rows, 64) for rows in (1, 2)]
+            assert engines[0].selectors is engines[1].selectors and engines[0].weights is engines[1].weights
+        assert pools[0] is not pools[1] and pools[0].weights is pools[1].weights
+        one_bundle, copy = (weakref.ref(each) for each in (pools[0], pools[0].weights.model))
+        del pools[0], engines
+        assert is_gone(one_bundle) and copy() is not None
+        with torch.no_grad():
+            dense.model.decoder.layers[0].fc1.bias.add_(1.0)
+        model.set_bundle(bundle)
+        pools.clear()
+        assert is_gone(copy), "a copy of the weights as they were"
+        new = weakref.ref(model._runtime.engines.engine(1, 64).weights.model)
+        del model
+        assert is_gone(new)
+    finally:
+        gc.enable()
+
+
 def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
     caplog.set_level(logging.WARNING, logger="dejavu_train")
     model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt), "bfloat16"), make_bundle(tiny_opt))
@@ -105,6 +148,25 @@ def test_callers_of_one_engine_wait_for_each_other(models):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(called, range(16)))
+
+
+def test_a_forked_process_generates_while_a_call_holds_the_turn(models):
+    """What a forked process copies of a turn and of threads belongs to no one there."""
+    model = models["cpu"]
+    expected = written(model)
+    reader, writer = os.pipe()
+    with model._runtime.engines.turns:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writer, b"same" if torch.equal(written(model), expected) else b"other")
+            finally:
+                os._exit(0)
+    os.close(writer)
+    heard, _, _ = select.select([reader], [], [], 60)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert heard and os.read(reader, 10) == b"same"
 
 
 def test_an_engine_is_not_called_by_its_own_callback_and_goes_on_after_one_that_fails(models):

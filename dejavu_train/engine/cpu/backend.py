@@ -1,28 +1,29 @@
 """The backend ``cpu`` of SparseOPTForCausalLM: the compiled engine for CPUs behind ``generate()``.
 
-The engine keeps a copy of the weights in its own layout, made when something is first generated.
+The engines keep one copy of the weights in their own layout, made when something is first generated.
 """
 
 import os
-import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu import load_engine
-from dejavu_train.engine.generation import EnginePool, generate
+from dejavu_train.engine.generation import EnginePool
 from dejavu_train.errors import Unsupported
-from dejavu_train.families import dims_of
-from dejavu_train.families.plain import NotPlain, check_calls
 from dejavu_train.machine import free_memory
 
+if TYPE_CHECKING:
+    from dejavu_train.engine.cpu.arrays import Selectors
+    from dejavu_train.engine.cpu.engine import CpuEngine
+    from dejavu_train.engine.cpu.weights import CpuWeights
 
-class CpuBackend:
+
+class CpuBackend(EnginePool):
     """Engines for one model and bundle.
 
     Raises:
@@ -36,10 +37,10 @@ class CpuBackend:
         if guard is not None:
             raise Unsupported("the CPU engine has no guard: its thresholds are constants")
         load_engine()
-        from dejavu_train.engine.cpu.engine import SUPPORTED
+        from dejavu_train.engine.cpu.engine import MAX_BATCH, SUPPORTED
 
         check_low_rank(bundle.specs, "the CPU engine")
-        check_calls(model)
+        super().__init__(model, bundle)
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU")
         if kv_policy != "backfill":
@@ -56,44 +57,32 @@ class CpuBackend:
             )
         if model.model.decoder.final_layer_norm is None:
             raise Unsupported("the CPU engine needs a final LayerNorm")
-        self._model, self.bundle, self.shape = weakref.ref(model), bundle, dims_of(model.config)
-        self._weights: Any = None
-        self._owner = os.getpid()
-        self.pool = EnginePool(self.shape.max_positions, self._make)
+        self.max_rows, self._owner = MAX_BATCH, os.getpid()
+        self._selectors: Selectors | None = None
 
-    def engine(self, rows: int, tokens: int) -> Any:
-        """An engine for at least so many rows of so many tokens."""
+    def share(self, earlier: "CpuBackend") -> None:
+        """Use the copy of the weights that the backend of an earlier bundle made."""
+        self._weights = earlier._weights
+
+    def _read(self, model: Any) -> "CpuWeights":
         from dejavu_train.engine.cpu import CpuWeights
 
-        self._begin_anew_in_a_fork()
-        if self._weights is None:
-            model = self._model()
-            assert model is not None, "the model that owns this backend is alive"
-            _check_memory(CpuWeights.needed(model))
-            try:
-                self._weights = CpuWeights.from_model(model)
-            except NotPlain as refusal:
-                raise Unsupported(refusal.what) from None
-        return self.pool.engine(rows, tokens)
+        _check_memory(CpuWeights.needed(model))
+        return CpuWeights.from_model(model)
 
-    def _begin_anew_in_a_fork(self) -> None:
-        """In a forked process the weights are there, the threads and whoever had the turn are not."""
+    def engine(self, rows: int, tokens: int) -> "CpuEngine":
+        """See `EnginePool.engine`. In a forked process the weights are there, the engines' threads are not."""
         if self._owner != os.getpid():
-            self.pool = EnginePool(self.shape.max_positions, self._make)
-            self._owner = os.getpid()
+            self.engines, self._owner = {}, os.getpid()
+        engine: CpuEngine = super().engine(rows, tokens)
+        return engine
 
-    def _make(self, batch: int, context: int) -> Any:
+    def _build(self, batch: int, context: int) -> "CpuEngine":
         from dejavu_train.engine.cpu import CpuEngine
 
-        return CpuEngine(self._weights, self.bundle, batch=batch, context=context)
-
-    def generate(self, *call: Any) -> Tensor | GenerateDecoderOnlyOutput:
-        """As :func:`dejavu_train.engine.generation.generate`, for up to 4 rows."""
-        from dejavu_train.engine.cpu.engine import MAX_BATCH
-
-        self._begin_anew_in_a_fork()
-        with self.pool.turns, torch.autocast("cpu", enabled=False):
-            return generate(self.engine, self.shape, MAX_BATCH, lambda request: None, *call)
+        engine = CpuEngine(self.weights, self._selectors or self.bundle, batch=batch, context=context)
+        self._selectors = engine.selectors
+        return engine
 
     def logits(self, *_: Any) -> Tensor:
         """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""

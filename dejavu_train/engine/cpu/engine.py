@@ -52,7 +52,8 @@ class CpuEngine(Session):
 
     Args:
         model: a Hugging Face OPTForCausalLM, or `CpuWeights`, which several engines may share.
-        bundle: a `Bundle`, or a list of `TargetPredictor`; None = dense.
+        bundle: a `Bundle`, a list of `TargetPredictor`, or the `selectors` of an engine with the same weights; None =
+            dense.
         batch: rows, at most 4. Fewer prompts may be given.
         context: tokens a row can hold, prompt included; None = the model's limit.
         stored: float32, int8 or codes, how weights are kept; a given `CpuWeights` keeps its own. None = the codes of a
@@ -84,7 +85,8 @@ class CpuEngine(Session):
         if threads is not None and threads < 1:
             raise UserError(f"threads must be at least 1, got {threads}")
         given = isinstance(model, CpuWeights)
-        predictors, means, cascades = _rules(bundle)
+        made = isinstance(bundle, arrays.Selectors)
+        predictors, means, cascades = _rules(None if made else bundle)
         # Planes of a second stage are made from the weights as the model has them, not from rounded ones.
         late = release and stored == "int8" and bool(cascades)
         self.weights = model if given else CpuWeights.from_model(model, stored, group, release and not late)
@@ -96,9 +98,9 @@ class CpuEngine(Session):
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         self.batch, self.context = batch, context or limit
         self.threads = threads or usable_cores()
-        self.predictors = predictors
         fc1 = None if given or stored != "int8" else lambda i: model.model.decoder.layers[i].fc1.weight
-        self.selectors = make_selectors(self.weights, predictors, means, cascades, fc1)
+        self.selectors = bundle if made else make_selectors(self.weights, predictors, means, cascades, fc1)
+        self.predictors = self.selectors.spec
         if late:
             for parameter in model.model.decoder.layers.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
