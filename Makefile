@@ -2,6 +2,7 @@
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
 # make tables  the tables of README.md, docs/ from committed rows
+# make release  fails where a table shows rows that measured other sources, then make test
 # make docs    pages of the API from docstrings, in build/docs
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
@@ -13,7 +14,7 @@ DEMO = checkpoints/demo
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels papers benchmarks tests docs/api.py examples train.py infer.py
 
-.PHONY: demo train infer report test lint tables docs clean
+.PHONY: demo train infer report test lint tables release docs clean
 
 demo: train infer
 
@@ -44,6 +45,10 @@ lint: .venv/dev
 
 tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
+
+release: .venv/dev
+	.venv/bin/python -m benchmarks.tables --release
+	$(MAKE) test
 
 docs: .venv/docs
 	.venv/bin/python docs/api.py

@@ -38,7 +38,7 @@ from dejavu_train.models.opt import load_opt
 WARM_UP = 2
 COLUMNS = (
     "date commit cpu threads bandwidth_gb_s model engine stored batch prompt mlp_density head_density live_share "
-    "steps p20_ms p50_ms p80_ms mb_per_token gb_s share_of_bandwidth note"
+    "steps p20_ms p50_ms p80_ms mb_per_token gb_s share_of_bandwidth note sources"
 ).split()
 
 
@@ -259,9 +259,9 @@ def main() -> int:
     run_in_turns(rivals, args.rounds, args.steps)
     bandwidth = reader.n_bytes / statistics.median(rivals[0].times) / 1e9
     conditions = {
-        **made_now(), "cpu": cpu_name(), "threads": usable_cores(), "bandwidth_gb_s": bandwidth,
-        "model": args.shape or Path(args.model).name, "batch": args.batch, "prompt": args.prompt,
-        "live_share": live_share,
+        **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": usable_cores(),
+        "bandwidth_gb_s": bandwidth, "model": args.shape or Path(args.model).name, "batch": args.batch,
+        "prompt": args.prompt, "live_share": live_share,
     }  # fmt: skip
     print(f"{conditions['cpu']}, {usable_cores()} threads, reads {bandwidth:.1f} GB/s")
     for rival in rivals:

@@ -42,7 +42,7 @@ from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-COLUMNS = "date commit cpu threads model mlp_density head_density what case value error unit note".split()
+COLUMNS = "date commit cpu threads model mlp_density head_density what case value error unit note sources".split()
 WINDOW = 512
 PROMPTS = (
     "The package was", "He said that", "In the year", "To install it", "The first", "When the rain", "A function",
@@ -259,7 +259,7 @@ def main() -> int:
     torch.set_num_threads(usable_cores())
     torch.manual_seed(0)
     conditions = {
-        **made_now(), "cpu": cpu_name(), "threads": usable_cores(),
+        **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": usable_cores(),
         "model": Path(args.model).name, "mlp_density": args.mlp_density, "head_density": args.head_density,
     }  # fmt: skip
     for part in args.parts:

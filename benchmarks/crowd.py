@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, TextIteratorStreamer
 
-from benchmarks.rows import commit
+from benchmarks.rows import made_now
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.models.opt import load_opt
 
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for backend in options.backends:
         crowd = Crowd(options.model, Bundle.from_pretrained(options.bundle), backend, options.device)
         row = {"backend": backend, "device": options.device} | crowd.run(options.seconds)
-        row |= {"torch": torch.__version__, "commit": commit(), "date": time.strftime("%F")}
+        row |= {"torch": torch.__version__, **made_now("dejavu_train", "kernels")}
         print(json.dumps(row), flush=True)
         if options.out:
             with open(options.out, "a", encoding="utf-8") as file:

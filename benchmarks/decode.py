@@ -43,7 +43,7 @@ EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdo
 COLUMNS = (
     "date gpu torch triton commit model engine batch prompt positions mlp_density row_density head_density live_share "
     "rank options steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms "
-    "share45 note"
+    "share45 note sources"
 ).split()
 
 
@@ -139,7 +139,7 @@ def main() -> int:
         parser.error("this benchmark needs a CUDA device")
     began = time.monotonic()
     best = best_read()
-    metadata = made_now() | gpu_versions() | {"best_tb_s": best}
+    metadata = made_now("kernels", "dejavu_train/engine") | gpu_versions() | {"best_tb_s": best}
     for name in args.models:
         weights, kind = None, ("", "")
         for cell in asked or required_cells(name):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.rows import command_line, commit
+from benchmarks.rows import command_line, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.decode import DecodeEngine
@@ -334,7 +334,7 @@ def main() -> int:
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     rows = rows_of(text, load_tokenizer(args.model), args.rows, args.length)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "model": args.model, "bundle": str(args.bundle)}
-    result |= {"commit": commit(), "look_ahead": args.look_ahead}
+    result |= made_now("kernels", "dejavu_train/engine") | {"look_ahead": args.look_ahead}
     result |= {f"density_{target}": bundle.mean_density(target) for target in bundle.targets}
     for name, run in (
         ("sets", lambda: compare_sets(model, bundle, rows, args.batch, args.look_ahead)),

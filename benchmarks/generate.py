@@ -157,7 +157,7 @@ def main() -> int:
         parser.error("this benchmark needs a CUDA device")
     asked = {name: value for name, value in vars(args).items() if name != "out"}
     row = {
-        **made_now(),
+        **made_now("kernels", "dejavu_train/engine", "dejavu_train/sparse"),
         **gpu_versions(),
         "transformers": transformers.__version__,
         "dtype": "float16",

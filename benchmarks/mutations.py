@@ -27,7 +27,6 @@ import random
 import shutil
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ import yaml
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # where a mutated name could be one of the hub, nobody is asked
 
-from benchmarks.rows import command_line
+from benchmarks.rows import command_line, made_now
 from benchmarks.tiny_run import bundle_bytes, flags, make_inputs
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main as train
@@ -240,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = Run(Path(folder))
         for first in range(options.first + done, options.first + options.count, ROW_OF):
             row = mutate(run, min(ROW_OF, options.first + options.count - first), options.seed, first)
-            line = json.dumps(row | {"torch": torch.__version__, "date": time.strftime("%F")})
+            line = json.dumps(row | {"torch": torch.__version__} | made_now("dejavu_train"))
             print(line, flush=True)
             if out:
                 with open(out, "a") as file:

@@ -135,7 +135,7 @@ class Rows:
         import transformers
 
         versions = f"torch {torch.__version__}; transformers {transformers.__version__}"
-        self.same = {"versions": versions, **made_now()}
+        self.same = {"versions": versions, **made_now("dejavu_train")}
 
     def add(
         self, text: str, corpus: EvalCorpus, weights: str, predictors: str, asked: tuple[float, float],

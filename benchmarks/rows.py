@@ -1,15 +1,22 @@
 """What scripts of benchmarks share: their command line, what stands in every row, CSV files that grow row by row."""
 
 import argparse
+import ast
 import csv
 import datetime
+import functools
+import hashlib
+import io
 import os
 import subprocess
+import tokenize
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -31,9 +38,40 @@ def commit() -> str:
         return "unknown"
 
 
-def made_now() -> dict[str, str]:
-    """Commit and date of a row."""
-    return {"commit": commit(), "date": datetime.date.today().isoformat()}
+def code_of(source: str) -> str:
+    """Python without comments, docstrings and blank lines, the same for every version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+@functools.cache
+def measured_sources(*parts: str) -> str:
+    """Files and folders of the repository and a hash over their code: ``kernels dejavu_train/engine 0123456789ab``."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for path in sorted((ROOT / part).rglob("*.py")) if (ROOT / part).is_dir() else [ROOT / part]:
+            digest.update(f"{path.relative_to(ROOT).as_posix()}\n{code_of(path.read_text('utf-8'))}\n".encode())
+    return " ".join((*parts, digest.hexdigest()[:12]))
+
+
+def is_older(row: Mapping[str, Any]) -> bool:
+    """Whether the sources that a row measured have changed since, or are not known."""
+    parts = str(row.get("sources") or "").split()[:-1]
+    return not all((ROOT / part).exists() for part in parts) or row.get("sources") != measured_sources(*parts)
+
+
+def made_now(*parts: str) -> dict[str, str]:
+    """Commit, date and sources of a row.
+
+    parts: files and folders of the repository whose code the row measures.
+    """
+    return {"commit": commit(), "date": datetime.date.today().isoformat(), "sources": measured_sources(*parts)}
 
 
 def device_name(device: torch.device | str = "cuda") -> str:
@@ -49,18 +87,26 @@ def gpu_versions() -> dict[str, str]:
 
 
 def append_row(path: str | Path, row: Mapping[str, Any], columns: Sequence[str] = ()) -> None:
-    """One row at the end of a CSV, which is made where it is missing.
+    """One row at the end of a CSV, which is made where it is missing. Earlier rows have nothing in new columns.
 
-    columns: the row's own by default; what has no column is left out.
+    columns: those of the row by default. What has no column is left out.
     """
-    path = Path(path)
+    path, names = Path(path), list(columns or row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns or list(row), extrasaction="ignore")
-        if new:
+    earlier: list[dict[str, str]] = []
+    before: list[str] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            before, earlier = list(reader.fieldnames or ()), list(reader)
+    names = before + [name for name in names if name not in before]
+    if names != before:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names)
             writer.writeheader()
-        writer.writerow(row)
+            writer.writerows(earlier)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        csv.DictWriter(file, names, extrasaction="ignore").writerow(row)
 
 
 def five_digits(row: Mapping[str, Any]) -> dict[str, Any]:

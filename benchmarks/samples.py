@@ -15,7 +15,9 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
 
-COLUMNS = "shape rows length tokens_per_s minutes_per_million first_call_s memory_gb gpu torch commit date".split()
+COLUMNS = (
+    "shape rows length tokens_per_s minutes_per_million first_call_s memory_gb gpu torch commit date sources"
+).split()
 RESULTS = Path(__file__).parent / "results" / "samples.csv"
 
 
@@ -50,7 +52,7 @@ def main() -> None:
         "first_call_s": round(first, 1),
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
     }
-    append_row(options.output, row | gpu_versions() | made_now(), COLUMNS)
+    append_row(options.output, row | gpu_versions() | made_now("kernels", "dejavu_train/engine"), COLUMNS)
     print(row)
 
 

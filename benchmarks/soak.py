@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import command_line
+from benchmarks.rows import command_line, made_now
 from benchmarks.tiny_run import bundle_bytes, flags, make_inputs, start
 
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         soak = Soak(Path(folder))
         while (left := options.interruptions - sum(row["interruptions"] for row in rows)) > 0:
             row = soak.run(len(rows), options.seed, left, options.aim)
-            row |= {"torch": torch.__version__, "date": time.strftime("%F")}
+            row |= {"torch": torch.__version__, **made_now("dejavu_train")}
             rows.append(row)
             print(json.dumps(row), flush=True)
             if options.out:

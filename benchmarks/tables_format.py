@@ -1,8 +1,12 @@
 """How tables.py and tables_texts.py write numbers, cells and where rows come from."""
 
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import is_older
 
 Row = dict[str, str]
 
@@ -55,9 +59,18 @@ def read_csv(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+OLDER = re.compile(r" \((?:all|\d+) of \d+ rows older than the sources\)")
+
+
+def age(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The mark of a table whose rows measured other sources than those that stand here. Empty for new rows."""
+    older = sum(map(is_older, rows))
+    return f" ({older} of {len(rows)} rows older than the sources)" if older else ""
+
+
 def devices(rows: Sequence[Row], field: str = "gpu") -> str:
-    """The devices of rows, with the version of torch."""
-    return "; ".join(sorted({f"{row[field]}, torch {row['torch'].partition('+')[0]}" for row in rows}))
+    """The devices of rows, with the version of torch, and the mark of older rows."""
+    return "; ".join(sorted({f"{row[field]}, torch {row['torch'].partition('+')[0]}" for row in rows})) + age(rows)
 
 
 def provenance(rows: Sequence[Row], field: str = "gpu") -> str:

@@ -34,7 +34,8 @@ GOALS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 def conditions(config: Any) -> dict[str, Any]:
     """What every row of a run shares."""
     shared = {"model": Path(config.model).name, "limit": config.limit, "dtype": config.dtype}
-    return shared | {"device": device_name(resolve_device(config.device)), **versions(), **made_now()}
+    shared |= {"device": device_name(resolve_device(config.device)), **versions()}
+    return shared | made_now("dejavu_train", "kernels")
 
 
 def log_likelihoods(config: TasksConfig) -> list[Any]:

@@ -187,7 +187,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
                 "error": None if error is None else round(error, 6),
                 "device": device_name(device),
                 "torch": torch.__version__,
-                **made_now(),
+                **made_now("dejavu_train"),
             }
             append_row(options.output, row)
             if quality.row.selection == "predicted":

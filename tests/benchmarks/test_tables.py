@@ -7,6 +7,7 @@ import pytest
 from conftest import REPOSITORY
 
 from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
+from benchmarks.tables_format import OLDER
 
 MINI, HUNDRED = "docs/results/texts/opt-mini.csv", "docs/results/texts/opt-100m.csv"
 CSV = (DECODE, SAMPLES, MINI)
@@ -91,7 +92,8 @@ def results():
 def test_text_and_rows_agree(name):
     text = (REPOSITORY / name).read_text()
     assert MARKED.search(text), f"{name} has no table"
-    assert fill(text, REPOSITORY, name) == text, f"{name} differs from its rows: make tables"
+    filled = OLDER.sub("", fill(text, REPOSITORY, name))  # older rows are no fault before a release
+    assert filled == OLDER.sub("", text), f"{name} differs from its rows: make tables"
 
 
 def test_every_table_stands_in_a_text():

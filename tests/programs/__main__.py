@@ -5,7 +5,6 @@ import collections
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # helpers that tests share
 
-from benchmarks.rows import commit
+from benchmarks.rows import made_now
 
 from .judge import COMPARED, SEEN
 from .program import describe, draw, quiet, run, shrink, without
@@ -57,8 +56,8 @@ def main() -> int:
         )
     if asked.out:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        rows = {"seeds": asked.seeds, "left_out": asked.leave_out, "commit": commit(), **versions}
-        rows |= {"date": time.strftime("%F"), "positions_compared": COMPARED, "seconds": round(seconds)}
+        rows = {"seeds": asked.seeds, "left_out": asked.leave_out, **made_now("dejavu_train", "kernels"), **versions}
+        rows |= {"positions_compared": COMPARED, "seconds": round(seconds)}
         rows |= {"calls": calls, "refused": refused, "refusals": dict(reasons), "findings": findings}
         Path(asked.out).write_text(json.dumps(rows, indent=1) + "\n")
     return 1 if findings else 0
