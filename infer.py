@@ -1,18 +1,8 @@
 """Reads a bundle, writes results: python infer.py --config configs/infer/opt-mini.yaml [--option value ...]."""
 
-import os
 import sys
-from collections.abc import Sequence
+
+from dejavu_train.commands import run
 
 if __name__ == "__main__":
-    # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost more than they save.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    from dejavu_train.errors import exit_on_user_error
-
-    def main(argv: Sequence[str] | None) -> None:
-        from dejavu_train.evaluation.cli import main  # takes seconds, in which a signal is heard already
-
-        main(argv)
-
-    sys.exit(exit_on_user_error(main))
+    sys.exit(run("infer"))

@@ -29,6 +29,7 @@ from jsonargparse import SUPPRESS, ActionConfigFile, ArgumentParser, get_loader,
 from dejavu_train.errors import UserError
 
 T = TypeVar("T")
+INSTALLED = Path(__file__).parent  # its folder configs is that of the repository
 WRONG_VALUE = re.compile(r'^Parser key "([\w.]+)":.*(?:Got value: |Given value: )(.*)', re.DOTALL)
 _CLOCK = re.compile(r"\d+(:\d+)+")  # YAML 1.1 takes 10:00:00 for a number to the base of 60
 
@@ -64,7 +65,12 @@ class _ConfigParser(Parser):
         super().error(message, ex)
 
     def file(self, path: Path) -> dict[str, Any]:
-        """The values of a YAML file, laid over those of the file that it names as its ``base``."""
+        """The values of a YAML file, laid over those of the file that it names as its ``base``.
+
+        ``configs/NAME.yaml`` that is not there is the one that is installed with the package.
+        """
+        if path.parts[:1] == ("configs",) and not path.exists() and (INSTALLED / path).exists():
+            path = INSTALLED / path
         try:
             values = get_loader("yaml")(path.read_text(encoding="utf-8")) or {}
         except FileNotFoundError:

@@ -1,0 +1,62 @@
+"""All commands: ``dejavu NAME ...``, ``python -m dejavu_train NAME ...``, and the files that run one of them.
+
+A command's module is loaded when it runs. So a mistake in the name is told at once, and no command loads another's.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NOTHING_KEPT, UserError, exit_on_user_error
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module whose ``main(argv)`` runs it, what it does, what the line after a signal says."""
+
+    module: str
+    about: str
+    after_signal: str = BEGINS_ANEW
+
+
+COMMANDS = {
+    "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON),
+    "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)"),
+    "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
+    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small OPT from text", GOES_ON),
+    "tasks": Command("dejavu_train.evaluation.lm_eval.run", "downstream tasks, dense and sparse"),
+    "generation": Command("dejavu_train.evaluation.generation.run", "texts that dense and sparse models write"),
+}
+LISTED = "\n".join(f"  {name:<12}{each.about}" for name, each in COMMANDS.items())
+USAGE = f"usage: dejavu COMMAND [--option value ...]\n\n{LISTED}\n\ndejavu COMMAND --help lists the options of one."
+
+
+def run(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run a command with its arguments (None: those of the process); returns the exit code."""
+    # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost a factor of twenty.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    def main(given: Sequence[str] | None) -> None:
+        importlib.import_module(COMMANDS[name].module).main(given)  # takes seconds, in which a signal is heard already
+
+    return exit_on_user_error(main, argv, COMMANDS[name].after_signal)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names; returns the exit code. Without one all are listed."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if given[0] in COMMANDS:
+        return run(given[0], given[1:])
+
+    def refuse(_: Sequence[str] | None) -> None:
+        close = difflib.get_close_matches(given[0], COMMANDS, 1)
+        meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"dejavu has no command {given[0]}; {meant}")
+
+    return exit_on_user_error(refuse, given)

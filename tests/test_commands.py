@@ -1,0 +1,51 @@
+"""The command ``dejavu`` and its subcommands: names, mistakes, what they load, the configurations that come along."""
+
+import importlib
+
+import pytest
+from conftest import REPOSITORY
+from test_imports import TRAINING_ONLY, python
+
+from dejavu_train import commands
+from dejavu_train.cli import parse_config
+
+
+def test_all_commands_are_listed_and_can_be_loaded(capsys):
+    assert commands.main([]) == commands.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for name, command in commands.COMMANDS.items():
+        assert f"  {name} " in listed and command.about in listed
+        if name != "tasks":  # asks for lm-eval
+            assert callable(importlib.import_module(command.module).main)
+
+
+@pytest.mark.parametrize("given, said", [("infr", "did you mean infer?"), ("--fast", "there are train, infer")])
+def test_a_command_that_is_not_there_is_one_line(given, said, capsys):
+    assert commands.main([given]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: dejavu has no command {given}; ") and said in line and line.count("\n") == 1
+
+
+def test_infer_and_quantize_load_nothing_that_only_training_needs():
+    """Not even where all is installed: what fails to import fails the command."""
+    code = """
+import sys
+from dejavu_train.commands import main
+for name in ("infer", "quantize"):
+    assert main([name, "--model", "nowhere", "--bundle" if name == "infer" else "--output", "nowhere"]) == 2
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+print("torch" in sys.modules)
+"""
+    assert python(code, TRAINING_ONLY).splitlines()[-1] == "False"
+
+
+def test_configurations_come_with_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_config(["--config", "configs/opt-mini.yaml"]).model == "checkpoints/opt-mini"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "opt-mini.yaml").write_text("model: mine\n")
+    assert parse_config(["--config", "configs/opt-mini.yaml"]).model == "mine"
+    assert (REPOSITORY / "dejavu_train" / "configs").resolve() == REPOSITORY / "configs"
