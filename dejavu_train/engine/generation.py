@@ -28,7 +28,8 @@ class EnginePool(ABC):
     Args:
         model: not kept alive.
     Attributes:
-        max_rows: of an engine; turns: held from the first token of a call to its last.
+        max_rows: of an engine.
+        turns: held from the first token of a call to its last.
     Raises:
         NotPlain: a module that must be called.
     """

@@ -48,7 +48,7 @@ class Runtime:
     """One backend, ready to run.
 
     Args:
-        earlier: of the same model; what it copied of weights that are unchanged is used again.
+        earlier: of the same model. What it copied of unchanged weights is used again.
     Attributes:
         backend: "mask", "gather", "triton" or "cpu".
         selector, means: of mask. engines: of triton and cpu, else None.

@@ -52,8 +52,8 @@ class CpuEngine(Session):
 
     Args:
         model: a Hugging Face OPTForCausalLM, or `CpuWeights`, which several engines may share.
-        bundle: a `Bundle`, a list of `TargetPredictor`, or the `selectors` of an engine with the same weights; None =
-            dense.
+        bundle: a `Bundle`, a list of `TargetPredictor`, or the `selectors` of an engine with the same weights. None:
+            a dense engine.
         batch: rows, at most 4. Fewer prompts may be given.
         context: tokens a row can hold, prompt included; None = the model's limit.
         stored: float32, int8 or codes, how weights are kept; a given `CpuWeights` keeps its own. None = the codes of a
