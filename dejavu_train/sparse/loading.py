@@ -1,4 +1,7 @@
-"""Finds a model and its bundle by what ``from_pretrained`` is given, compares them, and loads the dense model."""
+"""Finds a model and its bundle by what ``from_pretrained`` is given, compares them, and loads the dense model.
+
+:func:`adopt` makes a model of another class of a loaded one.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -76,3 +79,21 @@ def _find_bundle(
         raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
     bundle = Bundle.from_pretrained(folder / PREDICTORS_FOLDER, predictor_class=classes)
     return bundle if Path(name).is_dir() else dataclasses.replace(bundle, model=name)
+
+
+def adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
+    """A model of class ``cls`` with the modules of ``model``: nothing is copied, nothing initialised."""
+    with torch.device("meta"):
+        adopted = cls(model.config)
+    adopted.model, adopted.lm_head = model.model, model.lm_head
+    adopted.generation_config = model.generation_config
+    for name, hooks in vars(model).items():
+        if name.startswith("_forward_"):
+            setattr(adopted, name, hooks)  # the same, so that a handle removes them from both
+    kept = ["hf_device_map"]
+    if getattr(model, "hf_quantizer", None) is not None:  # 4-bit weights are saved under the names they were read by
+        kept += ["hf_quantizer", "_weight_conversions"]
+    for name in kept:
+        if hasattr(model, name):
+            setattr(adopted, name, getattr(model, name))
+    return adopted

@@ -24,28 +24,32 @@ import torch
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families import family_of
 from dejavu_train.families.plain import exchanged_forward
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
 from dejavu_train.sparse.derived import Held, no_mode
 from dejavu_train.sparse.finite import check_finite
+from dejavu_train.sparse.forward import (
+    Given,
+    Output,
+    check_cache,
+    output_of,
+    refuse_on_engine,
+    through_gather,
+    through_mask,
+)
 from dejavu_train.sparse.gather import KV_POLICIES
 from dejavu_train.sparse.inputs import (
-    READ,
     SparseFrom,
-    as_rows,
     check_prompt,
     keep_columns,
-    positions_of,
     prompt_lengths,
     read_sparse_from,
     refuse_outputs,
@@ -54,7 +58,7 @@ from dejavu_train.sparse.inputs import (
     unread_keywords,
     visible_columns,
 )
-from dejavu_train.sparse.loading import load_together
+from dejavu_train.sparse.loading import adopt, load_together
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import BACKENDS, Runtime, Settings, check_bundle_of
 from dejavu_train.sparse.runtime import ENGINES as ENGINES
@@ -130,7 +134,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                 " has a forward of its own around them; put that into a module inside, or into a hook"
             )
         check_bundle_of(model, bundle)
-        sparse = _adopt(cls, model)
+        sparse = adopt(cls, model)
         sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
         sparse._settings = Settings(backend, ops, guard if guard is not None and guard.every else None)
         sparse.set_bundle(bundle)
@@ -204,7 +208,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if not is_main_process:
             return
         uploads = {key: kwargs.pop(key) for key in _UPLOADS if key in kwargs}
-        dense = _adopt(OPTForCausalLM, self)
+        dense = adopt(OPTForCausalLM, self)
         save_together(dense, self.bundle, Path(save_directory), type(self).__name__, **kwargs)
         if push_to_hub:
             self.push_to_hub(uploads.pop("repo_id", Path(save_directory).name), **uploads)
@@ -269,12 +273,6 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     def _gathering(self) -> bool:
         """Whether the caller stands in a call of ``generate()`` that transformers' loops run."""
         return call_of(self) is not None
-
-    @property
-    def _ending_tokens(self) -> Tensor | None:
-        """Tokens after which a row of the caller's call is over."""
-        call = call_of(self)
-        return None if call is None else call.ending_tokens
 
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`; None without one."""
@@ -342,7 +340,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         logits_to_keep: int | Tensor = 0,
         sparse_call: Call | None = None,
         **kwargs: Any,
-    ) -> tuple | CausalLMOutputWithPast:
+    ) -> Output:
         """As ``OPTForCausalLM.forward``.
 
         ``sparse_call`` is given by ``generate()``: a forward pass that somebody else makes meanwhile is not part of it.
@@ -358,110 +356,37 @@ class SparseOPTForCausalLM(OPTForCausalLM):
                 "torch.export keeps one graph for every input, and a sparse model's follows from what each token"
                 " selects; export the dense model"
             )
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("give exactly one of input_ids and inputs_embeds")
-        if input_ids is not None:
-            input_ids = as_rows(input_ids)
-        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
-        if past_key_values is not None and not isinstance(past_key_values, Cache):
-            raise UserError(f"past_key_values must be a Cache, got {type(past_key_values).__name__}")
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        given = Given(
+            input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
+            kwargs,
+        )  # fmt: skip
         call = sparse_call
         runtime = self._runtime if call is None else call.runtime
         start = self.sparse_from if call is None else call.sparse_from
         if runtime.backend != "mask":
-            attention_mask = visible_columns(attention_mask, shape, past, self.device)
-        positions = positions_of(shape, attention_mask, position_ids, past, self.device)
-        limit = self.config.max_position_embeddings
-        may_exceed = position_ids is not None or past + shape[1] > limit  # padding has no position
-        if may_exceed and (needed := int(positions.max()) + 1) > limit:
-            raise UserError(
-                f"{needed} tokens do not fit the model's {limit} positions; shorten the prompt or max_new_tokens"
-            )
-        if labels is not None and isinstance(start, str) and not past:
+            given.attention_mask = visible_columns(attention_mask, given.tokens.shape[:2], given.past, self.device)
+        positions = given.positions(self.device, self.config.max_position_embeddings)
+        if labels is not None and isinstance(start, str) and not given.past:
             raise UserError(
                 "sparse_from='prompt' takes all of a scored text for the prompt and leaves every position dense;"
                 " set sparse_from to a position, 0 for all"
             )
-        sparse = sparse_positions(start, positions, past)
-        common = {"labels": labels, "use_cache": use_cache, "logits_to_keep": logits_to_keep, **kwargs}
+        sparse = sparse_positions(start, positions, given.past)
         if runtime.backend == "mask":
-            if self.training and torch.is_grad_enabled() and _checkpoints_gradients(self):
-                raise UserError(
-                    "the backend mask takes units out during the forward pass alone, so gradient checkpointing, which"
-                    " repeats it during the backward pass, is not for it; call model.gradient_checkpointing_disable()"
-                )
-            finite: list[Tensor] = []
-            with masking(self, runtime.selector, sparse, means=runtime.means, finite=finite):
-                output = super().forward(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    inputs_embeds=inputs_embeds,
-                    position_ids=position_ids,
-                    **common,
-                )
-            if not self.training:
-                logits = output.logits if isinstance(output, CausalLMOutputWithPast) else output[labels is not None]
-                shown = keep_columns((positions >= 0)[..., None], logits_to_keep)[..., 0]
-                check_finite(logits, shown, lambda: finite, self.config.num_hidden_layers)
-            return output
-        assert attention_mask is not None
+            return through_mask(self, super().forward, runtime, given, positions, sparse)
         refuse_outputs(kwargs, self.config)
         for name in unread_keywords(kwargs) if call is None else ():
             self._log_line(f"forward() without backend='mask' gives {name} to the loss alone")
         if runtime.engines is not None and call is None:
             try:
                 runtime.prepare(self)
-                _check_forward(past_key_values, inputs_embeds, position_ids, common)
-                logits = runtime.engines.logits(input_ids, attention_mask, start)
-                return self._output(keep_columns(logits, logits_to_keep), labels, None, kwargs)
+                refuse_on_engine(given)
+                logits = runtime.engines.logits(given.input_ids, given.attention_mask, start)
+                return output_of(self, keep_columns(logits, logits_to_keep), given)
             except UserError as refusal:
                 self._judge(refusal, runtime)
-        tokens = (input_ids, attention_mask, past_key_values, inputs_embeds)
         with runtime.turn(nested=self._gathering), torch.autocast(self.device.type, enabled=False):
-            return self._forward_sparse(runtime, call, *tokens, positions, sparse, **common)
-
-    def _output(
-        self, logits: Tensor, labels: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
-    ) -> tuple | CausalLMOutputWithPast:
-        loss = None
-        if labels is not None:
-            rest = {name: value for name, value in kwargs.items() if name not in READ}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **rest)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return output.to_tuple() if kwargs.get("return_dict") is False else output
-
-    def _forward_sparse(
-        self,
-        runtime: Runtime,
-        call: Call | None,
-        input_ids: Tensor | None,
-        visible: Tensor,
-        cache: Cache | None,
-        embeds: Tensor | None,
-        positions: Tensor,
-        sparse: Tensor,
-        labels: Tensor | None,
-        use_cache: bool | None,
-        logits_to_keep: int | Tensor,
-        **kwargs: Any,
-    ) -> tuple | CausalLMOutputWithPast:
-        """The forward pass of ``gather``."""
-        _check_cache(cache)
-        kept = cache is not None or (self.config.use_cache if use_cache is None else use_cache)
-        cache = cache if cache is not None else SparseCache(self.config.num_hidden_layers)
-        live = _note_ended_rows(call, input_ids, cache)
-        given = input_ids if embeds is None else embeds
-        assert given is not None
-        hidden = family_of(self).embed(self, given, positions)
-        hidden = runtime.gather(self).forward(hidden, cache, sparse, visible, live)
-        logits = self.lm_head(keep_columns(hidden, logits_to_keep))
-        shown = keep_columns((positions >= 0)[..., None], logits_to_keep)[..., 0]
-        check_finite(logits, shown, list, 0)
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
-            logits = _RefuseGradient.apply(logits if logits.requires_grad else logits.detach().requires_grad_())
-        return self._output(logits, labels, cache if kept else None, kwargs)
+            return through_gather(self, runtime, call, given, positions, sparse)
 
     @functools.wraps(OPTForCausalLM.prepare_inputs_for_generation)  # transformers looks at its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
@@ -506,7 +431,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
             asked = {name: setting(name) for name in ("output_attentions", "output_hidden_states") if setting(name)}
             refuse_outputs({**asked, "is_causal": kwargs.get("is_causal")}, self.config)
-            _check_cache(cache)
+            check_cache(cache)
             if setting("cache_implementation") is not None:
                 raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
@@ -523,64 +448,3 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             UserError: always.
         """
         raise UserError("continuous batching (generate_batch, 'paged') is for dense models; use generate()")
-
-
-def _check_cache(cache: Cache | None) -> None:
-    if cache is not None and not isinstance(cache, SparseCache):
-        raise UserError(
-            f"the backend gather needs a SparseCache, got {type(cache).__name__};"
-            " leave past_key_values out, or make one with model.new_cache()"
-        )
-
-
-def _note_ended_rows(call: Call | None, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
-    """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
-    ending = None if call is None else call.ending_tokens
-    if ending is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
-        return None
-    ended = torch.isin(input_ids[:, 0], ending.to(input_ids.device))
-    cache.finished = ended if cache.finished is None else cache.finished | ended
-    return ~cache.finished
-
-
-def _checkpoints_gradients(model: torch.nn.Module) -> bool:
-    """As transformers' property, whose name changes between its versions."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-class _RefuseGradient(torch.autograd.Function):
-    """The same values; a backward pass is refused: ``gather`` would give the head a gradient and no layer below it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise UserError("the backend gather gives no gradients; use backend='mask', or the dense model")
-
-
-def _adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
-    """A model of class ``cls`` with the modules of ``model``: nothing is copied, nothing initialised."""
-    with torch.device("meta"):
-        adopted = cls(model.config)
-    adopted.model, adopted.lm_head = model.model, model.lm_head
-    adopted.generation_config = model.generation_config
-    for name, hooks in vars(model).items():
-        if name.startswith("_forward_"):
-            setattr(adopted, name, hooks)  # the same, so that a handle removes them from both
-    kept = ["hf_device_map"]
-    if getattr(model, "hf_quantizer", None) is not None:  # 4-bit weights are saved under the names they were read by
-        kept += ["hf_quantizer", "_weight_conversions"]
-    for name in kept:
-        if hasattr(model, name):
-            setattr(adopted, name, getattr(model, name))
-    return adopted
-
-
-def _check_forward(cache: Cache | None, embeds: Tensor | None, positions: Tensor | None, rest: dict[str, Any]) -> None:
-    """Raises Unsupported for what a forward pass through the engine cannot take or give."""
-    from dejavu_train.engine.request import check_forward
-
-    named = {name: rest.get(name) for name in ("use_cache", "output_attentions", "output_hidden_states")}
-    check_forward(past_key_values=cache, inputs_embeds=embeds, position_ids=positions, **named)
