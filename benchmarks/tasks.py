@@ -61,10 +61,7 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     for backend in (DENSE, "mask", config.backend):  # the engine last: it lays weights out anew
-        lm = DejavuLM(
-            config.model, config.bundle, backend, config.mlp_density, config.head_density, config.sparse_from,
-            dtype=config.dtype, device=config.device, batch_size=config.batch_size,
-        )  # fmt: skip
+        lm = DejavuLM.load(dataclasses.replace(config.asked, backend=backend))
         lm.encoded = encoded
         tokens = np.array([len(lm._encode_pair(*instance.args)[1]) for instance in instances])
         lm.loglikelihood(instances[:8], disable_tqdm=True)  # compiles and captures

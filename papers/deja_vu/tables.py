@@ -142,7 +142,7 @@ def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:
     }  # before anything slow: what the bundle lacks is an error here
     questions = all_questions(config)
     dense = load_opt(config.model, config.dtype, resolve_device(config.device))
-    lm = DejavuLM(dense, sparse_from=0, tokenizer=load_tokenizer(config.model), batch_size=config.batch_size)
+    lm = DejavuLM(dense, load_tokenizer(config.model), sparse_from=0, batch_size=config.batch_size)
     reference = [ask(lm, part) for part in questions]
     for number, variant in enumerate(asked, 1):
         model: OPTForCausalLM = dense

@@ -8,12 +8,15 @@ Letters: K positions whose logits are requested, V vocabulary.
 """
 
 import contextlib
+import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import simple_parse_args_string
 from torch import Tensor
 from transformers import OPTForCausalLM
 
@@ -35,65 +38,58 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """What lm-eval asks for: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
 
 
-@register_model("dejavu")
-class DejavuLM(HFLM):
-    """``--model dejavu --model_args pretrained=FOLDER,predictors=BUNDLE,mlp_density=0.1,head_density=0.85``.
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A model by its names: ``--model_args pretrained=FOLDER,predictors=BUNDLE,mlp_density=0.1,head_density=0.85``.
 
-    Args:
-        pretrained: folder or hub id of an OPT, or a model in memory (then ``tokenizer`` is needed, and what concerns
-            loading is ignored).
+    Attributes:
+        pretrained: folder or hub id of an OPT.
         predictors: folder or hub id of a bundle; None: the folder ``predictors`` beside the model.
         backend: ``dense`` (no predictors), ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
         mlp_density, head_density: means over the layers; None: as the bundle was calibrated.
+        sparse_from, batch_size, max_length: as of :class:`DejavuLM`.
+        max_batch_size: given by lm-eval, without effect.
+    """
+
+    pretrained: str
+    predictors: str | None = None
+    backend: str = "auto"
+    mlp_density: float | None = None
+    head_density: float | None = None
+    sparse_from: str | int = "prompt"
+    kv_policy: str = "backfill"
+    dtype: str = "float32"
+    device: str | None = None
+    revision: str | None = None
+    batch_size: int | str = "auto"
+    max_batch_size: int | None = None
+    max_length: int | None = None
+
+
+@register_model("dejavu")
+class DejavuLM(HFLM):
+    """A model in memory; :meth:`load` reads one.
+
+    Args:
+        model: dense or sparse, on its device.
         sparse_from: ``prompt``: contexts are dense and continuations sparse, as in decoding; or a position (0: all).
         batch_size: rows, or ``auto``: as many as make 8,192 positions, 1,024 on a CPU.
-    Raises:
-        UserError: no such model or bundle, a bundle of other weights, a density or backend that does not exist.
+        max_length: of a window; None: as many as the model has positions.
+        identity: what names the model and its selection, for lm-eval's results and caches.
     """
 
     def __init__(
         self,
-        pretrained: str | OPTForCausalLM,
-        predictors: str | None = None,
-        backend: str = "auto",
-        mlp_density: float | None = None,
-        head_density: float | None = None,
+        model: OPTForCausalLM,
+        tokenizer: Any,
         sparse_from: str | int = "prompt",
-        kv_policy: str = "backfill",
-        tokenizer: Any = None,
-        dtype: str = "float32",
-        device: str | None = None,
-        revision: str | None = None,
         batch_size: int | str = "auto",
-        max_batch_size: int | None = None,
         max_length: int | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.sparse_from = sparse_from
         self.encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self.identity: dict[str, Any] = {"model": str(pretrained), "backend": backend, "sparse_from": sparse_from}
-        if isinstance(pretrained, str):
-            placed = resolve_device(device or "auto")
-            tokenizer = load_tokenizer(pretrained, revision)
-            self.identity["weight_hash"] = weight_hash(pretrained, revision=revision)
-            if backend == DENSE:
-                model = load_opt(pretrained, dtype, placed, revision=revision)
-            else:
-                beside = model_folder(pretrained, revision=revision) / PREDICTORS_FOLDER
-                bundle = Bundle.from_pretrained(predictors or beside)
-                model = SparseOPTForCausalLM.from_pretrained(
-                    pretrained,
-                    bundle.at(mlp_density, head_density),
-                    backend,
-                    sparse_from,
-                    kv_policy,
-                    dtype,
-                    placed,
-                    revision=revision,
-                )
-                self.identity |= {name: model.bundle.mean_density(name) for name in model.bundle.targets}
-                self.identity["bundle"] = model.bundle.digest()
-        else:
-            model, self.identity["model"] = pretrained, pretrained.name_or_path
+        self.identity = dict(identity or {"model": model.name_or_path, "sparse_from": sparse_from})
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
         self.by_positions = str(batch_size).startswith("auto")
         rows = 1 if self.by_positions else int(batch_size)
@@ -102,6 +98,39 @@ class DejavuLM(HFLM):
         )
         if self.by_positions:  # of whole windows and of generation
             self.batch_size_per_gpu = max(1, self.positions_at_once // self.max_length)
+
+    @classmethod
+    def load(cls, asked: Asked) -> "DejavuLM":
+        """The model that is asked for.
+
+        Raises:
+            UserError: no such model or bundle, a bundle of other weights, a density or backend that does not exist.
+        """
+        name, revision, device = asked.pretrained, asked.revision, resolve_device(asked.device or "auto")
+        tokenizer = load_tokenizer(name, revision)
+        identity: dict[str, Any] = {"model": name, "backend": asked.backend, "sparse_from": asked.sparse_from}
+        identity["weight_hash"] = weight_hash(name, revision=revision)
+        if asked.backend == DENSE:
+            model = load_opt(name, asked.dtype, device, revision=revision)
+        else:
+            beside = model_folder(name, revision=revision) / PREDICTORS_FOLDER
+            bundle = Bundle.from_pretrained(asked.predictors or beside).at(asked.mlp_density, asked.head_density)
+            settings = (asked.backend, asked.sparse_from, asked.kv_policy, asked.dtype, device)
+            model = SparseOPTForCausalLM.from_pretrained(name, bundle, *settings, revision=revision)
+            identity |= {target: bundle.mean_density(target) for target in bundle.targets}
+            identity["bundle"] = bundle.digest()
+        return cls(model, tokenizer, asked.sparse_from, asked.batch_size, asked.max_length, identity)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Any = None) -> "DejavuLM":
+        """As lm-eval makes a model: ``arg_dict`` are the ``--model_args``, ``additional_config`` its own flags."""
+        flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        return cls.load(Asked(**arg_dict, **flags))
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Any = None) -> "DejavuLM":
+        """The same for ``--model_args`` as text."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def positions_at_once(self) -> int:

@@ -19,7 +19,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import require_model
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.calibrated import described
-from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
+from dejavu_train.evaluation.lm_eval.model import DENSE, Asked, DejavuLM
 from dejavu_train.evaluation.lm_eval.tasks import (
     TASKS,
     Questions,
@@ -98,6 +98,12 @@ class TasksConfig(AskedConfig):
     log_samples: bool = False
     """Write samples_<task>_<shots>_<model>.jsonl."""
 
+    @property
+    def asked(self) -> Asked:
+        """The sparse model."""
+        names = ("backend", "mlp_density", "head_density", "sparse_from", "dtype", "device", "batch_size")
+        return Asked(self.model, self.bundle, **{name: getattr(self, name) for name in names})
+
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
         super().check()
@@ -122,12 +128,10 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
     resolve_device(config.device)  # lm-eval's way with a device that is not there is to take another one
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model)
-    common: dict[str, Any] = {"batch_size": config.batch_size, "dtype": config.dtype, "device": config.device}
     logger.info("%s: %s", config.bundle, described(bundle.at(config.mlp_density, config.head_density)))
     questions = all_questions(config)
-    dense = DejavuLM(config.model, backend=DENSE, **common)
-    selected = (config.backend, config.mlp_density, config.head_density, config.sparse_from)
-    sparse = DejavuLM(config.model, config.bundle, *selected, **common)
+    dense = DejavuLM.load(dataclasses.replace(config.asked, backend=DENSE))
+    sparse = DejavuLM.load(config.asked)
     sparse.encoded = dense.encoded
     models = {DENSE: dense, "sparse": sparse}
     caches = {n: config.use_cache and f"{config.use_cache}-{_digest(lm.identity, config)}" for n, lm in models.items()}
