@@ -4,12 +4,16 @@ Matrices of 4 bits are written out in the model's dtype one after another; each 
 """
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, written_out
+from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, LayerWeights, written_out
+from dejavu_train.families.block import forward_block
 from kernels.common.layer_norm import layer_norm_reference
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
@@ -44,26 +48,42 @@ def _run(
     k_cache: list[Tensor],
     v_cache: list[Tensor],
 ) -> Tensor:
-    shape, longest = weights.shape, max(counts)
-    h, hd = shape.n_heads, shape.head_dim
+    longest = max(counts)
     ids = tokens[rows, :longest].long()
     x = weights.embedding[ids].float() + weights.positions[POSITION_ROWS : POSITION_ROWS + longest].float()
-    dtype = weights.embedding.dtype
-    for i, layer in enumerate(weights.layers):
-        n = layer_norm_reference(x, layer.norm1, dtype)
-        qkv = written_out(layer.qkv, dtype).view(3 * h * hd, -1)
-        heads = F.linear(n, qkv, layer.qkv_bias.flatten()).view(len(rows), longest, h, 3, hd)
-        q, k, v = (heads[:, :, :, part].transpose(1, 2) for part in range(3))
+
+    def attend(keys: Tensor, values: Tensor, _attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for j, (b, count) in enumerate(zip(rows, counts, strict=True)):
-            k_cache[i][b, :, :count] = k[j, :, :count]
-            v_cache[i][b, :, :count] = v[j, :, :count]
+            keys[b, :, :count], values[b, :, :count] = k[j, :, :count], v[j, :, :count]
         # Rows are padded at their ends, where causal attention from real tokens never looks.
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended = attended.transpose(1, 2).reshape(len(rows), longest, h * hd)
-        x = x + F.linear(attended, layer.whole_out(dtype)).float() + layer.out_bias.float()
-        n = layer_norm_reference(x, layer.norm2, dtype)
-        hidden = F.linear(n, written_out(layer.whole_fc1(), dtype), layer.fc1_bias).relu()
-        fc2 = written_out(layer.fc2, dtype)
-        product = hidden @ fc2 if layer.fc2_transposed else F.linear(hidden, fc2)
-        x = x + product.float() + layer.fc2_bias.float()
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
+        x = forward_block(_block(weights, layer), x, partial(attend, keys, values))[0]
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]
+
+
+def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
+    """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype."""
+    h, hd, dtype = weights.shape.n_heads, weights.shape.head_dim, weights.embedding.dtype
+
+    def project(n: Tensor) -> tuple[Tensor, ...]:
+        qkv = written_out(layer.qkv, dtype).view(3 * h * hd, -1)
+        heads = F.linear(n, qkv, layer.qkv_bias.flatten()).unflatten(-1, (h, 3, hd))
+        return tuple(heads[..., part, :].transpose(-2, -3) for part in range(3))
+
+    def down(neurons: Tensor) -> Tensor:
+        fc2 = written_out(layer.fc2, dtype)
+        product = neurons @ fc2 if layer.fc2_transposed else F.linear(neurons, fc2)
+        return product.float() + layer.fc2_bias.float()
+
+    return SimpleNamespace(
+        norm_attn=lambda x: layer_norm_reference(x, layer.norm1, dtype),
+        project=project,
+        scaling=1.0,  # by `scaled_dot_product_attention`
+        out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out_bias.float(),
+        norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
+        up=lambda n: F.linear(n, written_out(layer.whole_fc1(), dtype), layer.fc1_bias),
+        activate=torch.relu_,
+        down=down,
+    )

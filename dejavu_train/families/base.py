@@ -41,6 +41,11 @@ class BlockParts:
     head_dim: int
     scaling: float
 
+    def project(self, attn_in: "Tensor") -> tuple["Tensor", "Tensor", "Tensor"]:
+        """Queries, keys and values, (B, h, T, e) each, of attn_in (B, T, d)."""
+        q, k, v = (part(attn_in).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
+        return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
+
 
 class Family(Protocol):
     """What the library asks of a kind of model. One file a family."""

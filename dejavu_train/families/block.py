@@ -19,11 +19,15 @@ def forward_block(block: Any, hidden: Tensor, attend: Attend) -> tuple[Tensor, T
         hidden: (B, T, d); attend: gives the heads' outputs, and keeps K and V where somebody needs them.
     Returns: (B, T, d), (B, T, n).
     """
-    attn_in = block.norm_attn(hidden)
-    q, k, v = (split_heads(part(attn_in), block.head_dim) for part in (block.q, block.k, block.v))
-    hidden = hidden + block.out(join_heads(attend(attn_in, q * block.scaling, k, v)))
+    hidden = hidden + block.out(mix_heads(block, block.norm_attn(hidden), attend))
     neurons = block.activate(block.up(block.norm_mlp(hidden)))
     return hidden + block.down(neurons), neurons
+
+
+def mix_heads(block: Any, attn_in: Tensor, attend: Attend) -> Tensor:
+    """What the output projection reads, (B, T, h * e), for attn_in (B, T, d)."""
+    q, k, v = block.project(attn_in)
+    return join_heads(attend(attn_in, q * block.scaling, k, v))
 
 
 def causal(_attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

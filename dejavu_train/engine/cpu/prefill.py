@@ -1,5 +1,10 @@
 """The dense prompt phase on a CPU: many tokens at once in plain torch, over views of the engine's own weights."""
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +14,7 @@ from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, QKV, Selectors, Sta
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.families.block import forward_block
 
 
 def not_finite(site: int, shape: ModelDims, row: int, position: int) -> UserError:
@@ -38,42 +44,57 @@ def prefill(
         UserError: numbers that are not finite, by layer and position.
     """
     shape, model = weights.shape, weights.model
-    h, e, d, f = shape.n_heads, shape.head_dim, shape.d_model, shape.d_ffn
 
     def norm(number: int, x: Tensor) -> Tensor:
         if watched and not (finite := x.square().sum(dim=1).isfinite()).all():
             raise not_finite(number, shape, row, int(finite.int().argmin()))
         weight, bias = torch.from_numpy(model.norms[number])
-        return F.layer_norm(x, (d,), weight, bias, model.eps)
+        return F.layer_norm(x, weight.shape, weight, bias, model.eps)
+
+    def attend(layer: int, attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if selectors.kept[layer] >= 0:
+            kept = selectors.kept[layer], row, slice(count)
+            if state.attn_in.dtype == np.float32:
+                state.attn_in[(*kept, slice(shape.d_model))] = attn_in.numpy()
+            else:
+                state.attn_in[(*kept, slice(shape.d_model))], state.attn_unit[kept] = whole_levels(attn_in)
+        state.keys[layer, row, :, :, :count] = k.transpose(1, 2).numpy()
+        state.values[layer, row, :, :count] = v.numpy()
+        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        return mixed - torch.from_numpy(selectors.means[layer])[:, None]
 
     tokens = torch.from_numpy(state.tokens[row, :count]).long()
     used, place = tokens.unique(return_inverse=True)
     embedded = torch.stack([weights.rows(model.embedding + token, 1)[0] for token in used.tolist()])
     x = embedded[place] + torch.from_numpy(model.positions[POSITION_ROWS : POSITION_ROWS + count])
     for layer in range(shape.n_layers):
-        first = [int(number) for number in model.first[layer]]
-        n = norm(2 * layer, x)
-        if selectors.kept[layer] >= 0:
-            kept = selectors.kept[layer], row, slice(count)
-            if state.attn_in.dtype == np.float32:
-                state.attn_in[(*kept, slice(d))] = n.numpy()
-            else:
-                state.attn_in[(*kept, slice(d))], state.attn_unit[kept] = whole_levels(n)
-        heads = F.linear(n, weights.rows(first[QKV], 3 * d), torch.from_numpy(model.qkv_bias[layer]))
-        q, k, v = heads.view(count, h, 3, e).permute(2, 1, 0, 3)
-        state.keys[layer, row, :, :, :count] = k.transpose(1, 2).numpy()
-        state.values[layer, row, :, :count] = v.numpy()
-        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        mixed = (mixed - torch.from_numpy(selectors.means[layer])[:, None]).transpose(0, 1).reshape(count, d)
-        x = x + mixed @ weights.out_projection(layer) + torch.from_numpy(selectors.out_bias[layer])
-        n = norm(2 * layer + 1, x)
-        hidden = F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])).relu_()
-        x = x + hidden @ weights.rows(first[FC2], f) + torch.from_numpy(model.fc2_bias[layer])
+        x = forward_block(_block(weights, selectors, layer, norm), x, partial(attend, layer))[0]
     if not bool(x.isfinite().all()):  # what is not finite stays so, layer by layer: the sum holds it
         if not watched:
             return prefill(weights, selectors, state, row, count, watched=True)
         norm(2 * shape.n_layers, x)
     return x[-1]
+
+
+def _block(weights: CpuWeights, selectors: Selectors, layer: int, norm: Callable[[int, Tensor], Tensor]) -> Any:
+    """A layer as `forward_block` reads it."""
+    shape, model = weights.shape, weights.model
+    first = [int(number) for number in model.first[layer]]
+
+    def project(n: Tensor) -> tuple[Tensor, ...]:
+        heads = F.linear(n, weights.rows(first[QKV], 3 * shape.d_model), torch.from_numpy(model.qkv_bias[layer]))
+        return tuple(heads.view(len(n), shape.n_heads, 3, shape.head_dim).permute(2, 1, 0, 3))
+
+    return SimpleNamespace(
+        norm_attn=partial(norm, 2 * layer),
+        project=project,
+        scaling=1.0,  # by `scaled_dot_product_attention`
+        out=lambda mixed: mixed @ weights.out_projection(layer) + torch.from_numpy(selectors.out_bias[layer]),
+        norm_mlp=partial(norm, 2 * layer + 1),
+        up=lambda n: F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])),
+        activate=torch.relu_,
+        down=lambda y: y @ weights.rows(first[FC2], shape.d_ffn) + torch.from_numpy(model.fc2_bias[layer]),
+    )
 
 
 def _fc1(weights: CpuWeights, selectors: Selectors, layer: int) -> Tensor:
