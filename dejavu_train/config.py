@@ -141,6 +141,17 @@ class TuneConfig:
 class RunConfig:
     """Everything train.py needs to know."""
 
+    EXAMPLES = (
+        "python train.py --config configs/opt-mini.yaml                          the demo: ten minutes on a CPU",
+        "python train.py --model facebook/opt-1.3b --output checkpoints/mine     any OPT, with defaults",
+        "python train.py --config configs/opt-6.7b.yaml --check                  disk and minutes, without any work",
+    )
+    COMMON = (
+        "model", "output", "text.source", "collect.train_tokens", "mlp.rank", "mlp.density", "mlp.steps",
+        "calibrate.mlp_density", "calibrate.head_density", "calibrate.dtype", "trainer",
+    )  # fmt: skip
+    GROUPS = {"run": ("Of this invocation", ("revision", "bundle", "verify", "seed", "layers", "targets"))}
+
     model: str = "checkpoints/opt-mini"
     """Folder or hub id of a pre-norm OPT."""
     revision: str | None = None

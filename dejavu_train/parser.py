@@ -10,6 +10,7 @@
 Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
 """
 
+import argparse
 import dataclasses
 import difflib
 import functools
@@ -24,7 +25,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from jsonargparse import SUPPRESS, ActionConfigFile, ArgumentParser, get_loader, set_parsing_settings
+from jsonargparse import (
+    SUPPRESS,
+    ActionConfigFile,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    get_loader,
+    set_parsing_settings,
+)
 
 from dejavu_train.errors import UserError
 
@@ -44,12 +52,34 @@ class Parser(ArgumentParser):
         raise UserError(" ".join(message.split())) from None
 
 
+class _HelpFormatter(DefaultHelpFormatter):
+    """Says what an option is for and its default. A wrong value is told with the type."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default = "" if action.default in (SUPPRESS, None, "", (), {}) else " (default: %(default)s)"
+        return (action.help or "") + default
+
+
+def _group(title: str, actions: list[argparse.Action]) -> Any:
+    return types.SimpleNamespace(title=title, description=None, _group_actions=actions)
+
+
 class _ConfigParser(Parser):
-    """The parser of one dataclass, which knows the types of its fields."""
+    """The parser of one dataclass, which knows the types of its fields.
+
+    Besides fields a dataclass may have ``EXAMPLES``, lines to type, and ``COMMON``, the options that ``--help`` shows.
+    ``GROUPS`` holds a title and options by name, for ``--help NAME``. Sections are groups as well. Without ``COMMON``
+    all options are shown.
+    """
+
+    _action_groups: list[Any]
 
     def __init__(self, kind: type[Any], description: str, **options: Any) -> None:
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        super().__init__(description=description, usage="%(prog)s [--config FILE] [--option value ...]", **options)
+        usage = "%(prog)s [--config FILE] [--option value ...]"
+        super().__init__(description=description, usage=usage, formatter_class=_HelpFormatter, **options)
+        self.kind = kind
+        self.help_about: Sequence[str] = ()  # what follows --help
         self.sections, self.types = _fields(kind)
         self.gone: Mapping[str, str] = getattr(kind, "GONE", {})  # keys of earlier versions: what to give instead
         self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
@@ -63,6 +93,50 @@ class _ConfigParser(Parser):
         if found and found[1] in self.types:
             raise UserError(f"--{found[1]} must be {_described(self.types[found[1]])}, got {found[2]}") from None
         super().error(message, ex)
+
+    def format_help(self) -> str:
+        """The options of the groups that follow ``--help``, all of them with ``all``, the common ones with none.
+
+        Raises:
+            UserError: there is no such group.
+        """
+        common, grouped = getattr(self.kind, "COMMON", ()), getattr(self.kind, "GROUPS", {})
+        titles = {"common": "common options", "options": "options"} | {
+            name: title for name, (title, _) in grouped.items()
+        }
+        groups: dict[str, list[argparse.Action]] = {name: [] for name in titles}
+        for group in self._action_groups:
+            named = "options" if group.title == "options" else ""
+            for action in group._group_actions:
+                if action.help is SUPPRESS:
+                    named = action.dest  # a section, whose fields follow
+                    titles[named] = group.title or named
+                    continue
+                listed = next((name for name, (_, names) in grouped.items() if action.dest in names), "common")
+                groups.setdefault(named or listed, []).append(action)
+                if action.dest in common and named:
+                    groups["common"].append(action)
+        groups["common"].sort(key=lambda action: [*common, action.dest].index(action.dest))
+        others = [name for name in groups if name not in ("common", "options") and groups[name]]
+        for name in self.help_about:
+            if name not in (*others, "all"):
+                raise UserError(f"--help {name}: there is no such group of options; there are all, {', '.join(others)}")
+        chosen = self.help_about or (["common", "options"] if common else ["all"])
+        shown = [name for name in groups if name in chosen or "all" in chosen]
+        kept, self._action_groups = self._action_groups, [_group(titles[name], groups[name]) for name in shown]
+        try:
+            text = super().format_help()
+        finally:
+            self._action_groups = kept
+        examples = getattr(self.kind, "EXAMPLES", ())
+        if examples and not self.help_about:
+            lines = "\n".join(f"  {example}" for example in examples)
+            text = text.replace("\n\ncommon options", f"\n\nexamples:\n{lines}\n\ncommon options", 1)
+        if "all" not in chosen:
+            width = max(map(len, others)) + 2
+            listed_groups = [f"  {name:{width}}{titles[name]}" for name in others]
+            text += "\n".join(["\nmore options, with --help NAME or --help all:", *listed_groups, ""])
+        return text
 
     def file(self, path: Path) -> dict[str, Any]:
         """The values of a YAML file, laid over those of the file that it names as its ``base``.
@@ -124,7 +198,10 @@ class _ConfigParser(Parser):
             elif name in self.types:
                 flags.setdefault(name, [])
                 flags[name] = flags[name] + given if _is_list(self.types[name]) else given[-1:]
-            elif name in ("help", "print_config") or name.startswith("print_config="):
+            elif name == "help":
+                self.help_about = given
+                rest.append("--help")
+            elif name == "print_config" or name.startswith("print_config="):
                 rest.append(f"--{name}" + "".join(f"={value}" for value in given))
             else:
                 raise UserError(f"unknown option --{name}{self._meant(name)}")

@@ -230,12 +230,32 @@ def test_mistakes_in_a_file(write, text, message):
 @pytest.mark.parametrize("kind", [RunConfig, InferConfig])
 def test_help_says_what_every_field_is(kind, capsys):
     with pytest.raises(SystemExit) as caught:
-        parse(kind, ["--help"], "x.py", "Does it.")
+        parse(kind, ["--help", "all"], "x.py", "Does it.")
     assert caught.value.code == 0
     options = re.split(r"\n  --", capsys.readouterr().out)[1:]
     described = {option.split()[0]: " ".join(option.split()[1:]) for option in options}
     for name in _leaves(kind):
-        assert re.search(r"[a-z]{3,}.*\(type: ", re.sub(r"^{[^}]*}", "", described[name])), name
+        assert re.search(r"[a-z]{3,}", re.sub(r"^{[^}]*}", "", described[name])), name
+
+
+@pytest.mark.parametrize("kind", [RunConfig, InferConfig])
+def test_help_shows_examples_and_common_options_first_and_groups_by_name(kind, capsys):
+    def shown(*asked):
+        with pytest.raises(SystemExit):
+            parse(kind, ["--help", *asked], "x.py", "Does it.")
+        text = capsys.readouterr().out
+        return text, re.findall(r"^  --([\w.]+)", text, re.M)
+
+    text, common = shown()
+    assert common[: len(kind.COMMON)] == list(kind.COMMON) and len(text.splitlines()) < 80
+    assert len(kind.EXAMPLES) == 3 and all(f"  {example}\n" in text for example in kind.EXAMPLES)
+    groups = re.findall(r"^  ([a-z.]+)  ", text[text.index("more options") :], re.M)
+    listed = [option for name in groups for option in shown(name)[1]]
+    everything = {*_leaves(kind)}
+    assert {*listed, *common} - {"config", "print_config"} == everything and len(listed) == len(set(listed))
+    assert {name for _, names in kind.GROUPS.values() for name in names} <= everything
+    with pytest.raises(UserError, match="--help sped: there is no such group of options; there are all, "):
+        parse(kind, ["--help", "sped"], "x.py", "Does it.")
 
 
 def _leaves(kind, prefix=""):

@@ -23,6 +23,31 @@ class InferConfig(TextConfig):
     Densities are means over the layers; 1.0 is dense. A target without predictors is dense whatever is asked.
     """
 
+    EXAMPLES = (
+        "python infer.py --config configs/infer/opt-mini.yaml                    the demo's results and report.html",
+        "python infer.py --bundle checkpoints/mine/bundle --text heldout.txt     quality and speed of your bundle",
+        'python infer.py --bundle checkpoints/mine/bundle --tokens 0 --timing false --generate "Once"    only text',
+    )
+    COMMON = (
+        "bundle", "model", "output", "text", "tokens", "densities", "timing", "generate", "new_tokens",
+        "backend", "device", "dtype",
+    )  # fmt: skip
+    GROUPS = {
+        "texts": (
+            "Which texts are read",
+            ("own_text", "text_config", "text_revision", "text_field", "text_cache", "text_set", "window"),
+        ),
+        "quality": (
+            "What is scored",
+            ("selections", "curve_densities", "head_densities", "yardstick_texts", "sparse_from", "batch_tokens"),
+        ),
+        "speed": (
+            "What is timed",
+            ("timing_backends", "timing_mlp_density", "timing_head_density", "batch", "prompt"),
+        ),
+        "further": ("Further measurements, and where results go", ("generation", "tasks", "wandb")),
+        "run": ("Of the model and this invocation", ("revision", "predictor", "verify", "seed", "device_map")),
+    }
     GONE = {
         "curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities",
         "observe": "type python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml",
