@@ -8,6 +8,7 @@ The public functions run on CPU tensors with a launch replaced by a compilation,
 constants are those of a real call. Weights are never read: they are allocated and left alone.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -28,15 +29,19 @@ from triton.runtime.jit import JITFunction
 from benchmarks.rows import command_line
 from kernels import sampling
 from kernels.attention import flash_decode, out_projection, qkv
+from kernels.attention.head_select import HeadPredictor
 from kernels.common import checks, launch
-from kernels.common.int4 import Int4Rows
+from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from kernels.dense.screened_head import ScreenedHead
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear, MlpWeights
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc2, sparse_mlp
-from kernels.mlp.select import PredictorWeights, Selection
+from kernels.mlp.predictor import Predictor, PredictorWeights
+from kernels.mlp.selection import Selection
 from kernels.sampling import TokenState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -170,14 +175,17 @@ class Layer:
         self.ln, self.w = LayerNormWeights(halves(d), halves(d)), matrix(self.n, d)
         self.bias, self.out_bias = halves(self.n), halves(d)
         self.ones, self.limit = torch.ones(1, dtype=torch.int32), torch.ones(1)
-        self.q, self.cache, self.kept = torch.empty(1, h, hd), halves(1, h, 64, hd), halves(1, 64, d)
-        self.qkv, self.qkv_bias = matrix(h, 3, hd, d), halves(h, 3, hd)
+        self.q, marks = torch.empty(1, h, hd), torch.empty(1, h, dtype=torch.int32)
+        self.cache = KvCache(*(halves(1, h, 64, hd) for _ in range(2)), halves(1, 64, d), marks)
+        self.every = dataclasses.replace(self.cache, watermark=None)  # of layers that have all heads
+        self.qkv = Linear(matrix(h, 3, hd, d), halves(h, 3, hd))
+        self.mlp = MlpWeights(Linear(self.w, self.bias), Linear(self.w, self.out_bias))
         self.heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
-        self.marks = torch.empty(1, h, dtype=torch.int32)
-        caches = (self.q, self.cache, self.cache)
-        self.sparse = (self.kept, self.qkv, self.qkv_bias, self.heads, self.ones, self.marks, None, *caches)
         self.listed, self.partials = sparse_fc2.PackedSelection.empty(self.n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
         self.bits = Selection.empty(self.n, "cpu", sparse_fc2.packed_block(d))
+
+    def predictor(self, weights: PredictorWeights) -> Predictor:
+        return Predictor(weights, self.limit, self.bits, self.z)
 
     def sums(self) -> tuple[Any, Any]:
         return (torch.empty(self.h),) * 2, (torch.empty(self.rank),) * 2
@@ -186,20 +194,21 @@ class Layer:
         """What fp16 and 4 bits have in common; mixed: what the out-projection `out` reads."""
         x, ln, d = self.x, self.ln, self.d
         yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
-        dense = (self.qkv, self.qkv_bias, self.ones, self.q, self.cache, self.cache)
-        yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, *dense, True)
-        yield f"qkv {d}", lambda: qkv.qkv(*self.sparse, pdl=True)
+        yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)
+        sparse = (self.qkv, self.cache, self.heads, self.ones, self.q)
+        yield f"qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
         for name, heads in (("out", self.heads), ("out all", None)):
             project = partial(out_projection.project_heads, mixed, out, self.out_bias, x, heads, self.y, True)
             yield f"{name} {d}", project
         for kind, predictor in predictors.items():
-            given = (*self.sparse, predictor, self.z, self.limit, self.ones, self.bits)
+            given = (*sparse, self.predictor(predictor), self.ones)
             yield f"qkv_select {d} {kind}", partial(qkv_select.qkv_select, *given, pdl=True)
 
     def site(self, down: torch.Tensor, scale: torch.Tensor | None) -> Any:
         """The call of a site whose predictor has this first matrix."""
         rows = site_predict.SiteRows(halves(self.h, self.d), down, scale, *self.sums(), False)
-        given = (torch.empty(self.h), self.limit, self.ones, self.ones, self.kept, self.heads, self.z, True)
+        heads = HeadPredictor(rows.heads, torch.empty(self.h), self.limit, self.heads)
+        given = (heads, self.ones, self.ones, self.cache.attn_in, self.z, True)
         return partial(site_predict.site_predict, self.x, self.ln, rows, *given)
 
 
@@ -220,7 +229,7 @@ def cases_of(d: int) -> Iterator[Case]:
     yield f"8 bits: screened_head {d}", lambda: screened_head.screened_head(x, head, *stops, True)
     yield f"advance chosen {d}", lambda: sampling.advance(own.hidden, state, pdl=True, chosen=head.best)
     for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
-        given = (x if norm else halves(1, d), norm, w, own.bias, w, own.out_bias, x, own.listed, own.y, own.partials)
+        given = (x if norm else halves(1, d), norm, own.mlp, x, own.listed, own.y, own.partials)
         name = f"sparse_mlp {d} {'norm' if norm else 'own'} {early}"
         yield name, partial(sparse_mlp.sparse_mlp, *given, early, True)
     given = (own.listed, w, own.out_bias, x, own.y, own.partials)
@@ -228,7 +237,7 @@ def cases_of(d: int) -> Iterator[Case]:
     for kind, predictor in predictors.items():
         given = (x, ln, predictor.down, (torch.empty(rank), torch.empty(rank)), own.z, predictor.down_scale)
         yield f"predict {d} {kind}", partial(predict.predict_down, *given, normalised_out=halves(1, d), pdl=True)
-        given = (own.z, predictor, own.limit, own.bits, own.ones)
+        given = (own.predictor(predictor), own.ones)
         yield f"select {d} {kind}", partial(select.select_rows, *given, pdl=True)
     yield f"site {d}", own.site(halves(rank, d), None)
 
@@ -242,46 +251,49 @@ def int4_cases(d: int) -> Iterator[Case]:
     yield from own.shared_cases(mixed, by_head, predictors)
     nibbles = predictors["nibbles"]
     for batch in (2, 8):
-        given = (halves(batch, d), nibbles, own.limit, Selection.empty(n, "cpu"))
-        states, listed = torch.ones(batch, dtype=torch.int32), (own.listed.ids, own.ones)
-        call = partial(select.predict_select, *given, row_state=states, pdl=True, listed=listed)
+        listed = (own.listed.ids, own.ones)
+        several = Predictor.of(nibbles, own.limit, Selection.empty(n, "cpu"), batch, listed=listed)
+        states = torch.ones(batch, dtype=torch.int32)
+        call = partial(select.predict_select, halves(batch, d), several, row_state=states, pdl=True)
         yield f"predict_select {d} nibbles rows {batch}", call
     for kind, predictor in predictors.items():
-        given = (*own.sparse, predictor, own.z, own.limit, own.ones, own.bits)
+        given = (own.qkv, own.every, own.heads, own.ones, own.q, own.predictor(predictor), own.ones)
         yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
         yield f"site {d} {kind}", own.site(predictor.down, predictor.down_scale)
     norm = LateNorm(ln, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2))
     first_half = int4_rows(rank, d) if d >= mlp_ahead.TILED_FROM else nibbles.down
-    ahead = mlp_ahead.HeadsAhead(
-        halves(h, d), ln, own.sums()[0], torch.empty(h), own.limit, own.ones, own.heads
-    )  # fmt: skip
-    scratch = flash_decode.AttentionScratch.empty(1, h, d // h, own.cache.shape[2], "cpu")
-    for policy, selected in (("backfill", ahead), ("always", None)):
+    heads = HeadPredictor(halves(h, d), torch.empty(h), own.limit, own.heads)
+    ahead = mlp_ahead.HeadsAhead(heads, ln, own.sums()[0], own.ones)
+    scratch = flash_decode.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
+    for policy, selected, cache in (("backfill", ahead, own.cache), ("always", None, own.every)):
         late = mlp_ahead.LateSite(
-            norm, own.kept, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, first_half,
+            norm, cache.attn_in, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, first_half,
             *(torch.empty(rank) for _ in range(3)), False, own.ones,
         )  # fmt: skip
-        given = (own.kept, own.qkv, late.shifts, *own.sparse[3:], nibbles, own.z, own.limit, own.ones, own.bits)
+        given = (own.qkv, cache, own.heads, own.ones, own.q, own.predictor(nibbles), own.ones)
         yield f"late qkv_select {d} {policy}", partial(qkv_select.qkv_select, *given, policy, True, late)
-        chosen = (None, own.ones, None) if selected is None else (own.heads, own.ones, own.marks)
-        given = (own.q, own.cache, own.cache, *chosen, None, halves(1, d), scratch, own.bits, own.listed)
+        chosen = None if selected is None else own.heads
+        given = (own.q, cache, chosen, own.ones, halves(1, d), scratch, own.bits, own.listed)
         yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
-        given = (x, ln, w, bias, w, own.out_bias, own.listed, own.y, own.partials)
-        yield f"mlp_ahead {d} {policy}", partial(mlp_ahead.mlp_ahead, *given, "list", True, ahead=late)
+        given = (x, ln, own.mlp, own.listed, own.y, late, own.partials)
+        yield f"mlp_ahead {d} {policy}", partial(mlp_ahead.mlp_ahead, *given, "list", True)
     for name, inputs, early in (("int4_mlp {}", (x, ln), "list"), ("int4_mlp {} own", (mixed, None), "x")):
-        given = (*inputs, w, bias, w, own.out_bias, x, own.listed, own.y, own.partials)
+        given = (*inputs, own.mlp, x, own.listed, own.y, own.partials)
         yield name.format(d), partial(int4_mlp.int4_mlp, *given, early, True)
     for tokens in (1, 2, 4, 8):
         several, (residual, out) = own.hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
         given = (several, w, own.out_bias, residual, out, own.partials)
         yield f"int4_fc2 {d} {tokens}", partial(int4_fc2.int4_fc2, *given, True)
         if tokens > 1:
-            rows, kv = halves(tokens, d), halves(tokens, h, 64, d // h)
+            rows, kv = (
+                halves(tokens, d),
+                KvCache(*(halves(tokens, h, 64, d // h) for _ in range(2)), halves(tokens, 0, d)),
+            )
             yield f"int4_linear {d} {tokens}", partial(int4_batch.int4_linear, rows, w, bias, "relu", True)
             given = (rows, w, bias, own.listed.ids, own.listed.count, own.bits.row_bits)
             yield f"int4_listed {d} {tokens}", partial(int4_batch.int4_listed, *given, True)
             positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)
-            given = (rows, own.qkv, own.qkv_bias, positions, q, kv, kv)
+            given = (rows, own.qkv, positions, q, kv)
             yield f"int4_qkv {d} {tokens}", partial(int4_batch.int4_qkv, *given, True)
             given = (rows, by_head, own.out_bias, residual, out)
             yield f"int4_by_head {d} {tokens}", partial(int4_batch.int4_by_head, *given, True)

@@ -13,10 +13,12 @@ import torch
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights, written_out
+from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.families import ModelDims
 from kernels.common.layer_norm import layer_norm_reference
-from kernels.mlp.select import PredictorWeights, predict_reference
+from kernels.formats.linear import numbers
+from kernels.mlp.predictor import PredictorWeights
+from kernels.mlp.select import predict_reference
 
 SHAPES = {
     "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),
@@ -46,7 +48,7 @@ def random_weights(
     # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
     for layer in weights.layers:
-        layer.fc1_bias.fill_(shift)
+        layer.fc1.bias.fill_(shift)
     return weights
 
 
@@ -167,17 +169,17 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                     total += sum(matrix.nbytes for matrix in read)
                 selected[target][0] += float(chosen[target].any(0).double().mean())
                 selected[target][1] += float(chosen[target].double().mean())
-            by_head = (layer.qkv.nbytes + layer.out.nbytes) / shape.n_heads
+            by_head = (layer.qkv.weight.nbytes + layer.out.weight.nbytes) / shape.n_heads
             total += by_head * int(chosen["heads"].any(0).sum())
             total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
             n = alive = int(chosen["mlp"].any(0).sum())
             if (number, "mlp") in engine.predictors:
-                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1_bias.dtype)
-                fc1 = written_out(layer.fc1, x.dtype)
-                active = torch.nn.functional.linear(x, fc1, layer.fc1_bias) > 0
+                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1.bias.dtype)
+                fc1 = numbers(layer.fc1.weight, x.dtype)
+                active = torch.nn.functional.linear(x, fc1, layer.fc1.bias) > 0
                 alive = int((active & chosen["mlp"]).any(0).sum())
                 live = [live[0] + alive, live[1] + n]
-            total += (n * layer.fc1.nbytes + alive * layer.fc2.nbytes) / shape.d_ffn
+            total += (n * layer.fc1.weight.nbytes + alive * layer.fc2.weight.nbytes) / shape.d_ffn
     steps = n_steps * shape.n_layers
     return {
         "mlp_density": selected["mlp"][0] / steps,

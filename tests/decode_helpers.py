@@ -13,7 +13,7 @@ from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows
-from kernels.mlp.select import quantize_rows
+from kernels.mlp.predictor import quantize_rows
 
 
 def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:

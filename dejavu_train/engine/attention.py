@@ -4,49 +4,29 @@ One is chosen for each layer when a step is built; `run` queues its kernels in o
 `attend` the others. LayerNorms are prologues of the kernels, biases and the residual epilogues.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
-from kernels.attention.head_select import head_selection
+from kernels.attention.head_select import HeadPredictor, head_selection
+from kernels.common.kv_cache import KvCache
 from kernels.lookahead.mlp_ahead import LateSite
 from kernels.lookahead.site_predict import SiteRows
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """State of one layer's attention.
-
-    k, v (B, h, T, head_dim); attn_in (B, T, d), inputs kept for K/V that are computed later; watermark (B, h) int32,
-    K/V are there below it; valid (B, h, T) uint8 with the policy "stale", else None.
-    """
-
-    k: Tensor
-    v: Tensor
-    attn_in: Tensor
-    watermark: Tensor
-    valid: Tensor | None
 
 
 class DenseAttention:
     """All heads of every row."""
 
-    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace) -> None:
+    def __init__(self, weights: LayerWeights, cache: KvCache, work: Workspace) -> None:
         self.weights, self.cache, self.work = weights, cache, work
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work = self.weights, self.cache, self.work
         ops, position, pdl = work.ops, work.state.position, work.pdl
-        ops.qkv_dense(
-            x, weights.norm1, weights.qkv, weights.qkv_bias, position, work.q, cache.k, cache.v, pdl=pdl
-        )  # fmt: skip
-        ops.flash_decode(
-            work.q, cache.k, cache.v, None, position, None, None, work.heads_out, work.attention, pdl=pdl
-        )  # fmt: skip
-        ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
+        ops.qkv_dense(x, weights.norm1, weights.qkv, position, work.q, cache, pdl=pdl)
+        ops.flash_decode(work.q, cache, None, position, work.heads_out, work.attention, pdl=pdl)
+        ops.project_heads(work.heads_out, weights.out.weight, weights.out.bias, x, None, out, pdl=pdl)
 
 
 def bias_with_mean(weights: LayerWeights, heads: TargetSelection) -> Tensor:
@@ -55,42 +35,38 @@ def bias_with_mean(weights: LayerWeights, heads: TargetSelection) -> Tensor:
     Attention takes the mean off the selected heads: W (keep ? o - mean : 0) + (b + W mean).
     """
     if heads.predictor.mean is None:
-        return weights.out_bias
-    return weights.out_bias.float() + weights.whole_out(torch.float32) @ heads.predictor.mean.flatten()
+        return weights.out.bias
+    return weights.out.bias.float() + weights.whole_out(torch.float32) @ heads.predictor.mean.flatten()
 
 
 class SparseAttention:
     """The heads that each row selects; K/V that they lack are filled in as the policy says."""
 
-    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection) -> None:
+    def __init__(self, weights: LayerWeights, cache: KvCache, work: Workspace, heads: TargetSelection) -> None:
         self.weights, self.cache, self.work, self.heads = weights, cache, work, heads
         self.bias = bias_with_mean(weights, heads)
+        self.folded = heads.folded()
 
     def run(self, x: Tensor, out: Tensor) -> None:
         self.select(x)
         self.attend(x, out)
 
     def select(self, x: Tensor) -> None:
-        weights, cache, work, predictor = self.weights, self.cache, self.work, self.heads.predictor
+        work, state = self.work, self.work.state
         self.heads.join()
         work.ops.head_select(
-            x, weights.norm1, predictor.own_folded, predictor.bias, predictor.threshold, work.state.position,
-            work.state.row_state, cache.attn_in, self.heads.selection, pdl=work.pdl,
-        )  # fmt: skip
+            x, self.weights.norm1, self.folded, state.position, state.row_state, self.cache.attn_in, pdl=work.pdl
+        )
 
     def attend(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work = self.weights, self.cache, self.work
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
-        ops.qkv(
-            cache.attn_in, weights.qkv, weights.qkv_bias, selection, state.position, cache.watermark, cache.valid,
-            work.q, cache.k, cache.v, policy=work.kv_policy, pdl=pdl,
-        )  # fmt: skip
+        ops.qkv(weights.qkv, cache, selection, state.position, work.q, policy=work.kv_policy, pdl=pdl)
         ops.flash_decode(
-            work.q, cache.k, cache.v, selection, state.position, cache.watermark, cache.valid, work.heads_out,
-            work.attention, pdl=pdl, mean=predictor.mean,
-        )  # fmt: skip
-        ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
+            work.q, cache, selection, state.position, work.heads_out, work.attention, pdl=pdl, mean=predictor.mean
+        )
+        ops.project_heads(work.heads_out, weights.out.weight, self.bias, x, selection, out, pdl=pdl)
 
 
 class MaskedAttention:
@@ -99,9 +75,10 @@ class MaskedAttention:
     So nothing is ever missing, and neither inputs nor watermarks are kept.
     """
 
-    def __init__(self, weights: LayerWeights, cache: LayerCache, work: Workspace, heads: TargetSelection) -> None:
+    def __init__(self, weights: LayerWeights, cache: KvCache, work: Workspace, heads: TargetSelection) -> None:
         self.weights, self.cache, self.work, self.heads = weights, cache, work, heads
         self.bias = bias_with_mean(weights, heads)
+        self.folded = heads.folded()
         self.scratch = torch.zeros_like(work.normalised)[:, None]  # the kernel that selects keeps its input somewhere
         self.first = torch.zeros_like(work.state.position)
 
@@ -110,27 +87,23 @@ class MaskedAttention:
         self.attend(x, out)
 
     def select(self, x: Tensor) -> None:
-        work, predictor = self.work, self.heads.predictor
-        if predictor.own_folded is None:
+        work = self.work
+        if self.folded.rows is None:
             self.heads.join()
         else:
             work.ops.head_select(
-                x, self.weights.norm1, predictor.own_folded, predictor.bias, predictor.threshold, self.first,
-                work.state.row_state, self.scratch, self.heads.selection, pdl=work.pdl,
-            )  # fmt: skip
+                x, self.weights.norm1, self.folded, self.first, work.state.row_state, self.scratch, pdl=work.pdl
+            )
 
     def attend(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work = self.weights, self.cache, self.work
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
-        ops.qkv_dense(
-            x, weights.norm1, weights.qkv, weights.qkv_bias, state.position, work.q, cache.k, cache.v, pdl=pdl
-        )  # fmt: skip
+        ops.qkv_dense(x, weights.norm1, weights.qkv, state.position, work.q, cache, pdl=pdl)
         ops.flash_decode(
-            work.q, cache.k, cache.v, selection, state.position, None, None, work.heads_out, work.attention, pdl=pdl,
-            mean=predictor.mean,
-        )  # fmt: skip
-        ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
+            work.q, cache, selection, state.position, work.heads_out, work.attention, pdl=pdl, mean=predictor.mean
+        )
+        ops.project_heads(work.heads_out, weights.out.weight, self.bias, x, selection, out, pdl=pdl)
 
 
 class FusedAttention:
@@ -142,7 +115,7 @@ class FusedAttention:
     def __init__(
         self,
         weights: LayerWeights,
-        cache: LayerCache,
+        cache: KvCache,
         work: Workspace,
         heads: TargetSelection,
         mlp: TargetSelection,
@@ -154,18 +127,19 @@ class FusedAttention:
         self.site = None
         if late is None:
             self.site = SiteRows.of(heads.predictor.folded, mlp.predictor.weights, weights.norm1)
-        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device, dtype=torch.float32)
+        self.folded = heads.folded()
+        self.second = mlp.in_use(1)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         self.select(x)
         self.attend(x, out)
 
     def select(self, x: Tensor) -> None:
-        work, predictor = self.work, self.heads.predictor
-        if self.late is None:
+        work, state = self.work, self.work.state
+        if self.site is not None:
             work.ops.site_predict(
-                x, self.weights.norm1, self.site, predictor.bias, predictor.threshold, work.state.position,
-                work.state.row_state, self.cache.attn_in, self.heads.selection, self.hidden, pdl=work.pdl,
+                x, self.weights.norm1, self.site, self.folded, state.position, state.row_state, self.cache.attn_in,
+                self.second.hidden, pdl=work.pdl,
             )  # fmt: skip
 
     def attend(self, x: Tensor, out: Tensor) -> None:
@@ -173,64 +147,55 @@ class FusedAttention:
         predictor, selection = self.heads.predictor, self.heads.selection
         ops, state, pdl = work.ops, work.state, work.pdl
         ops.qkv_select(
-            cache.attn_in, weights.qkv, late_bias(weights, self.late), selection, state.position, cache.watermark,
-            cache.valid, work.q, cache.k, cache.v, mlp.predictor.weights, self.hidden, mlp.predictor.threshold,
-            state.row_state, mlp.selection, policy=work.kv_policy, pdl=pdl, late=self.late,
+            weights.qkv, cache, selection, state.position, work.q, self.second, state.row_state,
+            policy=work.kv_policy, pdl=pdl, late=self.late,
         )  # fmt: skip
         ops.attend_pack(
-            work.q, cache.k, cache.v, selection, state.position, cache.watermark, cache.valid, work.heads_out,
-            work.attention, mlp_selection=mlp.selection, packed=work.packed, pdl=pdl, mean=predictor.mean,
+            work.q, cache, selection, state.position, work.heads_out, work.attention, mlp.selection, work.packed,
+            pdl=pdl, mean=predictor.mean,
         )  # fmt: skip
-        ops.project_heads(work.heads_out, weights.out, self.bias, x, selection, out, pdl=pdl)
+        ops.project_heads(work.heads_out, weights.out.weight, self.bias, x, selection, out, pdl=pdl)
 
 
 class FusedDenseAttention:
     """`DenseAttention` of one row whose grids also run the predictor of its layer's MLP, and pack that list.
 
-    A predictor on a stream of its own costs two events a layer, and its kernels cannot start while others end. inputs:
-    (1, T, d), of which a step fills and reads its own position: all layers share it. late: as in `FusedAttention`.
+    A predictor on a stream of its own costs two events a layer, and its kernels cannot start while others end. cache:
+    its inputs are those of all such layers, of which a step fills and reads its own position. late: as in
+    `FusedAttention`.
     """
 
     def __init__(
         self,
         weights: LayerWeights,
-        cache: LayerCache,
+        cache: KvCache,
         work: Workspace,
         mlp: TargetSelection,
-        inputs: Tensor,
         late: LateSite | None = None,
     ) -> None:
-        self.weights, self.cache, self.work, self.mlp, self.inputs = weights, cache, work, mlp, inputs
-        self.late = late
+        self.weights, self.cache, self.work, self.mlp, self.late = weights, cache, work, mlp, late
         self.site = SiteRows.of(None, mlp.predictor.weights, weights.norm1) if late is None else None
-        self.hidden = torch.zeros(1, mlp.predictor.weights.down.shape[0], device=work.q.device, dtype=torch.float32)
-        self.every_head = head_selection(work.q.shape[1], work.q.device)
-        self.every_head.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
+        self.second = mlp.in_use(1)
+        every = head_selection(work.q.shape[1], work.q.device)
+        every.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
+        self.every_head = HeadPredictor(None, mlp.predictor.bias, mlp.predictor.threshold, every)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, cache, work, mlp, every = self.weights, self.cache, self.work, self.mlp, self.every_head
         ops, state, pdl = work.ops, work.state, work.pdl
-        predictor = mlp.predictor
-        if self.late is None:
+        if self.site is not None:
             ops.site_predict(
-                x, weights.norm1, self.site, predictor.bias, predictor.threshold, state.position, state.row_state,
-                self.inputs, every, self.hidden, pdl=pdl,
+                x, weights.norm1, self.site, every, state.position, state.row_state, cache.attn_in, self.second.hidden,
+                pdl=pdl,
             )  # fmt: skip
         ops.qkv_select(
-            self.inputs, weights.qkv, late_bias(weights, self.late), every, state.position, cache.watermark, None,
-            work.q, cache.k, cache.v, predictor.weights, self.hidden, predictor.threshold, state.row_state,
-            mlp.selection, policy="always", pdl=pdl, late=self.late,
+            weights.qkv, cache, every.selection, state.position, work.q, self.second, state.row_state, policy="always",
+            pdl=pdl, late=self.late,
         )  # fmt: skip
         ops.attend_pack(
-            work.q, cache.k, cache.v, None, state.position, None, None, work.heads_out, work.attention,
-            mlp_selection=mlp.selection, packed=work.packed, pdl=pdl,
-        )  # fmt: skip
-        ops.project_heads(work.heads_out, weights.out, weights.out_bias, x, None, out, pdl=pdl)
-
-
-def late_bias(weights: LayerWeights, late: LateSite | None) -> Tensor:
-    """(h, 3, head_dim): the bias of q/k/v, with the LayerNorm's shift where that is not in their input."""
-    return weights.qkv_bias if late is None else late.shifts
+            work.q, cache, None, state.position, work.heads_out, work.attention, mlp.selection, work.packed, pdl=pdl
+        )
+        ops.project_heads(work.heads_out, weights.out.weight, weights.out.bias, x, None, out, pdl=pdl)
 
 
 Attention = DenseAttention | SparseAttention | MaskedAttention | FusedAttention | FusedDenseAttention

@@ -32,13 +32,14 @@ from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
-from dejavu_train.engine.weights import DecodeWeights, Matrix, check_four_bits, engine_dtype
+from dejavu_train.engine.weights import DecodeWeights, check_four_bits, engine_dtype
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from kernels.attention import qkv
 from kernels.common.checks import FLOAT_TYPES, HEAD_DIMS, runs_on
-from kernels.common.int4 import Int4Rows
 from kernels.dense.screened_head import SCREENED_WIDTHS, screen_bytes
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Matrix
 
 POLICIES = tuple(qkv.POLICIES)
 MAX_PACKED_ROWS = 8  # of `qkv` with 4-bit weights

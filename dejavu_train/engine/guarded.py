@@ -20,8 +20,8 @@ from dejavu_train.engine.mlp import (
     reads_own_site,
     select_of_several_rows,
 )
-from dejavu_train.engine.weights import written_out
 from dejavu_train.families import Target, UnitKey
+from kernels.formats.linear import numbers
 
 
 class GuardedAttention:
@@ -53,9 +53,8 @@ class GuardedMlp:
 
     def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | ListedMlp | MaskedMlp, guard: GuardState) -> None:
         self.body, self.guard, self.own = body, guard, reads_own_site(body.mlp)
-        self.norms = torch.linalg.vector_norm(
-            written_out(body.weights.fc2, torch.float32).float(), dim=1
-        )  # rows of fc2 are neurons here
+        # Rows of fc2 are neurons here.
+        self.norms = torch.linalg.vector_norm(numbers(body.weights.fc2.weight, torch.float32), dim=1)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         body, mlp, weights, work = self.body, self.body.mlp, self.body.weights, self.body.work
@@ -71,16 +70,16 @@ class GuardedMlp:
             work.ops.cascade(
                 work.normalised, weights.cascade, mlp.selection, work.packed, row_state=everything, pdl=work.pdl
             )
-            work.ops.sparse_fc2(
-                work.packed, weights.fc2, weights.fc2_bias, x, out, partials=work.partials, pdl=work.pdl
-            )
+            fc2 = weights.fc2
+            work.ops.sparse_fc2(work.packed, fc2.weight, fc2.bias, x, out, partials=work.partials, pdl=work.pdl)
             hidden = torch.zeros_like(work.hidden)
             hidden[0, work.packed.ids.long()] = work.packed.values
         else:
             if weights.cascade is not None:
                 select_of_several_rows(weights, work, mlp, self.own, x)
                 selected = mlp.selection.to_mask(batch)
-            hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
+            fc1 = weights.fc1
+            hidden = work.ops.dense_hidden(x, weights.norm2, fc1.weight, fc1.bias, "relu", pdl=work.pdl)
             dense_fc2(weights, work, hidden, x, out)
         rows = work.state.row_state == 1
         self.guard.measure(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
-from kernels.common.int4 import Int4Rows
+from kernels.formats.int4 import Int4Rows
 from kernels.lookahead.mlp_ahead import LateSite
 from kernels.mlp import int4_fc2
 
@@ -22,8 +22,9 @@ def reads_own_site(mlp: TargetSelection) -> bool:
 
 def dense_fc2(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
     """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
-    rows = (weights.fc2, weights.fc2_bias, x, out)
-    if isinstance(weights.fc2, Int4Rows) and int4_fc2.takes(weights.fc2, len(x)):
+    fc2 = weights.fc2
+    rows = (fc2.weight, fc2.bias, x, out)
+    if isinstance(fc2.weight, Int4Rows) and int4_fc2.takes(fc2.weight, len(x)):
         work.ops.int4_fc2(hidden.float() if len(x) == 1 else hidden, *rows, work.partials, pdl=work.pdl)
     else:
         work.ops.dense_add(hidden, *rows, transposed=weights.fc2_transposed, pdl=work.pdl)
@@ -35,26 +36,24 @@ class DenseMlp:
 
     def __init__(self, weights: LayerWeights, work: Workspace) -> None:
         self.weights, self.work, self.several = weights, work, len(work.hidden) > 1
-        self.one_grid = isinstance(weights.fc2, Int4Rows) and not int4_fc2.pays(weights.fc2)
+        fc2 = weights.fc2.weight
+        self.one_grid = isinstance(fc2, Int4Rows) and not int4_fc2.pays(fc2)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
-        ops, hidden, pdl = work.ops, work.hidden, work.pdl
+        ops, hidden, pdl, fc1, fc2 = work.ops, work.hidden, work.pdl, weights.fc1, weights.fc2
         if self.several:
-            several = ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=pdl)
+            several = ops.dense_hidden(x, weights.norm2, fc1.weight, fc1.bias, "relu", pdl=pdl)
             dense_fc2(weights, work, several, x, out)
             return
         if self.one_grid:
-            ops.int4_mlp(
-                x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.every_neuron,
-                out, work.partials, "list", pdl,
-            )  # fmt: skip
+            ops.int4_mlp(x, weights.norm2, weights.mlp, x, work.every_neuron, out, work.partials, "list", pdl)
             return
-        ops.dense_rows(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", hidden, pdl=pdl)
+        ops.dense_rows(x, weights.norm2, fc1.weight, fc1.bias, "relu", hidden, pdl=pdl)
         if weights.packed:
-            ops.int4_fc2(hidden, weights.fc2, weights.fc2_bias, x, out, work.partials, pdl=pdl)
+            ops.int4_fc2(hidden, fc2.weight, fc2.bias, x, out, work.partials, pdl=pdl)
             return
-        ops.dense_wide(hidden, weights.fc2, weights.fc2_bias, x, out, pdl=pdl)
+        ops.dense_wide(hidden, fc2.weight, fc2.bias, x, out, pdl=pdl)
 
 
 class SparseMlp:
@@ -80,16 +79,12 @@ class SparseMlp:
             work.ops.pack(self.mlp.selection, work.packed, pdl=work.pdl)
         if self.ahead is not None:
             work.ops.mlp_ahead(
-                x, weights.norm2, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, work.packed, out,
-                work.partials, self.early, work.pdl, ahead=self.ahead,
-            )  # fmt: skip
+                x, weights.norm2, weights.mlp, work.packed, out, self.ahead, work.partials, self.early, work.pdl
+            )
             return
         source, norm = (work.normalised, None) if self.own else (x, weights.norm2)
         sparse_mlp = work.ops.int4_mlp if weights.packed else work.ops.sparse_mlp
-        sparse_mlp(
-            source, norm, weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, x, work.packed, out,
-            work.partials, self.early, work.pdl,
-        )  # fmt: skip
+        sparse_mlp(source, norm, weights.mlp, x, work.packed, out, work.partials, self.early, work.pdl)
 
 
 class CascadeMlp:
@@ -110,7 +105,7 @@ class CascadeMlp:
         ops.cascade(
             work.normalised, weights.cascade, self.mlp.selection, work.packed, row_state=work.state.row_state, pdl=pdl
         )
-        ops.sparse_fc2(work.packed, weights.fc2, weights.fc2_bias, x, out, partials=work.partials, pdl=pdl)
+        ops.sparse_fc2(work.packed, weights.fc2.weight, weights.fc2.bias, x, out, partials=work.partials, pdl=pdl)
 
 
 def select_of_several_rows(weights: LayerWeights, work: Workspace, mlp: TargetSelection, own: bool, x: Tensor) -> None:
@@ -134,9 +129,9 @@ class BatchMlp:
         weights, work = self.weights, self.work
         select_of_several_rows(weights, work, self.mlp, self.own, x)
         work.ops.fc1_batch(
-            work.normalised, weights.fc1, weights.fc1_bias, self.mlp.selection, work.activations, pdl=work.pdl
+            work.normalised, weights.fc1.weight, weights.fc1.bias, self.mlp.selection, work.activations, pdl=work.pdl
         )
-        work.ops.fc2_batch(work.activations, weights.fc2, weights.fc2_bias, x, out, pdl=work.pdl)
+        work.ops.fc2_batch(work.activations, weights.fc2.weight, weights.fc2.bias, x, out, pdl=work.pdl)
 
 
 class ListedMlp:
@@ -153,7 +148,7 @@ class ListedMlp:
         if not self.listed:
             work.ops.pack(selection, work.packed, pdl=work.pdl)
         hidden = work.ops.int4_listed(
-            work.normalised, weights.fc1, weights.fc1_bias, ids, count, selection.row_bits, pdl=work.pdl
+            work.normalised, weights.fc1.weight, weights.fc1.bias, ids, count, selection.row_bits, pdl=work.pdl
         )
         dense_fc2(weights, work, hidden, x, out)
 
@@ -168,7 +163,8 @@ class MaskedMlp:
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
         select_of_several_rows(weights, work, self.mlp, self.own or weights.cascade is None, x)
-        hidden = work.ops.dense_hidden(x, weights.norm2, weights.fc1, weights.fc1_bias, "relu", pdl=work.pdl)
+        fc1 = weights.fc1
+        hidden = work.ops.dense_hidden(x, weights.norm2, fc1.weight, fc1.bias, "relu", pdl=work.pdl)
         hidden = hidden.masked_fill((self.mlp.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
         dense_fc2(weights, work, hidden, x, out)
 

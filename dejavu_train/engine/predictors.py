@@ -13,7 +13,7 @@ from dejavu_train.families import Target
 from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
 from kernels.mlp import nibbles_batch
-from kernels.mlp.select import PredictorWeights
+from kernels.mlp.predictor import PredictorWeights
 
 Grid = tuple[Tensor, Tensor, Tensor]
 Key = tuple[int, str]  # layer and target

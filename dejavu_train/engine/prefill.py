@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, LayerWeights, written_out
+from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, LayerWeights
 from dejavu_train.families.block import forward_block
 from kernels.common.layer_norm import layer_norm_reference
+from kernels.formats.linear import numbers
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
 
@@ -68,22 +69,22 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
     h, hd, dtype = weights.shape.n_heads, weights.shape.head_dim, weights.embedding.dtype
 
     def project(n: Tensor) -> tuple[Tensor, ...]:
-        qkv = written_out(layer.qkv, dtype).view(3 * h * hd, -1)
-        heads = F.linear(n, qkv, layer.qkv_bias.flatten()).unflatten(-1, (h, 3, hd))
+        qkv = numbers(layer.qkv.weight, dtype).view(3 * h * hd, -1)
+        heads = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, (h, 3, hd))
         return tuple(heads[..., part, :].transpose(-2, -3) for part in range(3))
 
     def down(neurons: Tensor) -> Tensor:
-        fc2 = written_out(layer.fc2, dtype)
+        fc2 = numbers(layer.fc2.weight, dtype)
         product = neurons @ fc2 if layer.fc2_transposed else F.linear(neurons, fc2)
-        return product.float() + layer.fc2_bias.float()
+        return product.float() + layer.fc2.bias.float()
 
     return SimpleNamespace(
         norm_attn=lambda x: layer_norm_reference(x, layer.norm1, dtype),
         project=project,
         scaling=1.0,  # by `scaled_dot_product_attention`
-        out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out_bias.float(),
+        out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
-        up=lambda n: F.linear(n, written_out(layer.whole_fc1(), dtype), layer.fc1_bias),
+        up=lambda n: F.linear(n, numbers(layer.whole_fc1().weight, dtype), layer.fc1.bias),
         activate=torch.relu_,
         down=down,
     )

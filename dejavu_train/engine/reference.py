@@ -8,13 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.flash_decode import flash_decode_reference
-from kernels.common.int4 import Int4Rows
+from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
+from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.lookahead.mlp_ahead import add_ahead_reference
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear, MlpWeights
+from kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
 from kernels.mlp.cascade import CascadeWeights, cascade_reference
 from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
-from kernels.mlp.select import PredictorWeights, Selection, predict_select_reference
+from kernels.mlp.predictor import Predictor
+from kernels.mlp.select import predict_select_reference
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection
 from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
@@ -23,6 +27,10 @@ def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
     """The operation, which then takes 4-bit rows too: as numbers in fp32, those of heads (h, d, head_dim) turned."""
 
     def numbers(given: Any) -> Any:
+        if isinstance(given, Linear):
+            return Linear(numbers(given.weight), given.bias)
+        if isinstance(given, MlpWeights):
+            return MlpWeights(numbers(given.fc1), numbers(given.fc2))
         if not isinstance(given, Int4Rows):
             return given
         whole = given.dequantised()
@@ -37,27 +45,24 @@ def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def predict_select(
     x: Tensor,
-    predictor: PredictorWeights,
-    threshold: Tensor,
-    out: Selection,
+    predictor: Predictor,
     ln: LayerNormWeights | None = None,
     row_state: Tensor | None = None,
-    top_k: int | None = None,
-    hidden: Tensor | None = None,
     normalised_out: Tensor | None = None,
+    logits_out: Tensor | None = None,
     pdl: bool = False,
-    listed: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """See `kernels.mlp.select.predict_select`."""
     if ln is not None:
         x = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
     if normalised_out is not None:
         normalised_out.copy_(x)
-    out.set_mask(predict_select_reference(x, predictor, threshold, None, row_state, top_k))
-    if listed is not None:
-        ids = out.indices()
-        listed[0][: len(ids)] = ids.int()
-        listed[1].fill_(len(ids))
+    mask = predict_select_reference(x, predictor.weights, predictor.threshold, None, row_state, predictor.top_k)
+    predictor.selection.set_mask(mask)
+    if predictor.listed is not None:
+        ids = predictor.selection.indices()
+        predictor.listed[0][: len(ids)] = ids.int()
+        predictor.listed[1].fill_(len(ids))
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
@@ -72,19 +77,27 @@ def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
     out.count.fill_(len(ids))
 
 
-def attend_pack(*attention, mlp_selection: Selection, packed: PackedSelection, pdl=False, mean=None) -> None:  # type: ignore[no-untyped-def]
+def attend_pack(
+    q: Tensor,
+    cache: KvCache,
+    selection: Selection | None,
+    position: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch,
+    mlp_selection: Selection,
+    packed: PackedSelection,
+    pdl: bool = False,
+    mean: Tensor | None = None,
+) -> None:
     """See `kernels.lookahead.attend_pack.attend_pack`."""
-    flash_decode_reference(*attention, mean=mean)
+    flash_decode_reference(q, cache, selection, position, out, mean=mean)
     pack(mlp_selection, packed)
 
 
 def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2_t: Tensor,
-    b2: Tensor,
+    weights: MlpWeights,
     residual: Tensor,
     rows: PackedSelection,
     out: Tensor,
@@ -94,14 +107,26 @@ def sparse_mlp(
 ) -> None:
     """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()
+    w1, w2 = weights.fc1.weight, weights.fc2.weight
+    assert isinstance(w1, Tensor) and isinstance(w2, Tensor)
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
-    h = (F.linear(n.float(), w1[ids].float()) + b1[ids].float()).relu()
-    out.copy_(h @ w2_t[ids].float() + b2.float() + residual)
+    h = (F.linear(n.float(), w1[ids].float()) + weights.fc1.bias[ids].float()).relu()
+    out.copy_(h @ w2[ids].float() + weights.fc2.bias.float() + residual)
 
 
-def mlp_ahead(x, ln, w1, b1, w2_t, b2, rows, out, partials=None, early=None, pdl=False, *, ahead) -> None:  # type: ignore[no-untyped-def]
+def mlp_ahead(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weights: MlpWeights,
+    rows: PackedSelection,
+    out: Tensor,
+    ahead: LateSite,
+    partials: Tensor | None = None,
+    early: str | None = None,
+    pdl: bool = False,
+) -> None:
     """See `kernels.lookahead.mlp_ahead.mlp_ahead`."""
-    sparse_mlp(x, ln, w1, b1, w2_t, b2, x, rows, out)
+    sparse_mlp(x, ln, weights, x, rows, out)
     add_ahead_reference(x, out, ahead)
 
 

@@ -19,7 +19,6 @@ from dejavu_train.engine.attention import (
     DenseAttention,
     FusedAttention,
     FusedDenseAttention,
-    LayerCache,
     MaskedAttention,
     SparseAttention,
 )
@@ -32,11 +31,12 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from kernels.attention import head_select
 from kernels.common import launch
-from kernels.common.int4 import Int4Rows
+from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm
 from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
 from kernels.mlp import select, sparse_fc2
+from kernels.mlp.selection import Selection
 
 Key = tuple[int, str]
 BATCH_BLOCK = 64  # of the selections of several rows
@@ -113,12 +113,12 @@ class DecodeStep:
         chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
         masked = {key for key, each in modes.items() if not each.sparse}
+        inputs = context if any((layer, "heads") not in predictors for layer in fused) else 0
+        self.inputs = torch.zeros(batch, inputs, shape.d_model, dtype=dtype, device=device)
         self.caches = [
             self._cache(layer, (layer, "heads") in predictors and (layer, "heads") not in masked)
             for layer in range(shape.n_layers)
         ]
-        inputs = context if any((layer, "heads") not in predictors for layer in fused) else 0
-        self.inputs = torch.zeros(batch, inputs, shape.d_model, dtype=dtype, device=device)
         sites = self._late_sites(chosen)
         self.halves: list[Half] = []
         for layer in range(shape.n_layers):
@@ -138,7 +138,7 @@ class DecodeStep:
         if predictor.own_folded is not None or (target == "heads" and layer in self._late):
             return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
         block = sparse_fc2.packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
-        selection = select.Selection.empty(self.shape.units(predictor.target), device, block)
+        selection = Selection.empty(self.shape.units(predictor.target), device, block)
         if fused:
             return TargetSelection(predictor, selection, None)
         weights = self.weights.layers[predictor.site_layer]
@@ -153,15 +153,19 @@ class DecodeStep:
         )  # fmt: skip
         return TargetSelection(predictor, selection, runner)
 
-    def _cache(self, layer: int, sparse: bool) -> LayerCache:
+    def _cache(self, layer: int, sparse: bool) -> KvCache:
+        """A layer that computes K/V of all its heads needs no inputs, or its own position of those that are shared."""
         shape, batch, device = self.shape, self.batch, self.device
         dtype, size = self.weights.embedding.dtype, (batch, shape.n_heads, self.context)
         stale = sparse and self.kv_policy == "stale"
-        return LayerCache(
+        attn_in = self.inputs
+        if sparse or layer not in self._fused:
+            attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
+        return KvCache(
             k=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
             v=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
-            attn_in=torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device),
-            watermark=self.watermark[layer],
+            attn_in=attn_in,
+            watermark=self.watermark[layer] if sparse else None,
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
         )
 
@@ -174,16 +178,13 @@ class DecodeStep:
             weights, cache, ahead = self.weights.layers[layer], self.caches[layer], None
             heads, mlp = chosen.get((layer, "heads")), chosen[layer, "mlp"].predictor
             if heads is not None:
-                rows, norm = heads.predictor.folded, self.weights.layers[layer - 1].norm2
-                assert rows is not None
-                ahead = HeadsAhead.of(
-                    rows, norm, heads.predictor.bias, heads.predictor.threshold, self.state.row_state, heads.selection
+                predictor = head_select.HeadPredictor(
+                    heads.predictor.folded, heads.predictor.bias, heads.predictor.threshold, heads.selection
                 )
-            assert isinstance(weights.qkv, Int4Rows)
+                ahead = HeadsAhead.of(predictor, self.weights.layers[layer - 1].norm2, self.state.row_state)
             found[layer] = LateSite.of(
                 LateNorm.empty(weights.norm1, self.context, estimate, moments),
-                self.inputs if heads is None else cache.attn_in, self.state.position, weights.qkv, weights.qkv_bias,
-                mlp.weights, arrived, ahead,
+                cache.attn_in, self.state.position, weights.qkv, mlp.weights, arrived, ahead,
             )  # fmt: skip
         return found
 
@@ -197,7 +198,7 @@ class DecodeStep:
     ) -> Attention:
         weights, cache = self.weights.layers[layer], self.caches[layer]
         if heads is None and fused_mlp is not None:
-            return FusedDenseAttention(weights, cache, self.work, fused_mlp, self.inputs, late)
+            return FusedDenseAttention(weights, cache, self.work, fused_mlp, late)
         if heads is None:
             return DenseAttention(weights, cache, self.work)
         if masked:

@@ -17,7 +17,7 @@ already is shared.
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +32,13 @@ from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
 from dejavu_train.predictors.bit_planes import BitPlanes
-from kernels.common.int4 import Int4Rows
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear, Matrix, MlpWeights, numbers
 from kernels.mlp.cascade import CascadeWeights
 
-Matrix: TypeAlias = Tensor | Int4Rows
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
-
-
-def written_out(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The matrix as numbers: itself, or code * scale in `dtype`."""
-    return matrix.dequantised(dtype) if isinstance(matrix, Int4Rows) else matrix
 
 
 def parts_of(matrix: Matrix) -> tuple[Tensor, ...]:
@@ -56,35 +51,36 @@ class LayerWeights:
     """One decoder layer; see the module's docstring for the shapes."""
 
     norm1: LayerNormWeights
-    qkv: Matrix
-    qkv_bias: Tensor
-    out: Matrix
-    out_bias: Tensor
+    qkv: Linear
+    out: Linear
     norm2: LayerNormWeights
-    fc1: Matrix
-    fc1_bias: Tensor
-    fc2: Matrix
-    fc2_bias: Tensor
+    fc1: Linear
+    fc2: Linear
     fc2_transposed: bool = False
     cascade: CascadeWeights | None = None
 
     @property
     def packed(self) -> bool:
         """Whether the matrices lie in 4 bits."""
-        return isinstance(self.fc1, Int4Rows)
+        return isinstance(self.fc1.weight, Int4Rows)
+
+    @property
+    def mlp(self) -> MlpWeights:
+        """fc1 and fc2 for kernels that run both, fc2 as rows of neurons."""
+        return MlpWeights(self.fc1, self.fc2)
 
     def whole_out(self, dtype: torch.dtype) -> Tensor:
         """The out-projection (d, h * head_dim) as numbers."""
-        if isinstance(self.out, Int4Rows):
-            return self.out.dequantised(dtype).transpose(0, 1).flatten(1)
-        return self.out.to(dtype)
+        whole = numbers(self.out.weight, dtype)
+        return whole.transpose(0, 1).flatten(1) if self.packed else whole
 
-    def whole_fc1(self) -> Matrix:
+    def whole_fc1(self) -> Linear:
         """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
-        if isinstance(self.fc1, Int4Rows) or self.fc1.numel() or self.cascade is None:
+        stored = self.fc1.weight
+        if self.cascade is None or isinstance(stored, Int4Rows) or stored.numel():
             return self.fc1
         upper, lower = self.cascade.parts()
-        return upper.add_(lower).to(self.fc1.dtype)
+        return Linear(upper.add_(lower).to(stored.dtype), self.fc1.bias)
 
     def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
         """This layer for an engine of `batch` rows; tensors that need no other layout are shared.
@@ -93,19 +89,23 @@ class LayerWeights:
             transposed: fc2 as rows of neurons.
             grid: of a second stage's planes, with its thresholds; None = a single stage.
         """
-        if isinstance(self.fc1, Int4Rows) or isinstance(self.fc2, Int4Rows):
+        if self.packed:
             return self
         layer = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
         if transposed != self.fc2_transposed:
-            layer = dataclasses.replace(layer, fc2=self.fc2.T.contiguous(), fc2_transposed=transposed)
+            assert isinstance(self.fc2.weight, Tensor)
+            turned = Linear(self.fc2.weight.T.contiguous(), self.fc2.bias)
+            layer = dataclasses.replace(layer, fc2=turned, fc2_transposed=transposed)
         if grid is None:
             return layer
-        assert isinstance(layer.fc1, Tensor)
-        planes = BitPlanes.of(layer.fc1, *grid[:2])
+        stored, bias = layer.fc1.weight, layer.fc1.bias
+        assert isinstance(stored, Tensor)
+        planes = BitPlanes.of(stored, *grid[:2])
         cascade = CascadeWeights(
-            planes.upper, planes.rest, planes.step, planes.scale, layer.fc1_bias.float(), grid[2].to(layer.fc1.device)
+            planes.upper, planes.rest, planes.step, planes.scale, bias.float(), grid[2].to(stored.device)
         )
-        layer = dataclasses.replace(layer, fc1=layer.fc1.new_empty(0, layer.fc1.shape[1]), cascade=cascade)
+        nothing = Linear(stored.new_empty(0, stored.shape[1]), bias)
+        layer = dataclasses.replace(layer, fc1=nothing, cascade=cascade)
         if batch == 1:
             return layer
         upper_only = dataclasses.replace(cascade, rest=planes.rest[:0])
@@ -215,13 +215,12 @@ class DecodeWeights:
                 }
             layers.append(
                 LayerWeights(
-                    **matrices,
                     norm1=norm(block.norm_attn),
-                    qkv_bias=torch.stack([bias(part).view(h, hd) for part in parts], dim=1),
-                    out_bias=bias(block.out),
+                    qkv=Linear(matrices["qkv"], torch.stack([bias(part).view(h, hd) for part in parts], dim=1)),
+                    out=Linear(matrices["out"], bias(block.out)),
                     norm2=norm(block.norm_mlp),
-                    fc1_bias=bias(block.up),
-                    fc2_bias=bias(block.down),
+                    fc1=Linear(matrices["fc1"], bias(block.up)),
+                    fc2=Linear(matrices["fc2"], bias(block.down)),
                     fc2_transposed=packed or number in transposed,
                 )
             )
@@ -304,15 +303,11 @@ class DecodeWeights:
         layers = [
             LayerWeights(
                 norm1=norm(),
-                qkv=matrix("self_attn.q_proj", h, 3, hd, d),
-                qkv_bias=zeros(h, 3, hd),
-                out=matrix("self_attn.out_proj", h, d, hd) if packed else normal(d, h * hd),
-                out_bias=zeros(d),
+                qkv=Linear(matrix("self_attn.q_proj", h, 3, hd, d), zeros(h, 3, hd)),
+                out=Linear(matrix("self_attn.out_proj", h, d, hd) if packed else normal(d, h * hd), zeros(d)),
                 norm2=norm(),
-                fc1=matrix("fc1", ffn, d),
-                fc1_bias=zeros(ffn),
-                fc2=matrix("fc2", ffn, d) if packed else normal(d, ffn),
-                fc2_bias=zeros(d),
+                fc1=Linear(matrix("fc1", ffn, d), zeros(ffn)),
+                fc2=Linear(matrix("fc2", ffn, d) if packed else normal(d, ffn), zeros(d)),
                 fc2_transposed=packed,
             )
             for _ in range(shape.n_layers)
@@ -331,8 +326,8 @@ class DecodeWeights:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
-            for matrix in (layer.qkv, layer.out, layer.fc1, layer.fc2):
-                yield from parts_of(matrix)
+            for linear in (layer.qkv, layer.out, layer.fc1, layer.fc2):
+                yield from parts_of(linear.weight)
             if layer.cascade is not None:
                 yield from (layer.cascade.upper, layer.cascade.rest)
         yield from parts_of(self.lm_head)

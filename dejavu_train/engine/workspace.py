@@ -9,10 +9,12 @@ from torch import Tensor
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.families import ModelDims
 from kernels.attention.flash_decode import AttentionScratch
+from kernels.attention.head_select import HeadPredictor
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.cascade_batch import InputLevels
 from kernels.mlp.int4_fc2 import MOST_TOKENS
-from kernels.mlp.select import Selection
+from kernels.mlp.predictor import Predictor
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
 from kernels.mlp.sparse_mlp_batch import BatchActivations
 from kernels.sampling import TokenState
@@ -123,8 +125,10 @@ class SitePredictor:
         self.predictor, self.selection, self.work, self.norm = predictor, selection, work, norm
         self.stream = None if own else work.ahead
         self.normalised_out, self.listed = normalised_out, listed
-        batch, rank = len(work.normalised), predictor.weights.down.shape[0]
-        self.hidden = torch.zeros(batch, rank, device=work.normalised.device, dtype=torch.float32)
+        self.in_use = Predictor.of(
+            predictor.weights, predictor.threshold, selection, len(work.normalised), predictor.top_k,
+            None if listed is None else (listed.ids, listed.count),
+        )  # fmt: skip
         self._ready: torch.cuda.Event | None = None
 
     def run(self, x: Tensor) -> None:
@@ -139,25 +143,12 @@ class SitePredictor:
             self._ready = self.stream.record_event()
 
     def _predict(self, x: Tensor, pdl: bool) -> None:
-        predictor = self.predictor
-        self.work.ops.predict_select(
-            x,
-            predictor.weights,
-            predictor.threshold,
-            self.selection,
-            ln=self.norm,
-            row_state=self.work.state.row_state,
-            top_k=predictor.top_k,
-            hidden=self.hidden,
-            normalised_out=self.normalised_out,
-            pdl=pdl,
-            listed=None if self.listed is None else (self.listed.ids, self.listed.count),
-        )
+        self.work.ops.predict_select(x, self.in_use, self.norm, self.work.state.row_state, self.normalised_out, pdl=pdl)
 
     def join(self) -> None:
         """Let the current stream wait for the selection."""
         if self._ready is not None:
-            torch.cuda.current_stream(self.hidden.device).wait_event(self._ready)
+            torch.cuda.current_stream(self.in_use.hidden.device).wait_event(self._ready)
             self._ready = None
 
 
@@ -168,6 +159,15 @@ class TargetSelection:
     predictor: TargetPredictor
     selection: Selection
     runner: SitePredictor | None
+
+    def folded(self) -> HeadPredictor:
+        """Of heads: what the layer itself runs, without rows where the selection is made elsewhere."""
+        predictor = self.predictor
+        return HeadPredictor(predictor.own_folded, predictor.bias, predictor.threshold, self.selection)
+
+    def in_use(self, batch: int) -> Predictor:
+        """What a kernel of `batch` rows runs, with scratch of its own."""
+        return Predictor.of(self.predictor.weights, self.predictor.threshold, self.selection, batch)
 
     def join(self) -> None:
         """Let the current stream wait for the selection, where another one makes it."""

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kernels.common.checks import check_device, check_head_dim, check_shape, require
+from kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
+from kernels.common.kv_cache import KvCache
 from kernels.common.launch import start_dependents_and_wait, use_pdl
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
 WARPS = {32: 2, 64: 2, 128: 4}  # of a program, for one row
@@ -63,16 +65,23 @@ class AttentionScratch:
 
 
 def flash_decode_reference(
-    q, k_cache, v_cache, selection, position, watermark, valid, out, scratch=None, pdl=False, mean=None
+    q: Tensor,
+    cache: KvCache,
+    selection: Selection | None,
+    position: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch | None = None,
+    pdl: bool = False,
+    mean: Tensor | None = None,
 ) -> None:
     """Plain torch over the whole capacity, masked; no host synchronisation."""
-    batch, n_heads, capacity, head_dim = k_cache.shape
+    batch, n_heads, capacity, head_dim = cache.k.shape
     seen = torch.arange(capacity, device=q.device)[None] <= position[:, None]
     seen = seen[:, None, :].expand(batch, n_heads, capacity)
-    if valid is not None:
-        seen = seen & (valid > 0)
-    k = torch.where(seen[..., None], k_cache.float(), 0.0)
-    v = torch.where(seen[..., None], v_cache.float(), 0.0)
+    if cache.valid is not None:
+        seen = seen & (cache.valid > 0)
+    k = torch.where(seen[..., None], cache.k.float(), 0.0)
+    v = torch.where(seen[..., None], cache.v.float(), 0.0)
     scores = (k @ q.float()[..., None])[..., 0] * head_dim**-0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     result = (weights[:, :, None, :] @ v)[:, :, 0]
@@ -82,8 +91,8 @@ def flash_decode_reference(
     if mean is not None:
         result = result - mean
     out.copy_(torch.where(chosen[..., None], result, 0.0).reshape(batch, -1))
-    if watermark is not None:
-        watermark.copy_(torch.where(chosen, position[:, None] + 1, watermark))
+    if cache.watermark is not None:
+        cache.watermark.copy_(torch.where(chosen, position[:, None] + 1, cache.watermark))
 
 
 @triton.jit
@@ -244,16 +253,13 @@ def _flash_decode_kernel(
 
 
 def attention_launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    q: Tensor,
+    cache: KvCache,
     selection: Selection | None,
-    position: torch.Tensor,
-    watermark: torch.Tensor | None,
-    valid: torch.Tensor | None,
-    out: torch.Tensor,
+    position: Tensor,
+    out: Tensor,
     scratch: AttentionScratch,
-    mean: torch.Tensor | None,
+    mean: Tensor | None,
     positions: int,
     pdl: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -261,18 +267,13 @@ def attention_launch(
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)
-    capacity = k_cache.shape[2]
+    capacity = cache.capacity
     check_shape("q", q, batch, n_heads, head_dim)
-    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
-    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
+    check_cache(cache, batch, n_heads, head_dim)
     check_shape("out", out, batch, n_heads * head_dim)
     check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
-    if watermark is not None:
-        check_shape("watermark", watermark, batch, n_heads)
-    if valid is not None:
-        check_shape("valid", valid, batch, n_heads, capacity)
     require(positions in WARPS, f"a program has {', '.join(map(str, WARPS))} positions, not {positions}")
     blocks = triton.cdiv(capacity, BLOCK)
     check_shape("scratch.partial", scratch.partial, batch * n_heads, blocks, head_dim)
@@ -282,12 +283,12 @@ def attention_launch(
     splits = triton.cdiv(capacity, positions)
     arguments = (
         q,
-        k_cache,
-        v_cache,
+        cache.k,
+        cache.v,
         position if selection is None else selection.row_bits,
         position,
-        position if watermark is None else watermark,
-        position if valid is None else valid,
+        position if cache.watermark is None else cache.watermark,
+        position if cache.valid is None else cache.valid,
         out if mean is None else mean,
         out,
         scratch.partial,
@@ -306,8 +307,8 @@ def attention_launch(
         "PARTS": COMBINED,
         "POSITIONS": positions,
         "ALL": selection is None,
-        "HAS_WATERMARK": watermark is not None,
-        "STALE": valid is not None,
+        "HAS_WATERMARK": cache.watermark is not None,
+        "STALE": cache.valid is not None,
         "HAS_MEAN": mean is not None,
         "PDL": pdl,
     }
@@ -315,17 +316,14 @@ def attention_launch(
 
 
 def flash_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    q: Tensor,
+    cache: KvCache,
     selection: Selection | None,
-    position: torch.Tensor,
-    watermark: torch.Tensor | None,
-    valid: torch.Tensor | None,
-    out: torch.Tensor,
+    position: Tensor,
+    out: Tensor,
     scratch: AttentionScratch,
     pdl: bool = False,
-    mean: torch.Tensor | None = None,
+    mean: Tensor | None = None,
     positions: int | None = None,
     warps: int | None = None,
 ) -> None:
@@ -334,15 +332,13 @@ def flash_decode(
     Errors: shapes, head dims, a CPU tensor.
     """
     batch, n_heads, _ = q.shape
-    capacity = k_cache.shape[2]
+    capacity = cache.capacity
     if batch > 1 and positions is None:
         positions, own = program_of_several_rows(capacity)
         warps = warps or own
     positions = positions or block_positions(capacity, n_heads)
     pdl = use_pdl(pdl, q.device)
-    arguments, constants = attention_launch(
-        q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, positions, pdl
-    )
+    arguments, constants = attention_launch(q, cache, selection, position, out, scratch, mean, positions, pdl)
     _flash_decode_kernel[(batch * n_heads, constants["SPLITS"])](
         *arguments, **constants, num_warps=warps or WARPS[positions], launch_pdl=pdl
     )

@@ -10,30 +10,52 @@ B rows, d model dimension, h heads, T positions of the cache. x (B, d) fp32; pre
 fp32; position (B) int32; row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything; attn_in (B, T, d).
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.common.checks import check_device, check_shape
 from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.common.row_state import by_state, mask_by_state
 from kernels.dense.dense_gemv import normalised_pieces
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 
 WARPS = 8
 
 
+@dataclass(frozen=True)
+class HeadPredictor:
+    """A predictor of heads in one matrix, and what it fills. rows: (h, d), or None = nothing is selected here.
+
+    bias: (h,), threshold: (1,), fp32; neither is read without rows.
+    """
+
+    rows: Tensor | None
+    bias: Tensor
+    threshold: Tensor
+    selection: Selection
+
+
 def head_select_reference(
-    x, ln, predictor, bias, threshold, position, row_state, attn_in, selection, pdl=False
+    x: Tensor,
+    ln: LayerNormWeights,
+    heads: HeadPredictor,
+    position: Tensor,
+    row_state: Tensor,
+    attn_in: Tensor,
+    pdl: bool = False,
 ) -> None:
-    """Plain torch, in place: writes `attn_in` at `position`, and where a predictor is given the selection."""
+    """Plain torch, in place: writes `attn_in` at `position`, and where there are rows the selection."""
     n = layer_norm_reference(x, ln, attn_in.dtype)
     attn_in[torch.arange(len(x), device=x.device), position.long()] = n
-    if predictor is None:
+    if heads.rows is None:
         return
-    logits = n.float() @ predictor.float().T + bias
-    selection.set_mask(mask_by_state(logits > threshold, row_state))
+    logits = n.float() @ heads.rows.float().T + heads.bias
+    heads.selection.set_mask(mask_by_state(logits > heads.threshold, row_state))
 
 
 @triton.jit
@@ -104,46 +126,43 @@ def _head_select_kernel(
 
 
 def head_select(
-    x: torch.Tensor,
+    x: Tensor,
     ln: LayerNormWeights,
-    predictor: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    threshold: torch.Tensor | None,
-    position: torch.Tensor,
-    row_state: torch.Tensor,
-    attn_in: torch.Tensor,
-    selection: Selection,
+    heads: HeadPredictor,
+    position: Tensor,
+    row_state: Tensor,
+    attn_in: Tensor,
     pdl: bool = False,
 ) -> None:
-    """See the module's formula. Without a predictor only `attn_in` is written. position and row_state are older
+    """See the module's formula. Without rows only `attn_in` is written. position and row_state are older
     than the launch before this one. Errors: shapes, a CPU tensor."""
     check_device("x", x)
     batch, d = x.shape
-    n_heads = selection.n
+    n_heads, rows = heads.selection.n, heads.rows
     check_shape("x", x, batch, d)
     check_shape("attn_in", attn_in, batch, attn_in.shape[1], d)
     check_shape("position", position, batch)
-    if predictor is not None:
-        check_shape("predictor", predictor, n_heads, d)
+    if rows is not None:
+        check_shape("heads.rows", rows, n_heads, d)
     block = column_block(d, WARPS)
     pdl = use_pdl(pdl, x.device)
     _head_select_kernel[(n_heads,)](
         x,
         ln.weight,
         ln.bias,
-        x if predictor is None else predictor,
-        x if bias is None else bias,
-        x if threshold is None else threshold,
+        x if rows is None else rows,
+        heads.bias,
+        heads.threshold,
         position,
         row_state,
         attn_in,
-        selection.row_bits,
+        heads.selection.row_bits,
         attn_in.shape[1],
         B=batch,
         D=d,
         BLOCK=block,
         SLICE=triton.cdiv(d, n_heads),
-        HAS_PREDICTOR=predictor is not None,
+        HAS_PREDICTOR=rows is not None,
         EPS=ln.eps,
         PDL=pdl,
         num_warps=min(WARPS, max(1, block // 32)),

@@ -21,10 +21,10 @@ from torch import Tensor
 from kernels.attention.head_select import selected_heads
 from kernels.attention.out_projection_int4 import HeadRowSettings, project_head_rows, project_head_rows_reference
 from kernels.common.checks import check_device, check_shape, require
-from kernels.common.int4 import Int4Rows
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
-from kernels.mlp.select import Selection
+from kernels.formats.int4 import Int4Rows
+from kernels.mlp.selection import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
 

@@ -22,8 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.head_select import selected_heads
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_head_dim, check_shape, require
-from kernels.common.int4 import Int4Rows
+from kernels.common.checks import INTERPRET, check_device, check_dtype, check_head_dim, check_int4, check_shape, require
 from kernels.common.int4_mma import column_sums, from_lane, int4_mma, unit_vector
 from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.int4_tiles import split_words
@@ -31,7 +30,8 @@ from kernels.common.lane_queue import ask, even_room, lane_queue, take
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
 from kernels.dense.int4_batch import MOST_TOKENS, int4_by_head
-from kernels.mlp.select import Selection
+from kernels.formats.int4 import Int4Rows
+from kernels.mlp.selection import Selection
 
 ROWS = tl.constexpr(8)
 
@@ -250,7 +250,7 @@ def project_head_rows(
     check_head_dim(head_dim)
     check_shape("mixed", mixed, batch, n_heads * head_dim)
     check_dtype("mixed", mixed, (torch.float16,))
-    weight.check("weight", (n_heads, d, head_dim), mixed)
+    check_int4("weight", weight, (n_heads, d, head_dim), mixed)
     require(weight.scales.shape[-1] == 1, f"weight: {weight.scales.shape[-1]} groups a head, expected one")
     check_shape("bias", bias, d)
     check_shape("residual", residual, batch, d)

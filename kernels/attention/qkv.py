@@ -22,13 +22,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.qkv_int4 import own_tile
 from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
-from kernels.common.int4 import Int4Rows, check_rows
+from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.mlp.select import Selection
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear
+from kernels.mlp.selection import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
@@ -82,12 +85,18 @@ def int4_qkv_settings(d: int, policy: str) -> TileSettings:
 
 
 def qkv_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy="backfill",
-    pdl=False,
-) -> None:  # fmt: skip
+    weights: Linear,
+    cache: KvCache,
+    selection: Selection,
+    position: Tensor,
+    q: Tensor,
+    policy: str = "backfill",
+    pdl: bool = False,
+) -> None:
     """Plain torch, one (row, head) at a time."""
-    batch, n_heads, head_dim = q.shape
+    batch, n_heads, _ = q.shape
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    weight, bias = weights.weight, weights.bias
     if isinstance(weight, Int4Rows):
         weight = weight.dequantised(wide)
     mask = selection.to_mask(batch)
@@ -97,15 +106,19 @@ def qkv_reference(
             chosen = bool(mask[b, head])
             if not chosen and policy != "always":
                 continue
-            first = int(watermark[b, head]) if policy == "backfill" else t
-            n = attn_in[b, first : t + 1].to(wide)
+            first = t
+            if policy == "backfill":
+                assert cache.watermark is not None
+                first = int(cache.watermark[b, head])
+            n = cache.attn_in[b, first : t + 1].to(wide)
             rows = n @ weight[head].to(wide).transpose(1, 2) + bias[head].to(wide)[:, None]
-            k_cache[b, head, first : t + 1] = rows[1].to(k_cache.dtype)
-            v_cache[b, head, first : t + 1] = rows[2].to(v_cache.dtype)
+            cache.k[b, head, first : t + 1] = rows[1].to(cache.k.dtype)
+            cache.v[b, head, first : t + 1] = rows[2].to(cache.v.dtype)
             if chosen:
                 q[b, head] = rows[0, -1]
             if policy == "stale":
-                valid[b, head, t] = 1
+                assert cache.valid is not None
+                cache.valid[b, head, t] = 1
 
 
 @triton.jit
@@ -309,39 +322,27 @@ def _qkv_kernel(
 
 
 def qkv(
-    attn_in: torch.Tensor,
-    weight: torch.Tensor | Int4Rows,
-    bias: torch.Tensor,
+    weights: Linear,
+    cache: KvCache,
     selection: Selection,
-    position: torch.Tensor,
-    watermark: torch.Tensor,
-    valid: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    position: Tensor,
+    q: Tensor,
     policy: str = "backfill",
     pdl: bool = False,
     settings: TileSettings | None = None,
 ) -> None:
     """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
-    n_tiles, arguments, constants, warps = qkv_launch(
-        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl, settings
-    )
+    n_tiles, arguments, constants, warps = qkv_launch(weights, cache, selection, position, q, policy, pdl, settings)
     _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
 
 
 def qkv_launch(
-    attn_in: torch.Tensor,
-    weight: torch.Tensor | Int4Rows,
-    bias: torch.Tensor,
+    weights: Linear,
+    cache: KvCache,
     selection: Selection,
-    position: torch.Tensor,
-    watermark: torch.Tensor,
-    valid: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    position: Tensor,
+    q: Tensor,
     policy: str,
     pdl: bool,
     settings: TileSettings | None = None,
@@ -350,17 +351,16 @@ def qkv_launch(
 
     As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
     """
-    d = weight.shape[-1]
-    batch, n_heads, head_dim = check_projection(attn_in, d, bias, q, k_cache, v_cache, position)
-    check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
-    check_shape("attn_in", attn_in, batch, k_cache.shape[2], d)
-    check_shape("watermark", watermark, batch, n_heads)
+    weight, attn_in, d = weights.weight, cache.attn_in, weights.weight.shape[-1]
+    batch, n_heads, head_dim = check_projection(attn_in, weights, q, cache, position)
+    check_shape("attn_in", attn_in, batch, cache.capacity, d)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
-    if policy == "stale" and valid is None:
+    if policy == "stale" and cache.valid is None:
         raise ValueError('the policy "stale" needs the tensor of valid positions')
-    packed = isinstance(weight, Int4Rows)
-    if packed:
+    if policy == "backfill" and cache.watermark is None:
+        raise ValueError('the policy "backfill" needs the tensor of watermarks')
+    if isinstance(weight, Int4Rows):
         check_dtype("attn_in", attn_in, (torch.float16,))
         settings = settings or int4_qkv_settings(d, policy)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
@@ -368,21 +368,22 @@ def qkv_launch(
             (settings.rows, settings.pairs) == (16, 2) and settings.wide in (4, 8),
             "4-bit rows need rows 16, pairs 2 and wide 4 or 8",
         )
+        rows = (attn_in.view(torch.int32), weight.words, weight.scales)
     else:
         settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
+        rows = (attn_in, weight, None)
+    watermark = row_or(cache.watermark, position)
     arguments = (
-        attn_in.view(torch.int32) if packed else attn_in,
-        weight.words if packed else weight,
-        weight.scales if packed else None,
-        bias,
+        *rows,
+        weights.bias,
         selection.row_bits,
         position,
         watermark,
-        row_or(valid, watermark),
+        row_or(cache.valid, watermark),
         q,
-        k_cache,
-        v_cache,
-        k_cache.shape[2],
+        cache.k,
+        cache.v,
+        cache.capacity,
     )
     constants = {
         "B": batch,
@@ -396,7 +397,7 @@ def qkv_launch(
         "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
         "BLOCK": settings.block,
         "STAGES": settings.stages,
-        "GROUP": weight.group if packed else 0,
+        "GROUP": weight.group if isinstance(weight, Int4Rows) else 0,
         "ROOM": settings.room,
         "POLICY": POLICIES[policy],
         "PDL": pdl,
@@ -406,6 +407,6 @@ def qkv_launch(
     return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
 
 
-def row_or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+def row_or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     """A kernel's pointer argument may not be None; what stands in is never read."""
     return stand_in if tensor is None else tensor

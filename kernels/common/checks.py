@@ -5,6 +5,10 @@ import os
 import torch
 from torch import Tensor
 
+from kernels.common.kv_cache import KvCache
+from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
+from kernels.formats.linear import Linear, Matrix
+
 # As Triton reads it; whoever loads 4-bit weights imports this module, and needs no Triton for that.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 HEAD_DIMS = (16, 32, 64, 80, 128)
@@ -53,6 +57,29 @@ def check_tensor(
         raise ValueError(f"{name} is on {tensor.device}, the input on {like.device}")
 
 
+def check_int4(name: str, rows: Int4Rows, shape: tuple[int, ...], like: Tensor) -> None:
+    """Refuses another shape, dtype or device, and groups that do not divide the columns."""
+    *leading, d = shape
+    require(d % COLUMNS_PER_WORD == 0, f"{name}: {d} columns are no multiple of {COLUMNS_PER_WORD}, a word's")
+    check_tensor(f"{name}.words", rows.words, (*leading, d // COLUMNS_PER_WORD), (torch.int32,), like)
+    groups = rows.scales.shape[-1]
+    require(groups > 0 and d % groups == 0, f"{name}: {groups} groups do not divide {d} columns")
+    check_tensor(f"{name}.scales", rows.scales, (*leading, groups), (torch.float16,), like)
+    whole = 4 * COLUMNS_PER_WORD  # what a thread reads at once, and shares a scale
+    require(
+        rows.group % whole == 0 or groups == 1,
+        f"{name}: groups of {rows.group} columns; expected a multiple of {whole}, or one group a row",
+    )
+
+
+def check_rows(name: str, weight: Matrix, shape: tuple[int, ...], like: Tensor) -> None:
+    """Rows of either format have this shape."""
+    if isinstance(weight, Int4Rows):
+        check_int4(name, weight, shape, like)
+    else:
+        check_shape(name, weight, *shape)
+
+
 def check_input(name: str, x: Tensor) -> tuple[int, int]:
     """x must be (B, d), contiguous, B <= 32, on a GPU (or anywhere under TRITON_INTERPRET=1). Returns (B, d)."""
     if x.dim() != 2:
@@ -71,24 +98,26 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head dim {head_dim} is not supported, expected one of {', '.join(map(str, HEAD_DIMS))}")
 
 
-def check_projection(
-    x: Tensor,
-    d: int,
-    bias: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    position: Tensor,
-) -> tuple[int, int, int]:
-    """The tensors of a q/k/v projection of d columns fit each other; returns (B, h, head_dim). Not the weight's."""
+def check_cache(cache: KvCache, batch: int, n_heads: int, head_dim: int) -> None:
+    """Keys and values of so many rows and heads, and watermarks and valid positions where there are some."""
+    for name, tensor in (("k_cache", cache.k), ("v_cache", cache.v)):
+        check_shape(name, tensor, batch, n_heads, cache.capacity, head_dim)
+    if cache.watermark is not None:
+        check_shape("watermark", cache.watermark, batch, n_heads)
+    if cache.valid is not None:
+        check_shape("valid", cache.valid, batch, n_heads, cache.capacity)
+
+
+def check_projection(x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor) -> tuple[int, int, int]:
+    """The tensors of a q/k/v projection fit each other; returns (B, h, head_dim)."""
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)
-    check_shape("bias", bias, n_heads, 3, head_dim)
-    capacity = k_cache.shape[2]
-    check_shape("k_cache", k_cache, batch, n_heads, capacity, head_dim)
-    check_shape("v_cache", v_cache, batch, n_heads, capacity, head_dim)
+    d = weights.weight.shape[-1]
+    check_shape("bias", weights.bias, n_heads, 3, head_dim)
+    check_cache(cache, batch, n_heads, head_dim)
     check_shape("position", position, batch)
     if x.shape[-1] != d:
         raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
+    check_rows("weight", weights.weight, (n_heads, 3, head_dim, d), q)
     return batch, n_heads, head_dim

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.checks import check_device
-from kernels.common.int4 import COLUMNS_PER_WORD, Int4Rows
 from kernels.common.int4_tiles import codes_of
 from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
 
 BLOCK = 1024  # words of a program
 

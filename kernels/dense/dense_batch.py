@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.common.int4 import Int4Rows
 from kernels.common.int4_numbers import numbers_of
+from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
 from kernels.dense.int4_batch import int4_linear, int4_qkv, takes
+from kernels.formats.linear import Linear, Matrix
 
 BLOCK = 1024
 
@@ -72,31 +73,23 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
 
 
 def qkv_batch(
-    x: Tensor,
-    ln: LayerNormWeights,
-    weight: Tensor | Int4Rows,
-    bias: Tensor,
-    position: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pdl: bool = False,
+    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
     """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
     batch, n_heads, head_dim = q.shape
-    if takes(weight, batch):
-        int4_qkv(_normalised(x, ln, torch.float16, pdl), weight, bias, position, q, k_cache, v_cache, pdl)
+    if takes(weights.weight, batch):
+        int4_qkv(_normalised(x, ln, torch.float16, pdl), weights, position, q, cache, pdl)
         return
-    rows = dense_hidden(x, ln, weight, None, "none", pdl)
+    rows = dense_hidden(x, ln, weights.weight, None, "none", pdl)
     pdl = use_pdl(pdl, x.device)
     _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](
         rows,
-        bias,
+        weights.bias,
         position,
         q,
-        k_cache,
-        v_cache,
-        k_cache.shape[2],
+        cache.k,
+        cache.v,
+        cache.capacity,
         H=n_heads,
         HEAD_DIM=head_dim,
         BLOCK=BLOCK,
@@ -107,7 +100,7 @@ def qkv_batch(
 
 
 def dense_hidden(
-    x: Tensor, ln: LayerNormWeights, weight: Tensor | Int4Rows, bias: Tensor | None, activation: str, pdl: bool = False
+    x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:
     """(B, n) in the weight's dtype, of 4-bit rows fp16: act(LayerNorm(x) W^T + b), weight (..., d) of n rows."""
     if takes(weight, len(x)):
@@ -119,7 +112,7 @@ def dense_hidden(
 
 def dense_add(
     y: Tensor,
-    weight: Tensor | Int4Rows,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_shape
-from kernels.common.int4 import Int4Rows, check_rows
+from kernels.common.checks import INTERPRET, check_device, check_rows, check_shape
 from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms
 from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, row_queue_bytes
 from kernels.common.lane_queue import MOST_BYTES, even_room
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
+from kernels.formats.int4 import Int4Rows
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from kernels.common.checks import (
     INTERPRET,
     check_device,
     check_dtype,
+    check_int4,
     check_projection,
     check_shape,
     check_tensor,
     require,
 )
-from kernels.common.int4 import Int4Rows
 from kernels.common.int4_mma import tile_sums, unit_vector
 from kernels.common.int4_neurons import store_four
 from kernels.common.int4_row_step import rows_of_list
@@ -43,8 +43,11 @@ from kernels.common.int4_token_step import (
     token_planes,
     token_scales,
 )
+from kernels.common.kv_cache import KvCache
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear, Matrix
 
 MOST_TOKENS = 8
 ROWS = 16  # of a step
@@ -101,7 +104,7 @@ def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: 
     return y + bias.to(wide) + residual.to(wide)
 
 
-def takes(weight: Tensor | Int4Rows, batch: int) -> TypeGuard[Int4Rows]:
+def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
     """Whether these kernels multiply so many tokens with this matrix."""
     return isinstance(weight, Int4Rows) and batch <= MOST_TOKENS
 
@@ -250,26 +253,36 @@ def _rows_kernel(
             s = token_scales(scales, rows, (turn + 1) * PAIRS, lane, n_rows, W, GROUP, SEGMENTS, T, LISTED, PAIRS)
 
 
+@dataclass(frozen=True)
+class _Epilogue:
+    """What becomes of the products: y (B, n), or with a residual (B, n) their sum with it.
+
+    listed: ids, count and row_bits of the rows that are read. cache: receives k and v at position, y then is q.
+    """
+
+    y: Tensor
+    relu: bool = False
+    residual: Tensor | None = None
+    listed: tuple[Tensor, Tensor, Tensor] | None = None
+    cache: KvCache | None = None
+    position: Tensor | None = None
+
+
 def _launch(
     x: Tensor,
     weight: Int4Rows,
-    n: int,
-    segments: int,
     bias: Tensor | None,
-    y: Tensor,
+    into: _Epilogue,
     pdl: bool,
     settings: TokenSettings | None,
-    relu: bool = False,
-    residual: Tensor | None = None,
-    ids: Tensor | None = None,
-    count: Tensor | None = None,
-    row_bits: Tensor | None = None,
-    caches: tuple[Tensor, Tensor, Tensor] | None = None,
+    segments: int = 1,
 ) -> None:
-    """One call of the kernel: n rows of each segment, y (B, n); of q/k/v y is q, caches are k, v and the positions."""
+    """One call of the kernel: as many rows of each segment, which has its own columns of x."""
     batch, d = x.shape
+    n = weight.words.shape[:-1].numel() // segments
+    cache, listed = into.cache, into.listed
     tokens = max(2, next_power_of_two(batch))
-    form = "list" if ids is not None else "heads" if segments > 1 else "rows"
+    form = "list" if listed is not None else "heads" if segments > 1 else "rows"
     settings = settings or token_settings(d, tokens, form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
     slot = line_slot_bytes(lanes, unit_vector(words, group))
@@ -289,14 +302,11 @@ def _launch(
         weight.words,
         weight.scales,
         bias,
-        residual,
-        y,
-        *(caches or (None, None, None)),
-        0 if caches is None else caches[0].shape[2],
+        into.residual,
+        into.y,
+        *((None, None, None, 0) if cache is None else (cache.k, cache.v, into.position, cache.capacity)),
         scratch,
-        ids,
-        count,
-        row_bits,
+        *(listed or (None, None, None)),
         n,
         batch,
         W=words,
@@ -308,10 +318,10 @@ def _launch(
         PASSES=passes,
         AHEAD=ahead,
         WHOLE=int(n % ROWS == 0),
-        LISTED=ids is not None,
+        LISTED=listed is not None,
         ROOM=max(ahead * slot, even_room(settings.programs, d, settings.programs > 1 and pdl, ahead * slot)),
-        RELU=relu,
-        HEAD_DIM=0 if caches is None else y.shape[2],
+        RELU=into.relu,
+        HEAD_DIM=0 if cache is None else into.y.shape[2],
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,
@@ -331,40 +341,37 @@ def int4_linear(
     check_device("x", x)
     batch, d = x.shape
     n = weight.words.shape[:-1].numel()
-    weight.check("weight", (*weight.shape[:-1], d), x)
+    check_int4("weight", weight, (*weight.shape[:-1], d), x)
     _check_tokens(x, batch, d)
     if bias is not None:
         check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     if activation not in ("none", "relu"):
         raise ValueError(f"activation must be none or relu, got {activation}")
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    _launch(x, weight, n, 1, bias, y, pdl, settings, activation == "relu")
+    _launch(x, weight, bias, _Epilogue(y, activation == "relu"), pdl, settings)
     return y
 
 
 def int4_qkv(
     x: Tensor,
-    weight: Int4Rows,
-    bias: Tensor,
+    weights: Linear,
     position: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     pdl: bool = False,
     settings: TokenSettings | None = None,
 ) -> None:
-    """x (B, d) fp16, weight (h, 3, head_dim, d), bias (h, 3, head_dim), position (B) int32 -> q (B, h, head_dim) fp32,
-    and k_cache, v_cache (B, h, T, head_dim) at the rows' positions.
+    """x (B, d) fp16, 4-bit weight (h, 3, head_dim, d), bias (h, 3, head_dim), position (B) int32 -> q (B, h, head_dim)
+    fp32, and k and v of the cache at the rows' positions.
 
     Errors: shapes, dtypes, head dims, a CPU tensor.
     """
     batch, d = x.shape
-    _, n_heads, head_dim = check_projection(x, d, bias, q, k_cache, v_cache, position)
-    weight.check("weight", (n_heads, 3, head_dim, d), x)
+    _, n_heads, head_dim = check_projection(x, weights, q, cache, position)
+    assert isinstance(weights.weight, Int4Rows)
     _check_tokens(x, batch, d)
     check_tensor("q", q, (batch, n_heads, head_dim), (torch.float32,), x)
-    caches = k_cache, v_cache, position
-    _launch(x, weight, 3 * n_heads * head_dim, 1, bias, q, pdl, settings, caches=caches)
+    _launch(x, weights.weight, weights.bias, _Epilogue(q, cache=cache, position=position), pdl, settings)
 
 
 def int4_listed(
@@ -386,13 +393,13 @@ def int4_listed(
     check_device("x", x)
     batch, d = x.shape
     n = weight.shape[0]
-    weight.check("weight", (n, d), x)
+    check_int4("weight", weight, (n, d), x)
     _check_tokens(x, batch, d)
     check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
         check_tensor(name, tensor, (size,), (torch.int32,), x)
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    _launch(x, weight, n, 1, bias, y, pdl, settings, True, ids=ids, count=count, row_bits=row_bits)
+    _launch(x, weight, bias, _Epilogue(y, True, listed=(ids, count, row_bits)), pdl, settings)
     return y
 
 
@@ -412,13 +419,13 @@ def int4_by_head(
     check_device("x", x)
     batch = len(x)
     n_heads, d, head_dim = weight.shape
-    weight.check("weight", (n_heads, d, head_dim), x)
+    check_int4("weight", weight, (n_heads, d, head_dim), x)
     check_shape("weight.scales", weight.scales, n_heads, d, 1)
     _check_tokens(x, batch, n_heads * head_dim)
     check_tensor("bias", bias, (d,), FLOAT_TYPES, x)
     for name, tensor in (("residual", residual), ("out", out)):
         check_tensor(name, tensor, (batch, d), (torch.float32,), x)
-    _launch(x, weight, d, n_heads, bias, out, pdl, settings, residual=residual)
+    _launch(x, weight, bias, _Epilogue(out, residual=residual), pdl, settings, n_heads)
 
 
 def _check_tokens(x: Tensor, batch: int, n: int) -> None:

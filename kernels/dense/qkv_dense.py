@@ -10,11 +10,12 @@ x (B, d) fp32; weight, bias, q and the caches as in `qkv`. Dense layers need nei
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.common.checks import check_projection
-from kernels.common.int4 import Int4Rows, check_rows
 from kernels.common.int4_norm import normalised_units, unit_norms
 from kernels.common.int4_row_step import first_rows, int4_rows_step
+from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import qkv_batch
@@ -26,22 +27,27 @@ from kernels.dense.dense_gemv import (
     row_pieces,
     row_product,
 )
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear
 
 
-def qkv_dense_reference(x, ln, weight, bias, position, q, k_cache, v_cache, pdl=False) -> None:
+def qkv_dense_reference(
+    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
+) -> None:
     """Plain torch; also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
     batch, n_heads, head_dim = q.shape
+    weight = weights.weight
     if isinstance(weight, Int4Rows):
         weight = weight.dequantised()
         n = layer_norm_reference(x, ln, torch.float16).float()
     else:
         n = layer_norm_reference(x, ln, weight.dtype)
-    rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + bias.float().flatten()
+    rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + weights.bias.float().flatten()
     rows = rows.view(batch, n_heads, 3, head_dim)
     q.copy_(rows[:, :, 0])
     each = torch.arange(batch, device=x.device)
-    k_cache[each, :, position.long()] = rows[:, :, 1].to(k_cache.dtype)
-    v_cache[each, :, position.long()] = rows[:, :, 2].to(v_cache.dtype)
+    cache.k[each, :, position.long()] = rows[:, :, 1].to(cache.k.dtype)
+    cache.v[each, :, position.long()] = rows[:, :, 2].to(cache.v.dtype)
 
 
 @triton.jit
@@ -135,41 +141,37 @@ def _qkv_dense_kernel(
 
 
 def qkv_dense(
-    x: torch.Tensor,
+    x: Tensor,
     ln: LayerNormWeights,
-    weight: torch.Tensor | Int4Rows,
-    bias: torch.Tensor,
-    position: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    weights: Linear,
+    position: Tensor,
+    q: Tensor,
+    cache: KvCache,
     pdl: bool = False,
     settings: RowSettings | Int4RowSettings | None = None,
 ) -> None:
     """All heads at `position` from x (B, d) fp32. One row runs in one kernel, several as a matrix product."""
-    d = weight.shape[-1]
-    batch, n_heads, head_dim = check_projection(x, d, bias, q, k_cache, v_cache, position)
-    check_rows("weight", weight, (n_heads, 3, head_dim, d), q)
+    batch, n_heads, head_dim = check_projection(x, weights, q, cache, position)
     if batch > 1:
-        qkv_batch(x, ln, weight, bias, position, q, k_cache, v_cache, pdl)
+        qkv_batch(x, ln, weights, position, q, cache, pdl)
         return
     pdl = use_pdl(pdl, q.device)
-    grid, words, scales, constants, warps = row_launch(weight, 3 * n_heads * head_dim, settings, q.device)
+    grid, words, scales, constants, warps = row_launch(weights.weight, 3 * n_heads * head_dim, settings, q.device)
     _qkv_dense_kernel[(grid,)](
         x,
         ln.weight,
         ln.bias,
         words,
         scales,
-        bias,
+        weights.bias,
         position,
         q,
-        k_cache,
-        v_cache,
-        k_cache.shape[2],
+        cache.k,
+        cache.v,
+        cache.capacity,
         H=n_heads,
         HEAD_DIM=head_dim,
-        D=d,
+        D=x.shape[1],
         **constants,
         EPS=ln.eps,
         PDL=pdl,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
 from kernels.common.checks import check_shape
+from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack_launch, pack_ranges
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
@@ -72,12 +73,9 @@ def _attend_pack_kernel(
 
 def attend_pack(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KvCache,
     selection: Selection | None,
     position: Tensor,
-    watermark: Tensor | None,
-    valid: Tensor | None,
     out: Tensor,
     scratch: AttentionScratch,
     mlp_selection: Selection,
@@ -88,10 +86,8 @@ def attend_pack(
     """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row. Errors: shapes, head dims."""
     pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
-    positions = block_positions(k_cache.shape[2], q.shape[1])
-    arguments, constants = attention_launch(
-        q, k_cache, v_cache, selection, position, watermark, valid, out, scratch, mean, positions, pdl
-    )
+    positions = block_positions(cache.capacity, q.shape[1])
+    arguments, constants = attention_launch(q, cache, selection, position, out, scratch, mean, positions, pdl)
     n_packs, pack_arguments, pack_constants = pack_launch(mlp_selection, packed, PACKED_ENTRIES)
     _attend_pack_kernel[(n_packs + q.shape[1] * constants["SPLITS"],)](
         *arguments,

@@ -19,18 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.head_select import head_select_reference
-from kernels.common.checks import INTERPRET, check_shape, check_tensor, require
-from kernels.common.int4 import Int4Rows
+from kernels.attention.head_select import HeadPredictor, head_select_reference
+from kernels.common.checks import INTERPRET, check_int4, check_shape, check_tensor, require
 from kernels.common.lane_queue import as_it_comes
 from kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
 from kernels.common.launch import start_dependents, start_dependents_and_wait, sums_together, use_pdl, wait_for_started
 from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
 from kernels.common.row_state import by_state
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear, Matrix, MlpWeights
 from kernels.mlp.codes import nibble_codes, stored_width
 from kernels.mlp.int4_mlp import int4_mlp_partials
 from kernels.mlp.predict import norm_sums
-from kernels.mlp.select import PredictorWeights, Selection
+from kernels.mlp.predictor import PredictorWeights
 from kernels.mlp.sparse_fc2 import PackedSelection, summed_partials
 
 TILE_ROWS = 16  # of q/k/v
@@ -43,24 +44,19 @@ STRIPE = 32  # columns of a program that sums
 class HeadsAhead:
     """The predictor of a layer's heads that reads mlp_in of the layer before, and what it selects.
 
-    rows (h, d); ln: of that mlp_in; sums: of the rows with it, see `norm_sums`; bias (h,), threshold (1,) fp32;
-    row_state (1,) int32, as in `head_select`.
+    ln: of that mlp_in; sums: of the predictor's rows with it, see `norm_sums`; row_state (1,) int32, as in
+    `head_select`.
     """
 
-    rows: Tensor
+    predictor: HeadPredictor
     ln: LayerNormWeights
     sums: tuple[Tensor, Tensor]
-    bias: Tensor
-    threshold: Tensor
     row_state: Tensor
-    selection: Selection
 
     @classmethod
-    def of(
-        cls, rows: Tensor, ln: LayerNormWeights, bias: Tensor, threshold: Tensor, row_state: Tensor,
-        selection: Selection,
-    ) -> "HeadsAhead":  # fmt: skip
-        return cls(rows, ln, norm_sums(rows, ln), bias, threshold, row_state, selection)
+    def of(cls, predictor: HeadPredictor, ln: LayerNormWeights, row_state: Tensor) -> "HeadsAhead":
+        assert predictor.rows is not None
+        return cls(predictor, ln, norm_sums(predictor.rows, ln), row_state)
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,12 @@ class LateSite:
 
     @classmethod
     def of(
-        cls, norm: LateNorm, attn_in: Tensor, position: Tensor, weight: Int4Rows, bias: Tensor, mlp: PredictorWeights,
-        arrived: Tensor, heads: HeadsAhead | None,
+        cls, norm: LateNorm, attn_in: Tensor, position: Tensor, qkv: Linear, mlp: PredictorWeights, arrived: Tensor,
+        heads: HeadsAhead | None,
     ) -> "LateSite":  # fmt: skip
-        """Of q/k/v's rows (h, 3, head_dim, d) and bias, and a predictor of nibbles, whose first half is copied."""
+        """Of q/k/v's rows (h, 3, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
+        weight = qkv.weight
+        assert isinstance(weight, Int4Rows)
         gains, shifts = late_sums(weight, norm.ln)
         down, scale, sums = mlp.down, mlp.down_scale, norm_sums(mlp.down, norm.ln)
         assert scale is not None
@@ -103,7 +101,7 @@ class LateSite:
             down = Int4Rows.of(codes, torch.ones(len(codes), weight.scales.shape[-1], device=codes.device))
             scale, *sums = (torch.nn.functional.pad(each, (0, missing)) for each in (scale, *sums))
         return cls(
-            norm, attn_in, position, gains, shifts + bias.float(), heads, down, scale, *sums, mlp.relu, arrived
+            norm, attn_in, position, gains, shifts + qkv.bias.float(), heads, down, scale, *sums, mlp.relu, arrived
         )  # fmt: skip
 
     @property
@@ -120,18 +118,19 @@ class LateSite:
             return self.down.dequantised()
         return nibble_codes(self.down, self.attn_in.shape[2]).float()
 
-    def check(self, q: Tensor, rank: int, weight: Int4Rows) -> None:
+    def check(self, q: Tensor, rank: int, weight: Matrix) -> None:
         """Raise ValueError where its tensors do not fit q/k/v of one row and hidden values of this rank."""
         d = self.attn_in.shape[2]
         require(len(q) == 1, f"a LayerNorm comes late for one batch row, not {len(q)}")
         check_shape("gains", self.gains, *q.shape[1:2], 3, *q.shape[2:])
         check_shape("moments", self.norm.moments, 2)
         check_shape("factors", self.norm.factors, self.attn_in.shape[1], 2)
-        require(isinstance(weight, Int4Rows), "a LayerNorm comes late for 4-bit rows")
+        if not isinstance(weight, Int4Rows):
+            raise ValueError("a LayerNorm comes late for 4-bit rows")
         padded = rank
         if isinstance(self.down, Int4Rows):
             padded += -rank % TILE_ROWS
-            self.down.check("down", (padded, d), q)
+            check_int4("down", self.down, (padded, d), q)
             require(self.down.group == weight.group, "down must have groups of q/k/v's columns")
         else:
             check_shape("down", self.down, rank, stored_width(self.down, d))
@@ -154,10 +153,7 @@ def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
     late_store_reference(ahead.norm, residual, out, ahead.attn_in[:, position])
     if heads is not None:
         nowhere = ahead.attn_in.new_empty(1, 1, out.shape[1])
-        head_select_reference(
-            residual, heads.ln, heads.rows, heads.bias, heads.threshold, ahead.position * 0, heads.row_state, nowhere,
-            heads.selection,
-        )  # fmt: skip
+        head_select_reference(residual, heads.ln, heads.predictor, ahead.position * 0, heads.row_state, nowhere)
 
 
 @triton.jit
@@ -249,22 +245,18 @@ def _add_ahead_kernel(
 def mlp_ahead(
     x: Tensor,
     ln: LayerNormWeights,
-    w1: Int4Rows,
-    b1: Tensor,
-    w2_t: Int4Rows,
-    b2: Tensor,
+    weights: MlpWeights,
     rows: PackedSelection,
     out: Tensor,
+    ahead: LateSite,
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
-    *,
-    ahead: LateSite,
 ) -> None:
     """`int4_mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
     pdl = use_pdl(pdl, out.device)
-    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, x, rows, out, partials, early, pdl, late=ahead.norm)
-    _add_ahead(*sums, b2, x, out, ahead, pdl)
+    sums = int4_mlp_partials(x, ln, weights, rows, partials, early, pdl, late=ahead.norm)
+    _add_ahead(*sums, weights.fc2.bias, x, out, ahead, pdl)
 
 
 def _add_ahead(
@@ -274,12 +266,20 @@ def _add_ahead(
     check_shape("out", out, 1, d)
     check_tensor("attn_in", ahead.attn_in, (1, ahead.attn_in.shape[1], d), (torch.float16,), out)
     check_shape("moments", ahead.norm.moments, 2)
-    n_heads = 0 if heads is None else len(heads.rows)
+    n_heads = 0
+    selecting: tuple[Tensor | None, ...] = (None,) * 8
     if heads is not None:
-        check_shape("rows of heads", heads.rows, heads.selection.n, d)
-        check_tensor("bias of heads", heads.bias, (heads.selection.n,), (torch.float32,), out)
-        check_tensor("threshold of heads", heads.threshold, (1,), (torch.float32,), out)
-        require(heads.selection.block == 1, "a selection of heads has one of them a block")
+        predictor = heads.predictor
+        assert predictor.rows is not None
+        n_heads = predictor.selection.n
+        check_shape("rows of heads", predictor.rows, n_heads, d)
+        check_tensor("bias of heads", predictor.bias, (n_heads,), (torch.float32,), out)
+        check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
+        require(predictor.selection.block == 1, "a selection of heads has one of them a block")
+        selecting = (
+            heads.ln.weight, predictor.rows, *heads.sums, predictor.bias, predictor.threshold, heads.row_state,
+            predictor.selection.row_bits,
+        )  # fmt: skip
     _add_ahead_kernel[(n_heads + triton.cdiv(d, STRIPE),)](
         partials,
         bias,
@@ -291,14 +291,7 @@ def _add_ahead(
         ahead.attn_in,
         ahead.norm.moments,
         ahead.arrived,
-        *(
-            (None,) * 8
-            if heads is None
-            else (
-                heads.ln.weight, heads.rows, *heads.sums, heads.bias, heads.threshold, heads.row_state,
-                heads.selection.row_bits,
-            )
-        ),
+        *selecting,
         D=d,
         STRIPE=STRIPE,
         SPLITS=splits,
@@ -309,4 +302,4 @@ def _add_ahead(
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
-    )  # fmt: skip
+    )

@@ -13,6 +13,8 @@ Where the MLP before made the input (`mlp_ahead`), there was no stage 1: hidden 
 grid, in tiles (`qkv_int4`) or a few rows each (`late_rows`), and the last ones wait for these.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -21,36 +23,49 @@ from torch import Tensor
 from kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
 from kernels.attention.qkv_int4 import own_tile
 from kernels.common.checks import check_shape
-from kernels.common.int4 import Int4Rows
+from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import late_factors_reference, late_sums
 from kernels.common.launch import dot_type, use_pdl, wait_for_count, wait_for_predecessor
+from kernels.formats.linear import Linear
 from kernels.lookahead.late_rows import late_rows
 from kernels.lookahead.mlp_ahead import ROWS, LateSite
 from kernels.lookahead.select_nibbles import select_nibbles, takes
 from kernels.mlp.codes import nibble_halves
-from kernels.mlp.select import PredictorWeights, Selection, check_second_half, predict_select_reference
+from kernels.mlp.predictor import Predictor, PredictorWeights
+from kernels.mlp.select import check_second_half, predict_select_reference
 from kernels.mlp.select_batch import saturated, store_chosen
+from kernels.mlp.selection import Selection
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
 
 
 def qkv_select_reference(
-    attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, mlp, hidden,
-    mlp_threshold, row_state, mlp_selection, policy="backfill", pdl=False, late=None,
-) -> None:  # fmt: skip
+    weights: Linear,
+    cache: KvCache,
+    selection: Selection,
+    position: Tensor,
+    q: Tensor,
+    mlp: Predictor,
+    row_state: Tensor,
+    policy: str = "backfill",
+    pdl: bool = False,
+    late: LateSite | None = None,
+) -> None:
     """Plain torch, in place."""
+    hidden, own = mlp.hidden, mlp.weights
     if late is not None:
         norm, t = late.norm, int(position)
-        norm.factors[t] = late_factors_reference(norm, attn_in.shape[2])
-        attn_in = attn_in.float() * norm.factors[:, :1] + norm.factors[:, 1:] * norm.ln.weight + norm.ln.bias
-        bias = bias - late_sums(weight, norm.ln)[1]
-        product = attn_in[0, t] @ late.numbers().T[:, : hidden.shape[1]] * late.scale[: hidden.shape[1]]
+        norm.factors[t] = late_factors_reference(norm, cache.attn_in.shape[2])
+        n = cache.attn_in.float() * norm.factors[:, :1] + norm.factors[:, 1:] * norm.ln.weight + norm.ln.bias
+        cache = replace(cache, attn_in=n)
+        weights = replace(weights, bias=late.shifts - late_sums(weights.weight, norm.ln)[1])
+        product = n[0, t] @ late.numbers().T[:, : hidden.shape[1]] * late.scale[: hidden.shape[1]]
         hidden.copy_(product.relu() if late.relu else product)
-    qkv_reference(attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy=policy)
+    qkv_reference(weights, cache, selection, position, q, policy)
     second = PredictorWeights(
-        torch.eye(hidden.shape[1], device=hidden.device), mlp.up, mlp.bias, up_scale=mlp.up_scale
+        torch.eye(hidden.shape[1], device=hidden.device), own.up, own.bias, up_scale=own.up_scale
     )  # fmt: skip
-    mlp_selection.set_mask(predict_select_reference(hidden, second, mlp_threshold, None, row_state))
+    mlp.selection.set_mask(predict_select_reference(hidden, second, mlp.threshold, None, row_state))
 
 
 @triton.jit
@@ -227,68 +242,60 @@ def _qkv_select_kernel(
 
 
 def qkv_select(
-    attn_in: Tensor,
-    weight: Tensor | Int4Rows,
-    bias: Tensor,
+    weights: Linear,
+    cache: KvCache,
     selection: Selection,
     position: Tensor,
-    watermark: Tensor,
-    valid: Tensor | None,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    mlp: PredictorWeights,
-    hidden: Tensor,
-    mlp_threshold: Tensor,
+    mlp: Predictor,
     row_state: Tensor,
-    mlp_selection: Selection,
     policy: str = "backfill",
     pdl: bool = False,
     late: LateSite | None = None,
 ) -> None:
-    """Stage 2: `qkv`, and the second half of the MLP's predictor, which fills `mlp_selection`. One batch row.
+    """Stage 2: `qkv`, and the second half of the MLP's predictor. One batch row.
 
-    hidden (1, rank) fp32 from `site_predict`; mlp.up (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row scales,
-    or as nibbles with such scales. late: as `mlp_ahead` left it; hidden is then made here, bias is its
-    `shifts`, and weight has 4 bits. Errors: shapes, policy, a CPU tensor.
+    mlp.hidden (1, rank) fp32 from `site_predict`; its `up` (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row
+    scales, or as nibbles with such scales. late: as `mlp_ahead` left it; hidden is then made here, q/k/v's bias is its
+    `shifts`, and their weight has 4 bits. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
-    n_tiles, arguments, constants, warps = qkv_launch(
-        attn_in, weight, bias, selection, position, watermark, valid, q, k_cache, v_cache, policy, pdl
-    )
+    if late is not None:
+        weights = replace(weights, bias=late.shifts)
+    n_tiles, arguments, constants, warps = qkv_launch(weights, cache, selection, position, q, policy, pdl)
+    own, chosen = mlp.weights, mlp.selection
     check_shape("q", q, 1, *q.shape[1:])
-    check_shape("hidden", hidden, 1, hidden.shape[1])
-    check_shape("mlp_threshold", mlp_threshold, 1)
-    _, rank, n, width = check_second_half(hidden, mlp, mlp_selection, row_state)
-    n_blocks = mlp_selection.counts.numel()
+    check_shape("hidden", mlp.hidden, 1, mlp.hidden.shape[1])
+    _, rank, n, width = check_second_half(mlp, row_state)
+    n_blocks = chosen.counts.numel()
     chunk = min(64, max(16, triton.next_power_of_2(width)))
     # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
     # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.
-    stages = 2 if constants["ROOM"] or (constants["GROUP"] and mlp.up.element_size() > 1) else 4
-    multiplied = dot_type(mlp.up.dtype)
-    words = mlp.up.dtype == torch.uint8 and mlp.up_scale is not None and takes(rank, mlp_selection.block, 32 * warps)
+    stages = 2 if constants["ROOM"] or (constants["GROUP"] and own.up.element_size() > 1) else 4
+    multiplied = dot_type(own.up.dtype)
+    words = own.up.dtype == torch.uint8 and own.up_scale is not None and takes(rank, chosen.block, 32 * warps)
     made: tuple[Tensor | None, ...] = (None,) * 10
     n_down = 0
     if late is not None:
-        late.check(q, rank, weight)
+        late.check(q, rank, weights.weight)
         made, n_down = late.arguments(), late.programs(rank)
     _qkv_select_kernel[(n_down + n_tiles + n_blocks,)](
         *arguments,
-        hidden,
-        mlp.up,
-        mlp.up_scale,
-        mlp.bias,
-        mlp_threshold,
+        mlp.hidden,
+        own.up,
+        own.up_scale,
+        own.bias,
+        mlp.threshold,
         row_state,
-        mlp_selection.ids,
-        mlp_selection.counts,
-        mlp_selection.row_bits,
+        chosen.ids,
+        chosen.counts,
+        chosen.row_bits,
         n,
         n_tiles,
         *made,
         **constants,
         RANK=rank,
-        MLP_BLOCK=mlp_selection.block,
+        MLP_BLOCK=chosen.block,
         CHUNK=chunk,
         MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
         TYPE=multiplied,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.head_select import head_select_reference
+from kernels.attention.head_select import HeadPredictor, head_select_reference
 from kernels.common.checks import check_device, check_shape, require
 from kernels.common.launch import use_pdl
 from kernels.common.layer_norm import LayerNormWeights
@@ -28,7 +28,7 @@ from kernels.mlp.predict import (
     predicted_rows,
     row_values,
 )
-from kernels.mlp.select import PredictorWeights, Selection
+from kernels.mlp.predictor import PredictorWeights
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,18 @@ class SiteRows:
 
 
 def site_predict_reference(
-    x, ln, site, bias, threshold, position, row_state, attn_in, selection, hidden, pdl=False
+    x: Tensor,
+    ln: LayerNormWeights,
+    site: SiteRows,
+    heads: HeadPredictor,
+    position: Tensor,
+    row_state: Tensor,
+    attn_in: Tensor,
+    hidden: Tensor,
+    pdl: bool = False,
 ) -> None:
     """Plain torch, in place."""
-    heads = site.heads if len(site.heads) else None
-    head_select_reference(x, ln, heads, bias, threshold, position, row_state, attn_in, selection)
+    head_select_reference(x, ln, heads, position, row_state, attn_in)
     hidden.copy_(predict_down_reference(x, ln, site.down, site.scale, site.relu))
 
 
@@ -116,18 +123,16 @@ def site_predict(
     x: Tensor,
     ln: LayerNormWeights,
     site: SiteRows,
-    bias: Tensor,
-    threshold: Tensor,
+    heads: HeadPredictor,
     position: Tensor,
     row_state: Tensor,
     attn_in: Tensor,
-    selection: Selection,
     hidden: Tensor,
     pdl: bool = False,
 ) -> None:
     """Stage 1: `head_select` and the first half of the MLP's predictor. x (1, d) fp32, hidden (1, rank) fp32.
 
-    Where site has no rows of heads, none is selected: bias, threshold and selection are neither read nor written.
+    site: made of the heads' rows. Without these none is selected, and the selection is not written.
 
     position and row_state are older than the launch before this one. Errors: shapes, a CPU tensor.
     """
@@ -135,13 +140,13 @@ def site_predict(
     d, rank, n_heads = x.shape[1], len(site.down), len(site.heads)
     check_shape("x", x, 1, d)
     check_shape("attn_in", attn_in, 1, attn_in.shape[1], d)
-    require(n_heads in (0, selection.n), f"rows of {n_heads} heads, a selection of {selection.n}")
+    require(n_heads in (0, heads.selection.n), f"rows of {n_heads} heads, a selection of {heads.selection.n}")
     check_shape("site.heads", site.heads, n_heads, d)
     check_shape("site.down", site.down, rank, stored_width(site.down, d))
     require(site.down.dtype not in CODE_TYPES or site.scale is not None, "codes in site.down need a scale a row")
     check_shape("hidden", hidden, 1, rank)
     if n_heads:
-        check_shape("bias", bias, n_heads)
+        check_shape("bias", heads.bias, n_heads)
     pdl = use_pdl(pdl, x.device)
     programs, constants, warps = norm_launch(d, (n_heads, rank))
     _site_kernel[(programs,)](
@@ -150,15 +155,15 @@ def site_predict(
         ln.bias,
         site.heads,
         *site.head_sums,
-        bias,
-        threshold,
+        heads.bias,
+        heads.threshold,
         position,
         row_state,
         site.down,
         site.scale,
         *site.sums,
         attn_in,
-        selection.row_bits,
+        heads.selection.row_bits,
         hidden,
         rank,
         ln.eps,

@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_input, check_tensor, require
 from kernels.common.launch import next_power_of_two, prefetch_l2, two_tiles, use_pdl, wait_for_predecessor
 from kernels.mlp.cascade_parts import largest, level_products, levels, plane_words, row_products, x_parts
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection
 
 

@@ -21,7 +21,7 @@ from kernels.common.checks import INTERPRET, check_input, check_tensor, require
 from kernels.common.launch import next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.mlp.cascade import CascadeWeights, second_stage
 from kernels.mlp.cascade_parts import ROUND
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 
 
 @dataclass(frozen=True)

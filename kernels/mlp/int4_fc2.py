@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_shape, require
-from kernels.common.int4 import Int4Rows
+from kernels.common.checks import INTERPRET, check_device, check_dtype, check_int4, check_shape, require
 from kernels.common.int4_neurons import (
     factor_pairs,
     factor_sums,
@@ -46,6 +45,7 @@ from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.shared_list import list_bytes, list_four, write_list
+from kernels.formats.int4 import Int4Rows
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 PAYS_FROM = 4096
@@ -314,7 +314,7 @@ def int4_fc2(
     n, d = weight.shape
     check_shape("h", h, batch, n)
     check_dtype("h", h, (torch.float32 if batch == 1 else torch.float16,))
-    weight.check("weight", (n, d), h)
+    check_int4("weight", weight, (n, d), h)
     check_shape("residual", residual, batch, d)
     check_shape("out", out, batch, d)
     require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")

@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_dtype, check_shape, require
-from kernels.common.int4 import Int4Rows
+from kernels.common.checks import INTERPRET, check_dtype, check_int4, check_shape, require
 from kernels.common.int4_mma import fp16_pairs
 from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
 from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, unit_pairs
@@ -39,10 +38,12 @@ from kernels.common.int4_tiles import FACTOR_UNIT
 from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, take
 from kernels.common.late_norm import LateNorm
 from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.common.layer_norm import LayerNormWeights
 from kernels.common.shared_rows import append_rows, four_rows, rows_list
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import MlpWeights
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
-from kernels.mlp.sparse_mlp import check_mlp, sparse_mlp_reference
+from kernels.mlp.sparse_mlp import check_mlp
 
 ROWS = tl.constexpr(16)  # of a step
 QUEUE_BYTES = 40 * 1024  # of shared memory for words and LayerNorm: a list of rows and sums have the rest of 48 KB
@@ -68,13 +69,6 @@ def int4_mlp_settings(d: int) -> Int4MlpSettings:
     if INTERPRET:
         return Int4MlpSettings(3, 1, 2, 255)
     return Int4MlpSettings(132, 8, 2, 168) if d <= 5120 else Int4MlpSettings(264, 4, 4, 200 if d <= 9216 else 224)
-
-
-def int4_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
-    """Plain torch over a selection, in fp64 where x is."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    n = (x.half() if ln is None else layer_norm_reference(x, ln, torch.float16)).to(wide)
-    sparse_mlp_reference(n, None, w1.dequantised(wide), b1, w2_t.dequantised(wide), b2, residual, selection, out)
 
 
 @triton.constexpr_function
@@ -309,34 +303,31 @@ def _int4_mlp_kernel(
 def int4_mlp_partials(
     x: Tensor,
     ln: LayerNormWeights | None,
-    w1: Int4Rows,
-    b1: Tensor,
-    w2_t: Int4Rows,
-    residual: Tensor,
+    weights: MlpWeights,
     rows: PackedSelection,
-    out: Tensor,
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
     settings: Int4MlpSettings | None = None,
     late: LateNorm | None = None,
 ) -> tuple[Tensor, int]:
-    """(partial sums in fp16, how many of them) whose sum with residual and b2 is `int4_mlp`, whose arguments these are.
+    """(partial sums in fp16, how many of them) whose sum with residual and fc2's bias is `int4_mlp`.
 
-    residual, out: of that, for their shapes. late: of what the sum will be; its estimate is made here, which is that
+    late: of what the sum will be; its estimate is made here, which is that
     of x, with a LayerNorm, and its moments are set to zero.
     """
-    n, d = w1.shape
-    check_mlp(x, ln, n, d, b1, residual, rows, out, early)
+    n, d = check_mlp(x, ln, weights, rows, early)
+    w1, w2 = weights.fc1.weight, weights.fc2.weight
+    assert isinstance(w1, Int4Rows) and isinstance(w2, Int4Rows)
     check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
-    require(w1.group == w2_t.group, f"w1 and w2_t must have groups of one size, not {w1.group} and {w2_t.group}")
+    require(w1.group == w2.group, f"fc1 and fc2 must have groups of one size, not {w1.group} and {w2.group}")
     require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
-    w1.check("w1", (n, d), x)
-    w2_t.check("w2_t", (n, d), x)
+    check_int4("fc1.weight", w1, (n, d), x)
+    check_int4("fc2.weight", w2, (n, d), x)
     settings = settings or int4_mlp_settings(d)
     programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
     if partials is None:
-        partials = partial_sums(d, out.device)
+        partials = partial_sums(d, x.device)
     check_shape("partials", partials, MAX_SPLITS, d)
     partials = partials.view(torch.float16)
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
@@ -348,9 +339,9 @@ def int4_mlp_partials(
         None if ln is None else ln.bias,
         w1.words,
         w1.scales,
-        b1,
-        w2_t.words,
-        w2_t.scales,
+        weights.fc1.bias,
+        w2.words,
+        w2.scales,
         rows.ids,
         rows.count,
         partials,
@@ -377,10 +368,7 @@ def int4_mlp_partials(
 def int4_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
-    w1: Int4Rows,
-    b1: Tensor,
-    w2_t: Int4Rows,
-    b2: Tensor,
+    weights: MlpWeights,
     residual: Tensor,
     rows: PackedSelection,
     out: Tensor,
@@ -395,5 +383,7 @@ def int4_mlp(
     Errors: shapes, dtypes, groups, a CPU tensor.
     """
     pdl = use_pdl(pdl, out.device)
-    sums = int4_mlp_partials(x, ln, w1, b1, w2_t, residual, rows, out, partials, early, pdl, settings)
-    add_partials(*sums, b2, residual, out, pdl)
+    check_shape("residual", residual, *x.shape)
+    check_shape("out", out, *x.shape)
+    sums = int4_mlp_partials(x, ln, weights, rows, partials, early, pdl, settings)
+    add_partials(*sums, weights.fc2.bias, residual, out, pdl)

@@ -25,6 +25,7 @@ from kernels.common.checks import check_tensor, require
 from kernels.common.int4_mma import int4_mma, tile_sums
 from kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
 from kernels.common.launch import programmatic, start_dependents_and_wait, wait_for_predecessor
+from kernels.mlp.predictor import Predictor
 from kernels.mlp.select_batch import saturated, store_chosen_rows
 
 MOST_ROWS = 8  # of a batch
@@ -264,30 +265,17 @@ WANTED = f"2 to {MOST_ROWS} rows, and a width and a rank that are multiples of 8
 
 
 def select_nibbles_batch(
-    planes: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    bias: Tensor | None,
-    threshold: float | Tensor,
-    row_state: Tensor | None,
-    selection: tuple[Tensor, Tensor, Tensor],
-    block: int,
-    logits_out: Tensor | None,
-    listed: tuple[Tensor, Tensor] | None,
-    pdl: bool,
+    planes: Tensor, predictor: Predictor, row_state: Tensor | None, logits_out: Tensor | None, pdl: bool
 ) -> None:
-    """The second half; planes: what `predict_down_nibbles` leaves; selection: ids, counts and bits of a `Selection` of
-    this block. listed: ids (n) and count (1) int32, which is zero, of a list without gaps, in no particular order.
+    """The second half; planes: what `predict_down_nibbles` leaves. The count of a list without gaps is zero before.
 
     `select.predict_select`, which calls this, checks what it is given.
     """
     _, batch, rank = planes.shape
-    n = len(up)
-    check_block(block)
+    weights, out = predictor.weights, predictor.selection
     has_pdl, use_pdl = programmatic(planes, pdl)
-    threshold_ptr, value = (threshold, 0.0) if isinstance(threshold, Tensor) else (None, float(threshold))
-    _select_nibbles_kernel[(triton.cdiv(n, block),)](
-        planes.view(torch.int32), up, up_scale, bias, threshold_ptr, value, row_state, *selection, logits_out,
-        *(listed or (None, None)), n, batch, RANK=rank, BLOCK=block, L=32 * WARPS, PAIRED=batch <= 4, PDL=has_pdl,
-        num_warps=WARPS, launch_pdl=use_pdl,
+    _select_nibbles_kernel[(triton.cdiv(out.n, out.block),)](
+        planes.view(torch.int32), weights.up, weights.up_scale, weights.bias, predictor.threshold, 0.0, row_state,
+        out.ids, out.counts, out.row_bits, logits_out, *(predictor.listed or (None, None)), out.n, batch, RANK=rank,
+        BLOCK=out.block, L=32 * WARPS, PAIRED=batch <= 4, PDL=has_pdl, num_warps=WARPS, launch_pdl=use_pdl,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
 MAX_SPLITS = 264  # rows of the scratch for partial sums

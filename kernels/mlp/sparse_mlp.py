@@ -24,6 +24,7 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_shape
 from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
+from kernels.formats.linear import MlpWeights, numbers
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
 
 
@@ -50,12 +51,16 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
     return MlpSettings(132, 2048, 2, 8) if d <= 8192 and not norm else MlpSettings(132, 4096, 2, 16)
 
 
-def sparse_mlp_reference(x, ln, w1, b1, w2_t, b2, residual, selection, out) -> None:
-    """Plain torch over a selection."""
+def sparse_mlp_reference(
+    x: Tensor, ln: LayerNormWeights | None, weights: MlpWeights, residual: Tensor, mask: Tensor, out: Tensor
+) -> None:
+    """Plain torch over a selection, mask (B, n) bool; in fp64 where x is. 4-bit weights meet x in fp16."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
-    h = (n.to(wide) @ w1.to(wide).T + b1.to(wide)).relu()
-    out.copy_(torch.where(selection.to_mask(len(x)), h, 0.0) @ w2_t.to(wide) + b2.to(wide) + residual)
+    fc1, fc2 = weights.fc1, weights.fc2
+    dtype = fc1.weight.dtype if isinstance(fc1.weight, Tensor) else torch.float16
+    n = x.to(dtype) if ln is None else layer_norm_reference(x, ln, dtype)
+    h = (n.to(wide) @ numbers(fc1.weight, wide).T + fc1.bias.to(wide)).relu()
+    out.copy_(torch.where(mask, h, 0.0) @ numbers(fc2.weight, wide) + fc2.bias.to(wide) + residual)
 
 
 @triton.jit
@@ -189,34 +194,23 @@ def _sparse_mlp_kernel(
 
 
 def check_mlp(
-    x: Tensor,
-    ln: LayerNormWeights | None,
-    n: int,
-    d: int,
-    b1: Tensor,
-    residual: Tensor,
-    rows: PackedSelection,
-    out: Tensor,
-    early: str | None,
-) -> None:
-    """Raise ValueError for what no format of the weights (n, d) goes with."""
+    x: Tensor, ln: LayerNormWeights | None, weights: MlpWeights, rows: PackedSelection, early: str | None
+) -> tuple[int, int]:
+    """(n, d) of the weights. Raise ValueError for what neither format goes with."""
+    n, d = weights.fc1.weight.shape
     check_device("x", x)
     check_shape("x", x, 1, d)
-    check_shape("b1", b1, n)
+    check_shape("fc1.bias", weights.fc1.bias, n)
     check_shape("rows.ids", rows.ids, n)
-    check_shape("residual", residual, 1, d)
-    check_shape("out", out, 1, d)
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
+    return n, d
 
 
 def sparse_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2_t: Tensor,
-    b2: Tensor,
+    weights: MlpWeights,
     residual: Tensor,
     rows: PackedSelection,
     out: Tensor,
@@ -230,9 +224,12 @@ def sparse_mlp(
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, a CPU tensor.
     """
-    n, d = w1.shape
-    check_mlp(x, ln, n, d, b1, residual, rows, out, early)
-    check_shape("w2_t", w2_t, n, d)
+    n, d = check_mlp(x, ln, weights, rows, early)
+    w1, w2 = weights.fc1.weight, weights.fc2.weight
+    assert isinstance(w1, Tensor) and isinstance(w2, Tensor)
+    check_shape("fc2.weight", w2, n, d)
+    check_shape("residual", residual, 1, d)
+    check_shape("out", out, 1, d)
     settings = settings or mlp_settings(d, ln is not None)
     programs = min(settings.programs, MAX_SPLITS)
     if partials is None:
@@ -244,8 +241,8 @@ def sparse_mlp(
         None if ln is None else ln.weight,
         None if ln is None else ln.bias,
         w1,
-        b1,
-        w2_t,
+        weights.fc1.bias,
+        w2,
         rows.ids,
         rows.count,
         partials,
@@ -261,4 +258,4 @@ def sparse_mlp(
         num_warps=min(settings.warps, max(1, settings.block // 32)),  # no more threads than columns
         launch_pdl=pdl,
     )
-    add_partials(partials, programs, b2, residual, out, pdl)
+    add_partials(partials, programs, weights.fc2.bias, residual, out, pdl)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
 from kernels.common.launch import list_slots_wide, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
 from kernels.common.launch import sparse_pays
+from kernels.formats.linear import Linear
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +101,25 @@ def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
     """Each arranges layers for itself; a second one must not take from the first what its graph has captured."""
     weights = DecodeWeights.from_model(model, torch.float32, "cpu")
     bundle, rows = random_bundle(model), rows_of(9)
-    before = {name: tensor.data_ptr() for name, tensor in vars(weights.layers[0]).items() if torch.is_tensor(tensor)}
+    linears = {name: each for name, each in vars(weights.layers[0]).items() if isinstance(each, Linear)}
+    before = {name: (each.weight.data_ptr(), each.bias.data_ptr()) for name, each in linears.items()}
+    assert set(before) == {"qkv", "out", "fc1", "fc2"}
     sparse = engine(weights, bundle)
-    held = [body.weights.fc2 for body in (half.body for half in sparse.core.halves[1::2])]
+    held = [body.weights.fc2.weight for body in (half.body for half in sparse.core.halves[1::2])]
     copies = [tensor.clone() for tensor in held]
     tested, dense = engine(weights, random_bundle(model, cascade=True)), engine(weights)
-    for name, pointer in before.items():
-        assert getattr(weights.layers[0], name).data_ptr() == pointer, f"{name} of the given weights was replaced"
-    assert [half.body.weights.fc2.data_ptr() for half in sparse.core.halves[1::2]] == [t.data_ptr() for t in held]
+    for name, pointers in before.items():
+        each = getattr(weights.layers[0], name)
+        assert (each.weight.data_ptr(), each.bias.data_ptr()) == pointers, f"{name} of the given weights was replaced"
+    now = [half.body.weights.fc2.weight for half in sparse.core.halves[1::2]]
+    assert [t.data_ptr() for t in now] == [t.data_ptr() for t in held]
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-    assert sparse.weights.layers[0].fc1.data_ptr() == dense.weights.layers[0].fc1.data_ptr(), (
+    assert sparse.weights.layers[0].fc1.weight.data_ptr() == dense.weights.layers[0].fc1.weight.data_ptr(), (
         "the same layout is shared"
     )
     torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(sparse.score(rows)[0], masked_nll(model, bundle, rows[0]), atol=2e-5, rtol=1e-5)
-    assert tested.weights.layers[0].fc1.numel() == 0, "one row reads planes only"
+    assert tested.weights.layers[0].fc1.weight.numel() == 0, "one row reads planes only"
 
 
 def test_weights_that_are_released_exist_once(model):
@@ -125,16 +130,16 @@ def test_weights_that_are_released_exist_once(model):
     assert not weights.layers
     torch.testing.assert_close(second.score(row)[0], masked_nll(model, None, row[0]), atol=2e-5, rtol=1e-5)
     assert torch.equal(first.score(row)[0], expected)
-    assert second.weights.layers[0].fc1.data_ptr() == first.weights.layers[0].fc1.data_ptr()
+    assert second.weights.layers[0].fc1.weight.data_ptr() == first.weights.layers[0].fc1.weight.data_ptr()
 
 
 def test_weights_come_back_from_planes(model):
     """Weights arranged for a cascade, given to a dense engine: fc1 as its planes hold it, in the same dtype."""
-    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1
+    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1.weight
     for batch in (1, 2):
         arranged = engine(model, random_bundle(model, cascade=True), batch=batch).weights
         limit = arranged.layers[0].cascade.scale[:, None] * 0.51
-        assert ((arranged.layers[0].whole_fc1() - exact).abs() <= limit).all()
+        assert ((arranged.layers[0].whole_fc1().weight - exact).abs() <= limit).all()
         rows, dense = rows_of(9), engine(arranged)
         assert dense.weights.layers[0].cascade is None
         torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)

@@ -5,13 +5,15 @@ import torch
 
 from kernels.attention.out_projection import project_heads
 from kernels.dense.dense_gemv import dense_rows
-from kernels.mlp.select import PredictorWeights, Selection, predict_select
+from kernels.mlp.predictor import Predictor, PredictorWeights
+from kernels.mlp.select import predict_select
+from kernels.mlp.selection import Selection
 
 MODULES = ("launch", "checks")
 
 
 def run_select(x, w):
-    predict_select(x, PredictorWeights(w, w.T.contiguous()), 0.0, Selection.empty(8, "cpu"))
+    predict_select(x, Predictor.of(PredictorWeights(w, w.T.contiguous()), 0.0, Selection.empty(8, "cpu")))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from dejavu_train.engine.predictors import load_predictors, read_as_codes
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
-from kernels.common.int4 import Int4Rows
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear
 from kernels.mlp.sparse_fc2 import partial_sums
 
 
@@ -32,12 +33,12 @@ def model():
 def test_codes_and_scales_are_the_models_own(model):
     layer = DecodeWeights.from_model(model, torch.float16, "cpu").layers[1]
     block = model.model.decoder.layers[1]
-    assert all(isinstance(each, Int4Rows) for each in (layer.qkv, layer.out, layer.fc1, layer.fc2))
+    assert all(isinstance(each.weight, Int4Rows) for each in (layer.qkv, layer.out, layer.fc1, layer.fc2))
     exact = torch.stack([getattr(block.self_attn, f"{name}_proj").weight.view(2, 32, 64) for name in "qkv"], 1)
-    assert torch.equal(layer.qkv.dequantised(), exact)
+    assert torch.equal(layer.qkv.weight.dequantised(), exact)
     assert torch.equal(layer.whole_out(torch.float32), block.self_attn.out_proj.weight)
-    assert torch.equal(layer.fc1.dequantised(), block.fc1.weight)
-    assert torch.equal(layer.fc2.dequantised(), block.fc2.weight.T)
+    assert torch.equal(layer.fc1.weight.dequantised(), block.fc1.weight)
+    assert torch.equal(layer.fc2.weight.dequantised(), block.fc2.weight.T)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
 def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows, op):
     codes, hidden = random_rows(device, 40, 256, group=128), torch.rand(rows, 40, device=device).half()
     bias, x = torch.randn(256, device=device), torch.randn(rows, 256, device=device)
-    weights = SimpleNamespace(fc2=codes, fc2_bias=bias, fc2_transposed=True)
+    weights = SimpleNamespace(fc2=Linear(codes, bias), fc2_transposed=True)
     called = []
 
     def noted(name):
@@ -162,7 +163,7 @@ def test_a_shared_model_stays_what_it_was(model):
     assert torch.equal(own(row).logits, expected)
     attention, layer = own.model.decoder.layers[0].self_attn, weights.layers[0]
     owners = {tensor.untyped_storage().data_ptr() for tensor in weights.tensors()}
-    held = (attention.q_proj.words, attention.v_proj.scales, attention.out_proj.words, layer.fc2.words)
+    held = (attention.q_proj.words, attention.v_proj.scales, attention.out_proj.words, layer.fc2.weight.words)
     assert all(tensor.untyped_storage().data_ptr() in owners for tensor in held), "nothing exists twice"
 
 
@@ -176,7 +177,7 @@ def test_the_backend_shares_the_models_rows():
     torch.testing.assert_close(backend.engine(1, 20).score([row])[0], expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(masked_nll(own, bundle, row), expected, atol=2e-5, rtol=1e-5)
     fc1 = own.model.decoder.layers[0].fc1
-    assert backend.weights.layers[0].fc1.words.data_ptr() == fc1.words.data_ptr()
+    assert backend.weights.layers[0].fc1.weight.words.data_ptr() == fc1.words.data_ptr()
     with pytest.raises(Unsupported, match="no second stage"):  # at once: "auto" then takes another backend
         EngineBackend(own, random_bundle(own, cascade=True), ops="reference")
 
@@ -186,8 +187,8 @@ def test_random_layers_lie_as_those_of_a_model(model):
     made = DecodeWeights.random(given.shape, torch.float16, "cpu", packed=True)
     for mine, other in zip(made.tensors(), given.tensors(), strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
-    assert 0.018 < made.layers[0].fc1.dequantised().std() < 0.022
-    assert abs(made.layers[0].fc1.dequantised().mean()) < 1e-3
+    assert 0.018 < made.layers[0].fc1.weight.dequantised().std() < 0.022
+    assert abs(made.layers[0].fc1.weight.dequantised().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -219,9 +220,9 @@ def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model
     made = engine(model, bundle, context=40)
     fused = [half.body for half in made.core.halves if isinstance(half.body, FusedDenseAttention)]
     assert len(fused) == (2 if targets == ("mlp",) else 0)
-    assert all(body.inputs is made.core.inputs for body in fused)
-    kept = sum(tensor.nbytes for tensor in [made.core.inputs, *(cache.attn_in for cache in made.core.caches)])
-    assert made.memory["kept inputs"] == kept > 0
+    assert all(body.cache.attn_in is made.core.inputs for body in fused)
+    kept = {id(each): each.nbytes for each in (made.core.inputs, *(cache.attn_in for cache in made.core.caches))}
+    assert made.memory["kept inputs"] == sum(kept.values()) > 0
     streams = engine(model, bundle, context=40, look_ahead="stream")
     assert not any(isinstance(half.body, FusedDenseAttention) for half in streams.core.halves)
 

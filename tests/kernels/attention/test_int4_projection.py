@@ -12,7 +12,7 @@ from kernels.attention.out_projection_int4 import (
     project_head_rows,
     project_head_rows_reference,
 )
-from kernels.common.int4 import Int4Rows
+from kernels.formats.int4 import Int4Rows
 
 NAN = float("nan")
 

@@ -8,10 +8,13 @@ from int4_helpers import random_rows, with_outliers
 
 from kernels.attention.head_select import head_selection
 from kernels.attention.qkv import TileSettings, qkv, qkv_reference
-from kernels.common.int4 import unpack_int4
 from kernels.common.int4_mma import int4_mma
+from kernels.common.kv_cache import KvCache
+from kernels.formats.int4 import unpack_int4
+from kernels.formats.linear import Linear
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
-from kernels.mlp.select import PredictorWeights, Selection
+from kernels.mlp.predictor import Predictor, PredictorWeights
+from kernels.mlp.selection import Selection
 
 NAN = float("nan")
 
@@ -80,12 +83,16 @@ def check(function, reference, tensors, policy="backfill", skip_unselected=True,
     """Against float64: products are exact, sums of fp32; what is not asked for stays as it was."""
     attn_in, weight, bias, selection, position, watermark = tensors
     made, exact = outputs(attn_in, bias), outputs(attn_in, bias, torch.float64)
+
+    def run(call, valid, q, k, v, **options):
+        call(Linear(weight, bias), KvCache(k, v, attn_in, watermark, valid), selection, position, q, **options)
+
     kept = weight.scales.clone()
     if policy != "always" and skip_unselected:
         weight.scales[selection.row_bits == 0] = NAN  # heads that no row selects are not multiplied
-    function(*tensors, *made, policy=policy, **options)
+    run(function, *made, policy=policy, **options)
     weight.scales.copy_(kept)
-    reference(*tensors, *exact, policy=policy)
+    run(reference, *exact, policy=policy)
     size = (attn_in.nan_to_num().double().abs().amax() * weight.scales.double().abs().amax() * 8).item()
     for got, want in zip(made, exact, strict=True):
         torch.testing.assert_close(got.double(), want.double(), equal_nan=True, atol=2e-6 * size, rtol=1e-5)
@@ -176,7 +183,7 @@ def with_predictor(device, rank=16, n=70):
     def call(*tensors, **options):
         lists.append(Selection.empty(n, device))
         (qkv_select if not options.pop("reference", False) else qkv_select_reference)(
-            *tensors, mlp, hidden, zero, state, lists[-1], **options
+            *tensors, Predictor(mlp, zero, lists[-1], hidden), state, **options
         )
         if len(lists) == 2:
             assert torch.equal(lists[0].indices(), lists[1].indices())
@@ -192,14 +199,12 @@ def test_beside_a_predictor(device):
 
 def test_errors_name_what_does_not_fit(device):
     tensors = case(device, 1, 2, 16, 64, 64, 1.0)
-    made = outputs(tensors[0], tensors[2])
     with pytest.raises(ValueError, match="attn_in: expected float16, got float32"):
-        qkv(tensors[0].float(), *tensors[1:], *made)
+        check(qkv, qkv_reference, (tensors[0].float(), *tensors[1:]))
     with pytest.raises(ValueError, match="pairs 2 and wide 4 or 8"):
-        qkv(*tensors, *outputs(tensors[0], tensors[2]), settings=TileSettings(16, 2, 32, 4, 1, 16))
+        check(qkv, qkv_reference, tensors, settings=TileSettings(16, 2, 32, 4, 1, 16))
     with pytest.raises(ValueError, match="up to 8 batch rows, not 9"):
-        more = case(device, 9, 2, 16, 64, 64, 1.0)
-        qkv(*more, *outputs(more[0], more[2]))
+        check(qkv, qkv_reference, case(device, 9, 2, 16, 64, 64, 1.0))
 
 
 @pytest.mark.gpu

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kernels.attention.flash_decode import BLOCK, AttentionScratch, flash_decode, flash_decode_reference
-from kernels.attention.head_select import head_select, head_select_reference, head_selection
+from kernels.attention.head_select import HeadPredictor, head_select, head_select_reference, head_selection
 from kernels.attention.qkv import TileSettings, qkv, qkv_reference
+from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
+from kernels.formats.linear import Linear
 
 NAN = float("nan")
 
@@ -33,7 +35,8 @@ def test_head_select(device, batch, d, n_heads):
         attn_in = torch.full((batch, capacity, d), NAN, device=device)
         selection = head_selection(n_heads, device)
         selection.row_bits.fill_(-1)
-        function(x, ln, predictor, bias, threshold, position, row_state, attn_in, selection)
+        heads = HeadPredictor(predictor, bias, threshold, selection)
+        function(x, ln, heads, position, row_state, attn_in)
         made.append((attn_in, selection))
     torch.testing.assert_close(made[0][0], made[1][0], equal_nan=True, atol=1e-5, rtol=1e-5)
     assert torch.equal(made[0][1].row_bits, made[1][1].row_bits)
@@ -49,7 +52,7 @@ def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.fl
     watermark = (torch.rand(batch, n_heads, device=device) * (position[:, None] + 1)).to(torch.int32)
     selection = head_selection(n_heads, device)
     selection.set_mask(torch.rand(batch, n_heads, device=device) < density)
-    return weight, bias, attn_in, position, watermark, selection
+    return Linear(weight, bias), attn_in, position, watermark, selection
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
@@ -66,7 +69,7 @@ def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.fl
 )
 def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
     capacity = 9
-    weight, bias, attn_in, position, watermark, selection = attention_case(
+    weights, attn_in, position, watermark, selection = attention_case(
         batch, n_heads, head_dim, d, capacity, device, density=density
     )
     made = []
@@ -74,7 +77,7 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
         valid = torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=device)
-        function(attn_in, weight, bias, selection, position, watermark, valid, q, k, v, policy)
+        function(weights, KvCache(k, v, attn_in, watermark, valid), selection, position, q, policy)
         made.append((q, k, v, valid))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -85,7 +88,7 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
 def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
     """More groups of missing positions than the grid has programs, beside a head that lacks the present one only."""
     n_heads, head_dim, d, capacity = 3, 16, 32, 90
-    weight, bias, attn_in, position, watermark, selection = attention_case(
+    weights, attn_in, position, watermark, selection = attention_case(
         batch, n_heads, head_dim, d, capacity, device, density=1.0
     )
     watermark[:, 0], watermark[:, 1], watermark[:, 2] = 0, position, position - 20
@@ -93,7 +96,7 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
     for options in ({"settings": TileSettings(16, pairs, 32, 2, 1, wide)}, None):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        arguments = (attn_in, weight, bias, selection, position, watermark, None, q, k, v)
+        arguments = (weights, KvCache(k, v, attn_in, watermark), selection, position, q)
         qkv_reference(*arguments) if options is None else qkv(*arguments, **options)
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
@@ -103,13 +106,13 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
 @pytest.mark.parametrize(("batch", "n_heads", "head_dim", "d"), [(1, 3, 32, 96), (1, 2, 80, 48), (2, 2, 16, 64)])
 def test_qkv_dense(device, batch, n_heads, head_dim, d):
     capacity = 5
-    weight, bias, _, position, _, _ = attention_case(batch, n_heads, head_dim, d, capacity, device)
+    weights, _, position, _, _ = attention_case(batch, n_heads, head_dim, d, capacity, device)
     x, ln = torch.randn(batch, d, device=device) * 2 + 1, norm(d, device)
     made = []
     for function in (qkv_dense, qkv_dense_reference):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        function(x, ln, weight, bias, position, q, k, v)
+        function(x, ln, weights, position, q, KvCache(k, v, x[:, :0]))
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -144,7 +147,7 @@ def test_flash_decode(device, head_dim, batch, density, stale):
     for function in (flash_decode, flash_decode, flash_decode_reference):
         out = torch.full((batch, n_heads * head_dim), NAN, device=device)
         watermark = torch.full((batch, n_heads), -5, dtype=torch.int32, device=device)
-        function(q, k, v, selection, position, watermark, valid, out, scratch)
+        function(q, KvCache(k, v, q[:, :0], watermark, valid), selection, position, out, scratch)
         made.append((out, watermark))
     assert torch.equal(made[0][0], made[1][0]), "a second run with the same scratch is the same, bit for bit"
     torch.testing.assert_close(made[0][0], made[2][0], atol=1e-5, rtol=1e-5)
@@ -157,7 +160,7 @@ def test_flash_decode(device, head_dim, batch, density, stale):
 @pytest.mark.parametrize(("batch", "n_heads", "d"), [(1, 32, 4096), (1, 72, 9216), (4, 40, 5120)])
 def test_attention_stages_at_true_shapes(device, dtype, batch, n_heads, d):
     head_dim, capacity = 128, 300
-    weight, bias, attn_in, position, watermark, selection = attention_case(
+    weights, attn_in, position, watermark, selection = attention_case(
         batch, n_heads, head_dim, d, capacity, device, dtype
     )
     watermark.copy_(torch.maximum(watermark, position[:, None] - 40))  # few positions to fill in, and many
@@ -169,10 +172,11 @@ def test_attention_stages_at_true_shapes(device, dtype, batch, n_heads, d):
         generator = torch.Generator(device).manual_seed(0)
         k, v = (tensor.normal_(generator=generator).to(dtype) for tensor in (k, v))
         marks = watermark.clone()
-        run_qkv(attn_in, weight, bias, selection, position, marks, None, q, k, v)
+        cache = KvCache(k, v, attn_in, marks)
+        run_qkv(weights, cache, selection, position, q)
         out = torch.full((batch, n_heads * head_dim), NAN, device=device)
         scratch = AttentionScratch.empty(batch, n_heads, head_dim, capacity, device)
-        run_decode(q, k, v, selection, position, marks, None, out, scratch)
+        run_decode(q, cache, selection, position, out, scratch)
         made.append((k, v, out, marks))
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for got, expected in zip(*made, strict=True):
@@ -180,25 +184,29 @@ def test_attention_stages_at_true_shapes(device, dtype, batch, n_heads, d):
 
 
 def test_mistakes_are_one_line(device):
-    weight, bias, attn_in, position, watermark, selection = attention_case(1, 2, 16, 32, 5, device)
+    weights, attn_in, position, watermark, selection = attention_case(1, 2, 16, 32, 5, device)
     q = torch.zeros(1, 2, 16, device=device)
     k = torch.zeros(1, 2, 5, 16, device=device)
+    cache = KvCache(k, k, attn_in, watermark)
     with pytest.raises(ValueError, match="unknown policy 'never'"):
-        qkv(attn_in, weight, bias, selection, position, watermark, None, q, k, k, "never")
+        qkv(weights, cache, selection, position, q, "never")
     with pytest.raises(ValueError, match=r"k_cache: expected shape \(1, 2, 4, 16\), got \(1, 2, 5, 16\)|attn_in"):
-        qkv(attn_in[:, :4].contiguous(), weight, bias, selection, position, watermark, None, q, k, k)
+        qkv(weights, dataclasses.replace(cache, attn_in=attn_in[:, :4].contiguous()), selection, position, q)
+    for policy, missing in (("backfill", "watermarks"), ("stale", "valid positions")):
+        with pytest.raises(ValueError, match=f"needs the tensor of {missing}"):
+            qkv(weights, dataclasses.replace(cache, watermark=None), selection, position, q, policy)
     with pytest.raises(ValueError, match="head dim 24 is not supported"):
         q24 = torch.zeros(1, 2, 24, device=device)
         scratch = AttentionScratch.empty(1, 2, 24, 5, device)
-        flash_decode(q24, k, k, selection, position, watermark, None, q, scratch)
+        flash_decode(q24, cache, selection, position, q, scratch)
     scratch, out = AttentionScratch.empty(1, 2, 16, 5, device), torch.zeros(1, 32, device=device)
     short = dataclasses.replace(scratch, tickets=scratch.tickets[:1])
     for wrong, given in (
-        ("watermark", (watermark[:, :1].contiguous(), None, out, scratch)),
-        ("valid", (watermark, torch.ones(1, 2, 4, dtype=torch.uint8, device=device), out, scratch)),
-        (r"scratch\.tickets", (watermark, None, out, short)),
+        ("watermark", (watermark[:, :1].contiguous(), None, scratch)),
+        ("valid", (watermark, torch.ones(1, 2, 4, dtype=torch.uint8, device=device), scratch)),
+        (r"scratch\.tickets", (watermark, None, short)),
     ):
         with pytest.raises(ValueError, match=f"{wrong}: expected shape"):
-            flash_decode(q, k, k, selection, position, *given)
+            flash_decode(q, KvCache(k, k, attn_in, *given[:2]), selection, position, out, given[2])
     with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"):
-        flash_decode(q, k, k, selection, position, watermark, None, out, scratch, positions=48)
+        flash_decode(q, cache, selection, position, out, scratch, positions=48)

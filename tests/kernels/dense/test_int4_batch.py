@@ -4,7 +4,7 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from kernels.common.int4 import Int4Rows
+from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense import dense_batch
 from kernels.dense.int4_batch import (
@@ -17,7 +17,9 @@ from kernels.dense.int4_batch import (
     int4_listed_reference,
     int4_qkv,
 )
-from kernels.mlp.select import Selection
+from kernels.formats.int4 import Int4Rows
+from kernels.formats.linear import Linear
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack
 
 
@@ -71,7 +73,7 @@ def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, settings=
     position = torch.tensor([3, 0, 5, 1, 4, 2, 2, 0][:batch], dtype=torch.int32, device=device)
     q = torch.full((batch, n_heads, head_dim), float("nan"), device=device)
     caches = [torch.full((batch, n_heads, capacity, head_dim), -77.0, device=device).half() for _ in range(2)]
-    int4_qkv(x, weight, bias, position, q, *caches, pdl, settings)
+    int4_qkv(x, Linear(weight, bias), position, q, KvCache(*caches, x[:, :0]), pdl, settings)
     rows = weight.view(3 * n_heads * head_dim, d)
     want = int4_linear_reference(x.double(), rows, bias.flatten(), "none")
     sizes = (x.double().abs() @ magnitudes(rows).T + 1).view(batch, n_heads, 3, head_dim).unbind(2)

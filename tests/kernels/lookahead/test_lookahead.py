@@ -5,12 +5,16 @@ import torch
 
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
-from kernels.attention.head_select import head_selection
+from kernels.attention.head_select import HeadPredictor, head_selection
+from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.formats.linear import Linear
 from kernels.lookahead.attend_pack import attend_pack
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
-from kernels.mlp.select import PredictorWeights, Selection, quantize_rows, select_rows
+from kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
+from kernels.mlp.select import select_rows
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection
 
 NAN = float("nan")
@@ -47,7 +51,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
     kept, mean = torch.randn(1, capacity, d, device=device), torch.randn(n_heads, head_dim, device=device)
     weight = torch.randn(n_heads, 3, head_dim, d, device=device) / d**0.5
-    weight_bias = torch.randn(n_heads, 3, head_dim, device=device)
+    weights = Linear(weight, torch.randn(n_heads, 3, head_dim, device=device))
     caches = [torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
     for cache in caches:
         cache[:, :, last - 1 :] = NAN  # not yet valid: must be filled in, or not read
@@ -66,23 +70,31 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         scratch = AttentionScratch.empty(1, n_heads, head_dim, capacity, device)
         packed = PackedSelection.empty(n, device)
         packed.count.fill_(-1)
-        site = (x, ln, SiteRows.of(predictor, mlp, ln), bias, zero, position, row_state, attn_in, heads, hidden)
-        rows = (attn_in, weight, weight_bias, heads, position, watermark, None, q, k, v)
-        chosen = (mlp, hidden, zero, row_state, neurons)
-        attention = (q, k, v, heads, position, watermark, None, out, scratch)
+        cache = KvCache(k, v, attn_in, watermark)
+        own = HeadPredictor(predictor, bias, zero, heads)
+        site = (x, ln, SiteRows.of(predictor, mlp, ln), own, position, row_state, attn_in, hidden)
+        rows = (weights, cache, heads, position, q, Predictor(mlp, zero, neurons, hidden), row_state)
+        attention = (q, cache, heads, position, out, scratch)
         if kernels:
             site_predict(*site)
-            qkv_select(*rows, *chosen)
+            qkv_select(*rows)
             attend_pack(*attention, neurons, packed, mean=mean)
             listed = packed.ids[: int(packed.count)].long()
         else:
             site_predict_reference(*site)
-            qkv_select_reference(*rows, *chosen)
+            qkv_select_reference(*rows)
             flash_decode_reference(*attention, mean=mean)
             listed = neurons.indices()
         made.append((attn_in, hidden, heads.row_bits, watermark, out, listed, neurons.row_bits))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def random_attention(device, h, hd, d):
+    weights = Linear(torch.randn(h, 3, hd, d, device=device), torch.zeros(h, 3, hd, device=device))
+    k, v = (torch.zeros(1, h, 4, hd, device=device) for _ in range(2))
+    marks = torch.zeros(1, h, dtype=torch.int32, device=device)
+    return weights, KvCache(k, v, torch.randn(1, 4, d, device=device), marks)
 
 
 @pytest.mark.parametrize(("batch", "stored"), [(1, None), (1, torch.uint8), (2, None)])
@@ -102,17 +114,13 @@ def test_hidden_values_beyond_fp16(device, batch, stored):
     zero, row_state = torch.zeros(1, device=device), torch.ones(batch, dtype=torch.int32, device=device)
     wanted.set_mask(hidden @ numbers.T > 0)
     if batch > 1:
-        select_rows(hidden, predictor, zero, neurons, row_state)
+        select_rows(Predictor(predictor, zero, neurons, hidden), row_state)
     else:
         heads = head_selection(h, device)
         position = torch.tensor([1], dtype=torch.int32, device=device)
-        caches = [torch.zeros(1, h, 4, hd, device=device) for _ in range(2)]
-        qkv_select(
-            torch.randn(1, 4, d, device=device), torch.randn(h, 3, hd, d, device=device),
-            torch.zeros(h, 3, hd, device=device), heads, position,
-            torch.zeros(1, h, dtype=torch.int32, device=device), None, torch.zeros(1, h, hd, device=device), *caches,
-            predictor, hidden, zero, row_state, neurons,
-        )  # fmt: skip
+        weights, cache = random_attention(device, h, hd, d)
+        q = torch.zeros(1, h, hd, device=device)
+        qkv_select(weights, cache, heads, position, q, Predictor(predictor, zero, neurons, hidden), row_state)
     assert torch.equal(neurons.to_mask(batch), wanted.to_mask(batch)) and 0 < len(wanted.indices())
 
 
@@ -128,7 +136,6 @@ def test_all_heads(device, stored):
     mlp = PredictorWeights(down, up, torch.randn(n, device=device), down_scale, up_scale)
     zero, state = torch.zeros(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
     position = torch.tensor([last], dtype=torch.int32, device=device)
-    watermark = torch.full((1, n_heads), -1, dtype=torch.int32, device=device)
     weight, bias = torch.randn(n_heads, 3, head_dim, d, device=device), torch.randn(n_heads, 3, head_dim, device=device)
     before = [torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
     every = head_selection(n_heads, device)
@@ -139,20 +146,21 @@ def test_all_heads(device, stored):
         hidden, q = torch.full((1, rank), NAN, device=device), torch.full((1, n_heads, head_dim), NAN, device=device)
         out, (k, v) = torch.full((1, n_heads * head_dim), NAN, device=device), (each.clone() for each in before)
         neurons, packed = Selection.empty(n, device), PackedSelection.empty(n, device)
-        site = (x, ln, SiteRows.of(None, mlp, ln), zero, zero, position, state, inputs, every, hidden)
-        rows = (inputs, weight, bias, every, position, watermark, None, q, k, v, mlp, hidden, zero, state, neurons)
-        attention = (q, k, v, None, position, None, None, out)
+        site = (x, ln, SiteRows.of(None, mlp, ln), HeadPredictor(None, zero, zero, every), position, state, inputs)
+        cache = KvCache(k, v, inputs)
+        rows = (Linear(weight, bias), cache, every, position, q, Predictor(mlp, zero, neurons, hidden), state)
+        attention = (q, cache, None, position, out)
         if kernels:
-            site_predict(*site)
+            site_predict(*site, hidden)
             qkv_select(*rows, policy="always")
             attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), neurons, packed)
             listed = packed.ids[: int(packed.count)].long()
         else:
-            site_predict_reference(*site)
+            site_predict_reference(*site, hidden)
             qkv_select_reference(*rows, policy="always")
             flash_decode_reference(*attention)
             listed = neurons.indices()
-        assert every.row_bits.eq(1).all() and watermark.eq(-1).all()
+        assert every.row_bits.eq(1).all()
         made.append((inputs, hidden, k, v, out, listed))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
@@ -168,12 +176,8 @@ def test_a_second_half_that_does_not_fit_is_refused(device, name, size, message)
     up = torch.zeros(n, rank, dtype=torch.int8, device=device)
     bias, scale = (torch.ones(given[each], device=device) for each in ("bias", "up_scale"))
     predictor = PredictorWeights(torch.eye(rank, device=device), up, bias, up_scale=scale)
-    caches = [torch.zeros(1, h, 4, hd, device=device) for _ in range(2)]
     zero, state = torch.zeros(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    mlp = Predictor(predictor, zero, Selection.empty(n, device), torch.zeros(given["hidden"], rank, device=device))
+    weights, cache = random_attention(device, h, hd, d)
     with pytest.raises(ValueError, match=message):
-        qkv_select(
-            torch.randn(1, 4, d, device=device), torch.randn(h, 3, hd, d, device=device),
-            torch.zeros(h, 3, hd, device=device), head_selection(h, device), state,
-            torch.zeros(1, h, dtype=torch.int32, device=device), None, torch.zeros(1, h, hd, device=device), *caches,
-            predictor, torch.zeros(given["hidden"], rank, device=device), zero, state, Selection.empty(n, device),
-        )  # fmt: skip
+        qkv_select(weights, cache, head_selection(h, device), state, torch.zeros(1, h, hd, device=device), mlp, state)

@@ -5,15 +5,18 @@ import torch
 from int4_helpers import random_rows
 
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
-from kernels.attention.head_select import head_selection
+from kernels.attention.head_select import HeadPredictor, head_selection
+from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.formats.linear import Linear, MlpWeights
 from kernels.lookahead import mlp_ahead as module
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
-from kernels.mlp.int4_mlp import int4_mlp_reference
-from kernels.mlp.select import PredictorWeights, Selection
+from kernels.mlp.predictor import Predictor, PredictorWeights
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection
+from kernels.mlp.sparse_mlp import sparse_mlp_reference
 
 NAN = float("nan")
 
@@ -37,8 +40,9 @@ class Layer:
         torch.manual_seed(7)
         self.x = torch.randn(1, d, device=device) * 2 + 1
         self.ln2, ln1 = norm(d, device), norm(d, device)
-        self.fc1, self.fc2 = (random_rows(device, n, d, group=group, size=0.01) for _ in range(2))
-        self.b1, self.b2 = torch.randn(n, device=device), torch.randn(d, device=device)
+        fc1, fc2 = (random_rows(device, n, d, group=group, size=0.01) for _ in range(2))
+        b1, b2 = torch.randn(n, device=device), torch.randn(d, device=device)
+        self.weights = MlpWeights(Linear(fc1, b1), Linear(fc2, b2))
         self.listed = PackedSelection.empty(n, device)
         ids = torch.randperm(n)[: n // 2].sort().values
         self.listed.ids[: len(ids)] = ids.int()
@@ -51,10 +55,10 @@ class Layer:
         ahead = None
         if with_heads:
             rows, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
-            ahead = HeadsAhead.of(rows, self.ln2, bias, self.zero, self.row_state, self.heads)
+            ahead = HeadsAhead.of(HeadPredictor(rows, bias, self.zero, self.heads), self.ln2, self.row_state)
         self.mlp = nibbles(rank, d, n, relu, device)
-        self.weight = random_rows(device, n_heads, 3, head_dim, d, group=group)
-        bias = torch.randn(n_heads, 3, head_dim, device=device)
+        weight = random_rows(device, n_heads, 3, head_dim, d, group=group)
+        self.qkv = Linear(weight, torch.randn(n_heads, 3, head_dim, device=device))
         inputs = torch.full((1, last + 2, d), NAN, device=device).half()
         late = LateNorm.empty(ln1, last + 2, torch.zeros(2, device=device), torch.ones(2, device=device).long())
         late.factors.fill_(NAN)
@@ -63,7 +67,7 @@ class Layer:
             late_store_reference(late, before, before + torch.randn(1, d, device=device), inputs[:, place])
             late.factors[place] = late_factors_reference(late, d)
         arrived = torch.full((1,), 9, dtype=torch.int32, device=device)
-        self.late = LateSite.of(late, inputs, self.position, self.weight, bias, self.mlp, arrived, ahead)
+        self.late = LateSite.of(late, inputs, self.position, self.qkv, self.mlp, arrived, ahead)
         self.watermark = torch.full((1, n_heads), last - kept, dtype=torch.int32, device=device)
         self.watermark[:, 0] = last  # lacks the present position alone
         self.out = torch.full_like(self.x, NAN)
@@ -73,8 +77,9 @@ class Layer:
         self.neurons = Selection.empty(n, device)
 
     def rows(self):
-        q = (self.position, self.watermark, None, self.q, *self.caches, self.mlp, self.hidden, self.zero)
-        return (self.late.attn_in, self.weight, self.late.shifts, self.heads, *q, self.row_state, self.neurons)
+        cache = KvCache(*self.caches, self.late.attn_in, self.watermark)
+        mlp = Predictor(self.mlp, self.zero, self.neurons, self.hidden)
+        return self.qkv, cache, self.heads, self.position, self.q, mlp, self.row_state
 
     def made(self):
         return {
@@ -106,16 +111,13 @@ def test_an_mlp_and_the_next_layers_rows(
     got, want = (Layer(device, n_heads, head_dim, d, rank, n, relu, state, with_heads) for _ in range(2))
     assert got.late.tiled == tiled
     for each in (got, want):
-        mlp = (each.ln2, each.fc1, each.b1, each.fc2, each.b2)
         if each is got:
-            mlp_ahead(each.x, *mlp, each.listed, each.out, early="list", ahead=each.late)
+            mlp_ahead(each.x, each.ln2, each.weights, each.listed, each.out, each.late, early="list")
             qkv_select(*each.rows(), policy=policy, late=each.late)
         else:
-            selected = Selection.empty(n, device)
             mask = torch.zeros(1, n, dtype=torch.bool, device=device)
             mask[0, each.listed.ids[: int(each.listed.count)].long()] = True
-            selected.set_mask(mask)
-            int4_mlp_reference(each.x, *mlp, each.x, selected, each.out)
+            sparse_mlp_reference(each.x, each.ln2, each.weights, each.x, mask, each.out)
             add_ahead_reference(each.x, each.out, each.late)
             qkv_select_reference(*each.rows(), policy=policy, late=each.late)
     if with_heads and state == 1:
@@ -146,8 +148,8 @@ def test_late_products_equal_those_of_the_layer_norm(device):
 def test_what_does_not_fit_is_refused(device):
     layer = Layer(device, 2, 16, 64, 8, 70, False, 1, True)
     with pytest.raises(ValueError, match="gains"):
-        layer.late.check(torch.zeros(1, 3, 16), 8, layer.weight)
+        layer.late.check(torch.zeros(1, 3, 16), 8, layer.qkv.weight)
     with pytest.raises(ValueError, match="one batch row"):
-        layer.late.check(torch.zeros(2, 2, 16), 8, layer.weight)
+        layer.late.check(torch.zeros(2, 2, 16), 8, layer.qkv.weight)
     with pytest.raises(ValueError, match="down"):
-        layer.late.check(torch.zeros(1, 2, 16), 24, layer.weight)
+        layer.late.check(torch.zeros(1, 2, 16), 24, layer.qkv.weight)

@@ -8,7 +8,7 @@ import triton.language as tl
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 from kernels.common.int4_tiles import word_vector
 from kernels.lookahead.select_nibbles import select_nibbles, takes
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from dejavu_train.predictors.bit_planes import BitPlanes, choose_grid
 from kernels.mlp.cascade import CascadeWeights, cascade, cascade_reference, second_stage
 from kernels.mlp.cascade_batch import InputLevels, cascade_test
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack
 
 

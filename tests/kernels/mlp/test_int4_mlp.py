@@ -5,10 +5,12 @@ import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.formats.linear import Linear, MlpWeights
 from kernels.mlp import int4_mlp as module
-from kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp, int4_mlp_reference
-from kernels.mlp.select import Selection
+from kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
+from kernels.mlp.sparse_mlp import sparse_mlp_reference
 
 NAN = float("nan")
 
@@ -26,7 +28,8 @@ def make_problem(device, n, d, density, group=32, block=16, size=0.05):
 def check(out, selection, n, w1, b1, w2, b2, residual):
     """Against fp64, with the error that rounded products may add up to; n (1, d): what fc1 reads."""
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=out.device)
-    int4_mlp_reference(n.double(), None, w1, b1.double(), w2, b2.double(), residual, selection, want)
+    weights = MlpWeights(Linear(w1, b1.double()), Linear(w2, b2.double()))
+    sparse_mlp_reference(n.double(), None, weights, residual, selection.to_mask(1), want)
     one, two = w1.dequantised(torch.float64), w2.dequantised(torch.float64)
     h = (n.double() @ one.T + b1.double()).relu()
     mask = selection.to_mask(1)
@@ -34,6 +37,10 @@ def check(out, selection, n, w1, b1, w2, b2, residual):
     wrong = torch.where(mask, n.double().abs() @ one.abs().T, 0.0) @ two.abs() * 2**-10
     sums = torch.where(mask, h, 0.0) @ two.abs()
     assert_rounded_products(out, want, sums + wrong * 2**10, 3 * 2**-11)
+
+
+def run(x, ln, w1, b1, w2, b2, *others, **options):
+    int4_mlp(x, ln, MlpWeights(Linear(w1, b1), Linear(w2, b2)), *others, **options)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_equals_both_products(device, n, d, group, warps, density):
     kept = [each.scales.clone() for each in (w1, w2)]
     for each in (w1, w2):
         each.scales[unread] = NAN  # unselected rows are not read
-    int4_mlp(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(2, warps, 2, 255))
+    run(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(2, warps, 2, 255))
     for each, scales in zip((w1, w2), kept, strict=True):
         each.scales.copy_(scales)
     check(out, selection, *tensors)
@@ -66,7 +73,7 @@ def test_a_program_has_room_for_all_its_rows(device):
     selection, rows, tensors = make_problem(device, 50, 64, 1.0)
     tensors[2].add_(40)  # all live
     out = torch.full((1, 64), NAN, device=device)
-    int4_mlp(tensors[0], None, *tensors[1:], rows, out, settings=Int4MlpSettings(2, 1, 2, 255))
+    run(tensors[0], None, *tensors[1:], rows, out, settings=Int4MlpSettings(2, 1, 2, 255))
     check(out, selection, *tensors)
 
 
@@ -85,9 +92,9 @@ def test_rows_of_value_zero_are_not_read(device):
     dead = (x.double() @ w1.dequantised(torch.float64).T + b1.double())[0] < -0.1
     assert dead.any() and not dead.all()
     out, again = (torch.full((1, 64), NAN, device=device) for _ in range(2))
-    int4_mlp(x, None, *tensors[1:], rows, out)
+    run(x, None, *tensors[1:], rows, out)
     w2.scales[dead] = NAN
-    int4_mlp(x, None, *tensors[1:], rows, again)
+    run(x, None, *tensors[1:], rows, again)
     assert torch.equal(out, again)
 
 
@@ -101,7 +108,7 @@ def test_settings_and_a_layer_norm(device, early):
         ln = LayerNormWeights(torch.rand(96, device=device).half() + 0.5, torch.randn(96, device=device).half())
         n = layer_norm_reference(x.double(), ln, torch.float16)
     out = torch.full((1, 96), NAN, device=device)
-    int4_mlp(x, ln, *tensors, rows, out, early=early, settings=Int4MlpSettings(2, 1, 3, 255))
+    run(x, ln, *tensors, rows, out, early=early, settings=Int4MlpSettings(2, 1, 3, 255))
     check(out, selection, n, *tensors)
 
 
@@ -109,7 +116,7 @@ def test_a_nan_is_passed_on(device):
     _, rows, tensors = make_problem(device, 8, 64, 1.0)
     tensors[0][0, 3] = NAN
     out = torch.zeros(1, 64, device=device)
-    int4_mlp(tensors[0], None, *tensors[1:], rows, out)
+    run(tensors[0], None, *tensors[1:], rows, out)
     assert out.isnan().all()
 
 
@@ -117,12 +124,12 @@ def test_errors_name_what_does_not_fit(device):
     _, rows, (x, w1, b1, w2, b2, residual) = make_problem(device, 8, 64, 0.5)
     out = torch.empty(1, 64, device=device)
     with pytest.raises(ValueError, match="groups of one size"):
-        int4_mlp(x, None, w1, b1, random_rows(device, 8, 64, group=64), b2, residual, rows, out)
+        run(x, None, w1, b1, random_rows(device, 8, 64, group=64), b2, residual, rows, out)
     with pytest.raises(ValueError, match="x: expected float16, got float32"):
-        int4_mlp(x.float(), None, w1, b1, w2, b2, residual, rows, out)
+        run(x.float(), None, w1, b1, w2, b2, residual, rows, out)
     ln = LayerNormWeights(torch.ones(64, device=device), torch.zeros(64, device=device))
     with pytest.raises(ValueError, match="x: expected float32, got float16"):
-        int4_mlp(x, ln, w1, b1, w2, b2, residual, rows, out)
+        run(x, ln, w1, b1, w2, b2, residual, rows, out)
 
 
 def test_more_neurons_take_more_programs(device):
@@ -130,13 +137,13 @@ def test_more_neurons_take_more_programs(device):
     n = 2 * module.MOST_ROWS + 1
     selection, rows, tensors = make_problem(device, n, 32, 0.02)
     out, partials = torch.full((1, 32), NAN, device=device), partial_sums(32, device).fill_(NAN)
-    int4_mlp(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(1, 1, 2, 255))
+    run(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(1, 1, 2, 255))
     check(out, selection, *tensors)
     n = module.MOST_ROWS * module.MAX_SPLITS + 1
     w = random_rows(device, n, 32, group=32)
     rows = PackedSelection.empty(n, device)
     with pytest.raises(ValueError, match="101377 neurons: at most 101376"):
-        int4_mlp(tensors[0], None, w, torch.zeros(n, device=device), w, tensors[4], tensors[5], rows, out)
+        run(tensors[0], None, w, torch.zeros(n, device=device), w, tensors[4], tensors[5], rows, out)
 
 
 @pytest.mark.gpu
@@ -148,7 +155,7 @@ def test_real_shapes(d):
         for pdl in (False, True, True):
             partials.fill_(NAN)
             made.append(torch.full((1, d), NAN, device="cuda"))
-            int4_mlp(tensors[0], None, *tensors[1:], rows, made[-1], partials, pdl=pdl)
+            run(tensors[0], None, *tensors[1:], rows, made[-1], partials, pdl=pdl)
         assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
         check(made[0], selection, *tensors)
 
@@ -161,5 +168,5 @@ def test_real_shapes_with_a_layer_norm(d, early):
     x = with_outliers(torch.randn(1, d, device="cuda"), 8)
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     out = torch.full((1, d), NAN, device="cuda")
-    int4_mlp(x, ln, *tensors, rows, out, early=early, pdl=True)
+    run(x, ln, *tensors, rows, out, early=early, pdl=True)
     check(out, selection, layer_norm_reference(x.double(), ln, torch.float16), *tensors)

@@ -10,15 +10,9 @@ from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, unpack
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.mlp.codes import nibble_codes
 from kernels.mlp.predict import predict_down, predict_down_reference
-from kernels.mlp.select import (
-    PredictorWeights,
-    Selection,
-    lists,
-    norm_sums,
-    predict_reference,
-    predict_select,
-    top_k_mask,
-)
+from kernels.mlp.predictor import Predictor, PredictorWeights
+from kernels.mlp.select import lists, norm_sums, predict_reference, predict_select, top_k_mask
+from kernels.mlp.selection import Selection
 
 NAN = float("nan")
 
@@ -48,9 +42,8 @@ def test_both_products(device, d, rank, n):
     x = with_outliers(torch.randn(1, d, device=device) * 2 + 1)
     logits, selection = torch.full((1, n), NAN, device=device), Selection.empty(n, device, 16)
     normalised = torch.full((1, d), NAN, device=device)
-    predict_select(
-        x, predictor.with_norm(ln), 0.1, selection, ln, normalised_out=normalised, logits_out=logits
-    )  # fmt: skip
+    own = Predictor.of(predictor.with_norm(ln), 0.1, selection)
+    predict_select(x, own, ln, normalised_out=normalised, logits_out=logits)
     want = predict_reference(x.double(), predictor, ln)
     torch.testing.assert_close(logits.double(), want, atol=1e-3, rtol=1e-3)
     assert torch.equal(selection.to_mask(1), logits > 0.1)
@@ -67,9 +60,8 @@ def check_several(device, d, rank, n, batch, block=64, pdl=False):
     normalised = torch.full((batch, d), NAN, dtype=torch.float16, device=device)
     listed = torch.full((n,), -77, dtype=torch.int32, device=device), torch.full_like(selection.counts[:1], 5)
     state = torch.tensor([1, 1, 0, 2, 1, 1, 1, 1][:batch], dtype=torch.int32, device=device)
-    predict_select(
-        x, predictor, 0.1, selection, ln, state, normalised_out=normalised, logits_out=logits, pdl=pdl, listed=listed
-    )
+    own = Predictor.of(predictor, 0.1, selection, batch, listed=listed)
+    predict_select(x, own, ln, state, normalised_out=normalised, logits_out=logits, pdl=pdl)
     want = predict_reference(normalised.double(), predictor)
     torch.testing.assert_close(logits.double(), want, atol=1e-4, rtol=1e-4)
     mask = ((logits > 0.1) & (state[:, None] > 0)) | (state[:, None] == 2)
@@ -93,7 +85,7 @@ def test_several_rows_without_relu_and_bias_whose_hidden_values_are_larger_than_
     hidden = x.double() @ nibble_codes(predictor.down, 64).double().T * predictor.down_scale.double()
     predictor = replace(predictor, down_scale=predictor.down_scale * (1e5 / hidden.abs().max()).float())
     logits = torch.full((3, 40), NAN, device=device)
-    predict_select(x, predictor, 0.0, Selection.empty(40, device), logits_out=logits)
+    predict_select(x, Predictor.of(predictor, 0.0, Selection.empty(40, device), 3), logits_out=logits)
     torch.testing.assert_close(logits.double(), predict_reference(x.double(), predictor), atol=20.0, rtol=1e-3)
 
 
@@ -103,7 +95,7 @@ def test_a_nan_stays_in_its_row(device, batch):
     x = torch.randn(batch, 64, device=device).half()
     x[-1, 3] = NAN
     logits = torch.empty(batch, 40, device=device)
-    predict_select(x, predictor, float("-inf"), selection, logits_out=logits)
+    predict_select(x, Predictor.of(predictor, float("-inf"), selection, batch), logits_out=logits)
     assert logits[:-1].isfinite().all() and logits[-1].isnan().all()
     assert selection.to_mask(batch)[:-1].all() and not selection.to_mask(batch)[-1].any()
 
@@ -111,7 +103,7 @@ def test_a_nan_stays_in_its_row(device, batch):
 def test_several_rows_select_the_top_k(device):
     predictor, selection = make_predictor(device, 64, 16, 40), Selection.empty(40, device)
     x = torch.randn(3, 64, device=device).half()
-    predict_select(x, predictor, 0.0, selection, top_k=7)
+    predict_select(x, Predictor.of(predictor, 0.0, selection, 3, top_k=7))
     logits = predict_reference(x.double(), predictor)
     assert torch.equal(selection.to_mask(3), top_k_mask(logits, 7))
 
@@ -120,7 +112,8 @@ def test_several_rows_select_the_top_k(device):
 def test_several_rows_that_no_kernel_takes(device, d, rank, batch):
     predictor = make_predictor(device, d, rank, 8)
     with pytest.raises(ValueError, match=f"{batch} rows of {d} columns, rank {rank}: 2 to 8 rows, .* multiples of 8"):
-        predict_select(torch.randn(batch, d, device=device).half(), predictor, 0.0, Selection.empty(8, device))
+        own = Predictor.of(predictor, 0.0, Selection.empty(8, device), batch)
+        predict_select(torch.randn(batch, d, device=device).half(), own)
 
 
 def test_what_leaves_a_list(device):
@@ -138,7 +131,7 @@ def test_what_several_rows_refuse_leaves_the_count(device):
     def refused(message, listed, x=x, predictor=predictor, selection=None, **options):
         selection = selection or Selection.empty(40, device)
         with pytest.raises(ValueError, match=message):
-            predict_select(x, predictor, 0.0, selection, listed=listed, **options)
+            predict_select(x, Predictor.of(predictor, 0.0, selection, len(x), listed=listed, **options))
         assert int(listed[1]) == 5
 
     several = "a list without gaps is made of several rows"
@@ -177,6 +170,6 @@ def test_real_shapes(d):
     want = predict_down_reference(x.double(), ln, predictor.down, predictor.down_scale)
     torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=1e-3)
     logits, selection = torch.full((1, n), NAN, device="cuda"), Selection.empty(n, "cuda", 32)
-    predict_select(x, predictor.with_norm(ln), 0.1, selection, ln, logits_out=logits, pdl=True)
+    predict_select(x, Predictor.of(predictor.with_norm(ln), 0.1, selection), ln, logits_out=logits, pdl=True)
     torch.testing.assert_close(logits.double(), predict_reference(x.double(), predictor, ln), atol=5e-3, rtol=1e-3)
     assert torch.equal(selection.to_mask(1), logits > 0.1)

@@ -5,7 +5,7 @@ import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.mlp.predict import PredictSettings, norm_sums, predict_down, predict_down_reference
-from kernels.mlp.select import quantize_rows
+from kernels.mlp.predictor import quantize_rows
 
 NAN = float("nan")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.mlp.select import Selection
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import Fc2Settings, PackedSelection, pack, partial_sums, sparse_fc2, sparse_fc2_reference
 
 NAN = float("nan")

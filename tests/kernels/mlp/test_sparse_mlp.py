@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.select import Selection
+from kernels.formats.linear import Linear, MlpWeights
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
 from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
 
@@ -24,10 +25,17 @@ def make_problem(device, n, d, density, dtype=torch.float32, block=16):
 
 def reference(selection, x, w1, b1, w2, b2, residual):
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=x.device)
-    sparse_mlp_reference(
-        x.double(), None, w1.double(), b1.double(), w2.double(), b2.double(), residual, selection, want
-    )
+    weights = weights_of(w1.double(), b1.double(), w2.double(), b2.double())
+    sparse_mlp_reference(x.double(), None, weights, residual, selection.to_mask(1), want)
     return want
+
+
+def weights_of(w1, b1, w2, b2):
+    return MlpWeights(Linear(w1, b1), Linear(w2, b2))
+
+
+def run(x, ln, w1, b1, w2, b2, *others, **options):
+    sparse_mlp(x, ln, weights_of(w1, b1, w2, b2), *others, **options)
 
 
 @pytest.mark.parametrize(("n", "d"), [(40, 64), (100, 48), (7, 130), (130, 257)])
@@ -43,7 +51,7 @@ def test_equals_both_products(device, n, d, density):
     near = ((x @ w1.nan_to_num().T + b1)[0].abs() <= 1e-3) & ~unread
     w2[~live & ~near] = NAN
     out, partials = torch.full((1, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
-    sparse_mlp(tensors[0], None, *tensors[1:], rows, out, partials)
+    run(tensors[0], None, *tensors[1:], rows, out, partials)
     torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 
@@ -53,7 +61,7 @@ def test_settings_change_nothing_but_the_order(device):
     few, many = MlpSettings(1, 32, 1, 1), MlpSettings(70, 64, 2, 2)  # many: more programs than entries
     for settings, early in ((few, None), (few, "list"), (MlpSettings(3, 128, 4, 2), "x"), (many, None)):
         out = torch.full((1, 96), NAN, device=device)
-        sparse_mlp(tensors[0], None, *tensors[1:], rows, out, early=early, settings=settings)
+        run(tensors[0], None, *tensors[1:], rows, out, early=early, settings=settings)
         torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 
@@ -65,7 +73,7 @@ def test_with_a_layer_norm(device, n, d, early):
     ln = LayerNormWeights(torch.rand(d, device=device) + 0.5, torch.randn(d, device=device))
     want = reference(selection, layer_norm_reference(x.double(), ln, torch.float64), *tensors)
     out = torch.full((1, d), NAN, device=device)
-    sparse_mlp(x, ln, *tensors, rows, out, early=early)
+    run(x, ln, *tensors, rows, out, early=early)
     torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=1e-4)
 
 
@@ -73,7 +81,7 @@ def test_a_nan_is_passed_on(device):
     _, rows, tensors = make_problem(device, 40, 64, 1.0)
     tensors[0][0, 3] = NAN
     out = torch.zeros(1, 64, device=device)
-    sparse_mlp(tensors[0], None, *tensors[1:], rows, out)
+    run(tensors[0], None, *tensors[1:], rows, out)
     assert out.isnan().all()
 
 
@@ -81,14 +89,14 @@ def test_errors_name_the_number(device):
     _, rows, tensors = make_problem(device, 40, 64, 0.5)
     x, w1, b1, w2, b2, residual = tensors
     out = torch.empty(1, 64, device=device)
-    with pytest.raises(ValueError, match="w2_t: expected shape"):
-        sparse_mlp(x, None, w1, b1, w2[:39].contiguous(), b2, residual, rows, out)
+    with pytest.raises(ValueError, match=r"fc2\.weight: expected shape"):
+        run(x, None, w1, b1, w2[:39].contiguous(), b2, residual, rows, out)
     with pytest.raises(ValueError, match="x: expected shape"):
-        sparse_mlp(x[:, :63].contiguous(), None, w1, b1, w2, b2, residual, rows, out)
+        run(x[:, :63].contiguous(), None, w1, b1, w2, b2, residual, rows, out)
     with pytest.raises(ValueError, match="early must be"):
-        sparse_mlp(x, LayerNormWeights(b2, b2), w1, b1, w2, b2, residual, rows, out, early="x")
+        run(x, LayerNormWeights(b2, b2), w1, b1, w2, b2, residual, rows, out, early="x")
     with pytest.raises(ValueError, match="partials: expected shape"):
-        sparse_mlp(tensors[0], None, *tensors[1:], rows, out, torch.empty(3, 64, device=device))
+        run(tensors[0], None, *tensors[1:], rows, out, torch.empty(3, 64, device=device))
 
 
 @pytest.mark.gpu
@@ -102,7 +110,7 @@ def test_real_shapes(d, dtype):
         for pdl in (False, True, True):
             partials.fill_(NAN)
             out = torch.full((1, d), NAN, device="cuda")
-            sparse_mlp(tensors[0], None, *tensors[1:], rows, out, partials, pdl=pdl)
+            run(tensors[0], None, *tensors[1:], rows, out, partials, pdl=pdl)
             made.append(out)
         assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
         torch.testing.assert_close(made[0].double(), want, atol=2e-3, rtol=1e-3)
@@ -117,5 +125,5 @@ def test_real_shapes_with_a_layer_norm(d, early):
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     want = reference(selection, layer_norm_reference(x, ln, torch.float16), *tensors)
     out = torch.full((1, d), NAN, device="cuda")
-    sparse_mlp(x, ln, *tensors, rows, out, early=early, pdl=True)
+    run(x, ln, *tensors, rows, out, early=early, pdl=True)
     torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=1e-3)  # n rounds otherwise here and there

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels.mlp.predict_batch import predict_down_batch
-from kernels.mlp.select import Selection, quantize_rows
+from kernels.mlp.predictor import quantize_rows
+from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_mlp_batch import (
     BatchActivations,
     fc1_batch,

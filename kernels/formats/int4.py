@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.common.checks import check_shape, check_tensor, require
-
 COLUMNS_PER_WORD = 8
 SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))
 
@@ -62,28 +60,6 @@ class Int4Rows:
         words, scales = self.words.flatten(0, -2), self.scales.flatten(0, -2)
         return dequantise(words, scales).to(dtype).view(self.shape)
 
-    def check(self, name: str, shape: tuple[int, ...], like: Tensor) -> None:
-        """Raise ValueError, naming the matrix, for another shape, dtype or device, and groups that do not divide d."""
-        *rows, d = shape
-        require(d % COLUMNS_PER_WORD == 0, f"{name}: {d} columns are no multiple of {COLUMNS_PER_WORD}, a word's")
-        check_tensor(f"{name}.words", self.words, (*rows, d // COLUMNS_PER_WORD), (torch.int32,), like)
-        groups = self.scales.shape[-1]
-        require(groups > 0 and d % groups == 0, f"{name}: {groups} groups do not divide {d} columns")
-        check_tensor(f"{name}.scales", self.scales, (*rows, groups), (torch.float16,), like)
-        whole = 4 * COLUMNS_PER_WORD  # what a thread reads at once, and shares a scale
-        require(
-            self.group % whole == 0 or groups == 1,
-            f"{name}: groups of {self.group} columns; expected a multiple of {whole}, or one group a row",
-        )
-
-
-def check_rows(name: str, weight: Tensor | Int4Rows, shape: tuple[int, ...], like: Tensor) -> None:
-    """Rows of either format have this shape."""
-    if isinstance(weight, Int4Rows):
-        weight.check(name, shape, like)
-    else:
-        check_shape(name, weight, *shape)
-
 
 def pack_int4(codes: Tensor) -> Tensor:
     """Codes (n, d) in -8..7 -> words (n, d / 8) int32.
@@ -95,9 +71,11 @@ def pack_int4(codes: Tensor) -> Tensor:
     '0x75316420'
     """
     n, d = codes.shape
-    require(d % COLUMNS_PER_WORD == 0, f"codes have {d} columns, expected a multiple of {COLUMNS_PER_WORD}")
+    if d % COLUMNS_PER_WORD:
+        raise ValueError(f"codes have {d} columns, expected a multiple of {COLUMNS_PER_WORD}")
     raised = codes.to(torch.int32) + 8
-    require(not bool(((raised < 0) | (raised > 15)).any()), "codes must lie in -8..7")
+    if bool(((raised < 0) | (raised > 15)).any()):
+        raise ValueError("codes must lie in -8..7")
     words = torch.zeros(n, d // COLUMNS_PER_WORD, dtype=torch.int32, device=codes.device)
     for column, shift in enumerate(SHIFTS):
         words |= raised[:, column::COLUMNS_PER_WORD] << shift
@@ -116,5 +94,6 @@ def dequantise(words: Tensor, scales: Tensor) -> Tensor:
     codes = unpack_int4(words)
     n, d = codes.shape
     group = d // scales.shape[1]
-    require(group * scales.shape[1] == d, f"{scales.shape[1]} groups do not divide {d} columns")
+    if group * scales.shape[1] != d:
+        raise ValueError(f"{scales.shape[1]} groups do not divide {d} columns")
     return (codes.view(n, -1, group) * scales.float()[..., None]).view(n, d)

@@ -1,0 +1,27 @@
+"""What one layer's attention keeps from token to token."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values of B rows, h heads and T positions, and what is needed to compute skipped ones later.
+
+    k, v: (B, h, T, head_dim).
+    attn_in: (B, T, d), inputs that are kept; T is 0 where none are.
+    watermark: (B, h) int32, K/V are there below it; None = K/V of all heads are always there.
+    valid: (B, h, T) uint8, the positions that are there, with the policy "stale"; else None.
+    """
+
+    k: Tensor
+    v: Tensor
+    attn_in: Tensor
+    watermark: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Positions, T."""
+        return self.k.shape[2]

@@ -1,0 +1,1 @@
+"""How matrices lie in memory: plain data types, of torch alone."""
