@@ -29,9 +29,9 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class HeadPredictor:
-    """A predictor of heads in one matrix, and what it fills. rows: (h, d), or None = nothing is selected here.
+    """A predictor of heads in one matrix, and what it fills.
 
-    bias: (h,), threshold: (1,), fp32; neither is read without rows.
+    rows: (h, d), or None where the layer selects nothing itself. bias: (h,), threshold: (1,), both fp32.
     """
 
     rows: Tensor | None

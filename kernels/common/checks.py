@@ -109,7 +109,7 @@ def check_cache(cache: KvCache, batch: int, n_heads: int, head_dim: int) -> None
 
 
 def check_projection(x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor) -> tuple[int, int, int]:
-    """The tensors of a q/k/v projection fit each other; returns (B, h, head_dim)."""
+    """(B, h, head_dim) of a q/k/v projection, whose tensors must fit each other."""
     check_device("q", q)
     batch, n_heads, head_dim = q.shape
     check_head_dim(head_dim)

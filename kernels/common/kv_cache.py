@@ -10,9 +10,9 @@ class KvCache:
     """Keys and values of B rows, h heads and T positions, and what is needed to compute skipped ones later.
 
     k, v: (B, h, T, head_dim).
-    attn_in: (B, T, d), inputs that are kept; T is 0 where none are.
-    watermark: (B, h) int32, K/V are there below it; None = K/V of all heads are always there.
-    valid: (B, h, T) uint8, the positions that are there, with the policy "stale"; else None.
+    attn_in: (B, T, d), inputs that are kept. T is 0 where none are.
+    watermark: (B, h) int32, K/V are there below it. None means that those of all heads are there.
+    valid: (B, h, T) uint8, the positions that are there, or None. Only the policy "stale" reads it.
     """
 
     k: Tensor

@@ -361,8 +361,9 @@ def int4_qkv(
     pdl: bool = False,
     settings: TokenSettings | None = None,
 ) -> None:
-    """x (B, d) fp16, 4-bit weight (h, 3, head_dim, d), bias (h, 3, head_dim), position (B) int32 -> q (B, h, head_dim)
-    fp32, and k and v of the cache at the rows' positions.
+    """x (B, d) fp16, position (B) int32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions.
+
+    The weight has 4 bits, (h, 3, head_dim, d), and the bias is (h, 3, head_dim).
 
     Errors: shapes, dtypes, head dims, a CPU tensor.
     """

@@ -26,7 +26,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """fc1: weight (n, d), bias (n); fc2: weight (n, d), transposed, so that a neuron is a row of both, bias (d)."""
+    """Both layers of an MLP, with a neuron as a row of either weight, (n, d). The biases are (n) and (d)."""
 
     fc1: Linear
     fc2: Linear

@@ -44,7 +44,7 @@ STRIPE = 32  # columns of a program that sums
 class HeadsAhead:
     """The predictor of a layer's heads that reads mlp_in of the layer before, and what it selects.
 
-    ln: of that mlp_in; sums: of the predictor's rows with it, see `norm_sums`; row_state (1,) int32, as in
+    ln: of that mlp_in. sums: of the predictor's rows with it, see `norm_sums`. row_state: (1,) int32, as in
     `head_select`.
     """
 

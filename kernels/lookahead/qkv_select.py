@@ -255,9 +255,8 @@ def qkv_select(
 ) -> None:
     """Stage 2: `qkv`, and the second half of the MLP's predictor. One batch row.
 
-    mlp.hidden (1, rank) fp32 from `site_predict`; its `up` (ffn, rank) in fp32, fp16, bf16, in int8 or fp8 with row
-    scales, or as nibbles with such scales. late: as `mlp_ahead` left it; hidden is then made here, q/k/v's bias is its
-    `shifts`, and their weight has 4 bits. Errors: shapes, policy, a CPU tensor.
+    mlp.hidden: (1, rank) fp32 from `site_predict`. late: as `mlp_ahead` left it. Then hidden is made here, the bias of
+    q/k/v is replaced by `late.shifts`, and their weight has 4 bits. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
     if late is not None:

@@ -267,7 +267,7 @@ WANTED = f"2 to {MOST_ROWS} rows, and a width and a rank that are multiples of 8
 def select_nibbles_batch(
     planes: Tensor, predictor: Predictor, row_state: Tensor | None, logits_out: Tensor | None, pdl: bool
 ) -> None:
-    """The second half; planes: what `predict_down_nibbles` leaves. The count of a list without gaps is zero before.
+    """The second half, of the planes that `predict_down_nibbles` leaves. The count of a list without gaps is zero.
 
     `select.predict_select`, which calls this, checks what it is given.
     """

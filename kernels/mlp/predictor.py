@@ -58,8 +58,8 @@ class Predictor:
     selection: receives the selected rows.
     hidden: (B, rank) fp32, scratch between the two products.
     top_k: select exactly that many per row instead (ties to the lower index) by a sort: exact, and slow.
-    listed: ids (n) and count (1) int32, receive the list without gaps as well, in no particular order, where the
-        kernels can leave it (`select.lists`); or None.
+    listed: ids (n) and count (1) int32, or None. They receive the list without gaps as well, in no particular order.
+        `select.lists` says where kernels can leave it.
     """
 
     weights: PredictorWeights

@@ -151,7 +151,7 @@ def predict_select(
     logits_out: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Run the predictor on x (B, d) and write the rows that it selects; two kernels.
+    """Run the predictor on x (B, d) in two kernels, and write the rows that it selects.
 
     row_state: (B,) int32 on the device, 0 = the row selects nothing (finished), 1 = by its logits, 2 = everything (a
     dense position). normalised_out: (B, d), receives LN(x), so that fc1 need not normalise again. logits_out: (B, n)

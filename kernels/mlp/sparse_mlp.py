@@ -54,7 +54,7 @@ def mlp_settings(d: int, norm: bool = False) -> MlpSettings:
 def sparse_mlp_reference(
     x: Tensor, ln: LayerNormWeights | None, weights: MlpWeights, residual: Tensor, mask: Tensor, out: Tensor
 ) -> None:
-    """Plain torch over a selection, mask (B, n) bool; in fp64 where x is. 4-bit weights meet x in fp16."""
+    """Plain torch over a selection, mask (B, n) bool, in fp64 where x is. 4-bit weights meet x in fp16."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     fc1, fc2 = weights.fc1, weights.fc2
     dtype = fc1.weight.dtype if isinstance(fc1.weight, Tensor) else torch.float16
