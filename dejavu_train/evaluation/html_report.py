@@ -25,6 +25,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.report import Table
+from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.files import read_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ def page(results: Results) -> str:
         about=about,
         layer_tables=[table for table in layers if table.cells],
         report=report,
+        verdict=verdict(found),
         task_files=TASKS,
         shown_rows=SHOWN_ROWS,
     )

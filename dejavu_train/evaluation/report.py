@@ -164,6 +164,30 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+COLUMNS = {  # heading of a table -> what stands below it
+    "candidates": "Share of the neurons that the predictors propose. A second stage may drop some of them.",
+    "selected": "Share of the neurons that are read and computed.",
+    "recall": "Share of the active neurons that were selected.",
+    "precision": "Share of the selected neurons that were active.",
+    "mass": "Retained mass: the share of all units' contribution that the selected ones carry.",
+    "heads": "Share of the attention heads that are selected.",
+    "mlp bytes": "What the MLPs read for a token, predictors included, over what dense MLPs read.",
+    "predicted": "Increase of perplexity over the dense model with the units that the predictors select.",
+    "+-": "Standard error of the increase, by a paired bootstrap over documents.",
+    "oracle": "The increase with as many units, chosen by this token's own activations. Predictors cannot do better.",
+    "noncontextual": "The increase with as many units, chosen by the token alone, without its context.",
+    "static": "The increase with the same units for every token: those that are active most often.",
+    "random": "The increase with as many units, drawn at random.",
+    "densities": "Shares of neurons and of heads that were asked for, the mean over the layers.",
+    "from": "Position from which on the model is sparse.",
+    "bits/byte": "Bits that the model needs for a byte of the text. It does not depend on the tokenizer.",
+    "MB/token": "Megabytes of weights, predictors, keys and values that a token reads.",
+    "ms/token p20": "A fifth of the tokens took less.",
+    "p50": "Half of the tokens took less.",
+    "p80": "Four fifths of the tokens took less.",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """What a table of results says: ``name`` of its content, column headings, cells as they are shown."""

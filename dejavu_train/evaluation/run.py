@@ -38,6 +38,7 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
+from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
@@ -121,6 +122,8 @@ def run(config: InferConfig) -> None:
             logger.info("no curve.png: matplotlib is not installed (pip install matplotlib)")
     written.append(str(write_report(config.output)))
     logger.info("wrote %s", " and ".join(written))
+    if said := verdict(found):
+        print("\n" + "\n".join(said))
     if config.wandb is not None:
         log_to_wandb(read_results(config.output), config.wandb)
 

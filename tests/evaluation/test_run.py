@@ -384,7 +384,7 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
         for row in rows[1:]:
             assert row["increase"] == pytest.approx(row["perplexity"] / rows[0]["perplexity"] - 1, abs=2e-5)
     assert {row["text"] for row in found["layers"]} == {"short", "stories"}
-    assert printed.count("stories") == 5 and "whole" in printed and f"{second['tokens']:,}" in printed
+    assert printed.count("stories") == 6 and "whole" in printed and f"{second['tokens']:,}" in printed
     assert (tmp_path / "out/curve.png").read_bytes()[:4] == b"\x89PNG"
     # A text is scored alike whatever stands beside it, and all of them get all rows on request.
     assert run(arguments, **changes | {"text": texts[1], "yardstick_texts": "all", "output": tmp_path / "alone"}) == 0

@@ -1,0 +1,94 @@
+"""What results say, in sentences: how much less likely a text became, and what a token takes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Found = dict[str, Any]
+ADVICE = (  # increase of perplexity up to which -> what it means
+    (0.01, "The sparse model writes almost as the dense one."),
+    (0.05, "The sparse model is close to the dense one."),
+    (0.3, "The sparse model is clearly worse: a higher density loses less (--densities)."),
+    (float("inf"), "The predictors do not fit: raise the density, or train them on text like this (--text.source)."),
+)
+NEEDED = 0.95  # of the contribution, below which a selection misses what counts
+
+
+def verdict(found: Found) -> list[str]:
+    """Sentences about a results.json: quality as calibrated, or at the densities of most texts, and speed."""
+    return [*_quality(found), *_speed(found)]
+
+
+def _quality(found: Found) -> list[str]:
+    predicted = [row for row in found["quality"] if row["selection"] == "predicted" and row["sparse_from"] == 0]
+    if not predicted:
+        return []
+    asked = [row for row in predicted if row.get("as_calibrated")] or _widest(predicted)
+    lines = [f"With {selected(asked[0])}:"]
+    for row in asked:
+        error = f" (± {100 * row['increase_error']:.2g})" if row["increase_error"] is not None else ""
+        lines.append(f"  {row['text']}: a token is {likelihood(row['increase'])}{error} than to the dense model.")
+    worst = max(row["increase"] for row in asked)
+    lines.append(next(text for most, text in ADVICE if worst <= most))
+    mass = min((row["mlp_retained_mass"] for row in asked if row["mlp_retained_mass"] is not None), default=1.0)
+    if mass < NEEDED:
+        lines.append(
+            f"The selected neurons carry {100 * mass:.0f} % of what all contribute. Below 95 % quality suffers."
+        )
+    return lines
+
+
+def _widest(rows: Sequence[Found]) -> list[Found]:
+    """The rows of the densities that most texts were scored at, the largest of these."""
+    by_densities: dict[tuple[float, float], list[Found]] = {}
+    for row in rows:
+        by_densities.setdefault((row["asked_mlp_density"], row["asked_head_density"]), []).append(row)
+    return by_densities[max(by_densities, key=lambda densities: (len(by_densities[densities]), densities))]
+
+
+def selected(row: Found) -> str:
+    """The shares of neurons and heads that a quality row reads.
+
+    >>> row = {"asked_mlp_density": 0.2, "mlp_candidate_density": 0.21, "mlp_density": 0.08, "head_density": 0.85}
+    >>> selected(row)
+    '20 % of the neurons as candidates, 8 % selected, and 85 % of the heads'
+    """
+    if row["mlp_density"] is None or row["mlp_density"] == 1:
+        neurons = "all neurons"
+    elif abs((row["mlp_candidate_density"] or row["mlp_density"]) - row["mlp_density"]) < 1e-3:
+        neurons = f"{100 * row['mlp_density']:.2g} % of the neurons"
+    else:
+        asked = 100 * row["asked_mlp_density"]
+        neurons = f"{asked:.2g} % of the neurons as candidates, {100 * row['mlp_density']:.2g} % selected,"
+    heads = row["head_density"]
+    return neurons + (" and all heads" if heads is None or heads == 1 else f" and {100 * heads:.2g} % of the heads")
+
+
+def likelihood(increase: float) -> str:
+    """What an increase of perplexity is to a token.
+
+    >>> likelihood(0.0152), likelihood(-0.002), likelihood(12.0)
+    ('1.5 % less likely', '0.2 % more likely', '13 times less likely')
+    """
+    if increase >= 1:
+        return f"{1 + increase:,.0f} times less likely"
+    change = 1 - 1 / (1 + increase)
+    return f"{100 * abs(change):.2g} % {'less' if change >= 0 else 'more'} likely"
+
+
+def _speed(found: Found) -> list[str]:
+    times = {row["backend"]: row["ms_per_token"]["p50"] for row in found["timing"]}
+    sparse = {name: ms for name, ms in times.items() if not name.startswith("dense")}
+    if not sparse:
+        return []
+    name, ms = min(sparse.items(), key=lambda item: item[1])
+    takes = f"A token takes {ms:.3g} ms on the backend {name}"
+    if "dense" not in times:
+        return [f"{takes}."]
+    lines = [f"{takes}, instead of {times['dense']:.3g} in transformers' dense model."]
+    engines: Sequence[float] = [other for key, other in times.items() if key.startswith("dense-")]
+    if engines:
+        ratio = min(engines) / ms
+        than = f"{ratio:.2g} times faster than" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
+        why = "" if ratio >= 1.05 else ": the model is too small, or the density too high, to gain"
+        lines.append(f"That is {than} the same engine without predictors, which takes {min(engines):.3g} ms{why}.")
+    return lines
