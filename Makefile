@@ -1,9 +1,9 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
-# make tables  the tables of README.md, docs/ from committed rows
+# make tables  the tables of README.md and docs/ from committed rows
 # make release  fails where a table shows rows that measured other sources, then make test
-# make docs    pages of the API from docstrings, in build/docs
+# make docs    the pages of docs/ as a site, with the API from docstrings: build/docs/index.html
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
 
@@ -12,7 +12,7 @@ INDEX ?=
 TASKS ?=
 DEMO = checkpoints/demo
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
-CODE = dejavu_train kernels papers benchmarks tests docs/api.py examples train.py infer.py
+CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
 .PHONY: demo train infer report test lint tables release docs clean
 
@@ -51,7 +51,7 @@ release: .venv/dev
 	$(MAKE) test
 
 docs: .venv/docs
-	.venv/bin/python docs/api.py
+	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -67,7 +67,7 @@ docs: .venv/docs
 	@touch $@ .venv/train
 
 .venv/docs: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing what makes the API pages into .venv"
+	@echo "installing what makes the site into .venv"
 	$(PIP) --editable ".[train,docs]"
 	@touch $@ .venv/train
 

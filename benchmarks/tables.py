@@ -28,9 +28,12 @@ from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, 
 ROOT = Path(__file__).parent.parent
 FILES = (
     "README.md",
-    "docs/results/texts.md",
+    "docs/results/demo.md",
     "docs/results/frontier.md",
-    "docs/notes/NOTES.md",
+    "docs/results/speed.md",
+    "docs/results/texts.md",
+    "docs/notes/four-bit-speed.md",
+    "docs/notes/decode-engine.md",
     "checkpoints/opt-mini/README.md",
 )
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
@@ -76,7 +79,7 @@ def demo_table(root: Path) -> str:
             cells.append(f"{increase}, {100 * row['mlp_bytes']:.1f} %")
         rows.append(cells)
     table = markdown(headings, rows)
-    headings = [f"{first}, candidates", "bytes", "selected", "predicted", *YARDSTICKS.values()]
+    headings = [first, "bytes", "selected", "predicted", *YARDSTICKS.values()]
     rows = []
     for a in sorted({a for a in asked if _of(predicted, first, *a)}, key=lambda a: (-a[1], a[0])):
         row = _of(predicted, first, *a)
@@ -90,13 +93,35 @@ def demo_table(root: Path) -> str:
     return f"{table}\n{markdown(headings, rows)}{_rows_line(DEMO, versions + age([found]))}"
 
 
+RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, dense", "cpu": "our engine, sparse"}
+
+
+def opening_table(root: Path) -> str:
+    """One model, quality and speed side by side: transformers, and the engine of a CPU dense and as calibrated."""
+    found = json.loads((root / DEMO).read_text())
+    asked = found["config"]["timing_mlp_density"], found["config"]["timing_head_density"]
+    quality = [row for row in found["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
+    names = ["installed-docs", "installed-code"]
+    headings = ["on a CPU", "neurons read", *(f"perplexity of {name}" for name in names)]
+    table = []
+    for timed in found["timing"]:
+        sparse = timed["backend"] == "cpu"
+        rows = [row for row in quality if row["selection"] == ("predicted" if sparse else "dense")]
+        shown = [_of(rows, name, *(asked if sparse else (1.0, 1.0))) for name in names]
+        cells = [RUNS[timed["backend"]], f"{100 * shown[0].get('mlp_density', 1.0):.1f} %" if sparse else "all"]
+        cells += [f"{row['perplexity']:.4g}" for row in shown]
+        read = timed["megabytes_per_token"]
+        table.append([*cells, f"{timed['ms_per_token']['p50']:.3g}", f"{read:.3g}" if read else ""])
+    return markdown([*headings, "ms per token", "MB read per token"], table)
+
+
 def _of(rows: Sequence[dict[str, Any]], text: str, mlp: float, heads: float) -> dict[str, Any]:
     same = (row for row in rows if row["text"] == text)
     return next((row for row in same if (row["asked_mlp_density"], row["asked_head_density"]) == (mlp, heads)), {})
 
 
 def _asked(mlp: float, heads: float) -> str:
-    return f"{100 * mlp:g} %" + (f", {100 * heads:g} % of the heads" if heads < 1 else "")
+    return f"{100 * mlp:g} % of candidates" + (f", {100 * heads:g} % of the heads" if heads < 1 else "")
 
 
 def _rows_line(path: str, conditions: str) -> str:
@@ -111,10 +136,10 @@ KINDS = {  # column -> engine and options of its rows
     "transformers eager": ("hf", ""),
     "transformers compiled": ("hf-compile", ""),
     "dense": ("dense", ""),
-    "sparse 50 %": ("sparse", ""),
-    "look-ahead 50 %": ("sparse", "site=1"),
-    "sparse 85 %": ("sparse", "head_density=0.85"),
-    "sparse 100 %": ("sparse", "head_density=1.0"),
+    "sparse, heads 50 %": ("sparse", ""),
+    "look-ahead, heads 50 %": ("sparse", "site=1"),
+    "sparse, heads 85 %": ("sparse", "head_density=0.85"),
+    "sparse, heads 100 %": ("sparse", "head_density=1.0"),
 }
 
 
@@ -220,6 +245,7 @@ def card_table(root: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
+    "opening": opening_table,
     "demo": demo_table,
     "speed": speed_table,
     "decode-change": decode_change_table,

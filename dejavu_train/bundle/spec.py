@@ -36,8 +36,8 @@ class PredictorSpec:
     ``stage2_retained_mass`` the share of the contribution that the second stage lets through, and its curve has a
     column ``selected``.
 
-    A ``custom`` predictor is a module of the class ``class_path``, built with ``init_args``; ``tensors`` describes its
-    ``state_dict``, by name [dtype, *shape]. rank, nonlinearity and bias say nothing about it."""
+    A ``custom`` predictor is a module of the class ``class_path``, built with ``init_args``. ``tensors`` describes its
+    ``state_dict``, by name ``[dtype, *shape]``. rank, nonlinearity and bias say nothing about it."""
 
     layer: int
     target: Target

@@ -154,13 +154,34 @@ def test_the_newest_row_of_a_kind_is_shown(rows):
 
 def test_the_demo_of_a_small_results_file(rows):
     lines = TABLES["demo"](rows).splitlines()
-    assert lines[0].endswith("| 20 %: increase, bytes | 20 %, 85 % of the heads: increase, bytes |")
+    assert lines[0].endswith(
+        "| 20 % of candidates: increase, bytes | 20 % of candidates, 85 % of the heads: increase, bytes |"
+    )
     assert lines[2] == "| docs | yes | 20,397 of 23 | 11.39 | +0.27 ± 0.15 %, 10.6 % | +0.66 ± 0.24 %, 10.6 % |"
     assert lines[3] == "| code | no | 20,001 of 207 | 5.123 | +2.11 %, 11.0 % | +3.00 ± 1.00 %, 10.6 % |"
-    assert "| 5 % | 6.5 % | 7.9 % | +14.0 ± 1.9 % | | | | |" in lines
-    assert "| 20 % | 10.6 % | 7.9 % | +0.27 ± 0.15 % | +0.00 % | 12-fold | | 34,000-fold |" in lines
-    assert "| 20 %, 85 % of the heads | 10.6 % | 7.9 % | +0.66 ± 0.24 % | | | | |" in lines
+    assert "| 5 % of candidates | 6.5 % | 7.9 % | +14.0 ± 1.9 % | | | | |" in lines
+    assert "| 20 % of candidates | 10.6 % | 7.9 % | +0.27 ± 0.15 % | +0.00 % | 12-fold | | 34,000-fold |" in lines
+    assert "| 20 % of candidates, 85 % of the heads | 10.6 % | 7.9 % | +0.66 ± 0.24 % | | | | |" in lines
     assert "50" not in "".join(lines[2:4])  # the row that is sparse from position 128 on is not shown
+
+
+def test_the_opening_table_has_quality_and_speed_of_one_bundle(rows):
+    found = results()
+    names = {"docs": "installed-docs", "code": "installed-code"}
+    found["quality"] = [row | {"text": names[row["text"]]} for row in found["quality"]]
+    found["config"] = {"timing_mlp_density": 0.2, "timing_head_density": 0.85}
+    found["timing"] = [
+        {"backend": backend, "ms_per_token": {"p50": ms}, "megabytes_per_token": read}
+        for backend, ms, read in (("dense", 8.6214, None), ("dense-cpu", 1.5358, 33.177), ("cpu", 0.9061, 18.354))
+    ]
+    found["quality"][6] |= {"perplexity": 11.5}
+    (rows / DEMO).write_text(json.dumps(found))
+    lines = TABLES["opening"](rows).splitlines()
+    assert lines[2:] == [
+        "| transformers, dense | all | 11.39 | 5.123 | 8.62 | |",
+        "| our engine, dense | all | 11.39 | 5.123 | 1.54 | 33.2 |",
+        "| our engine, sparse | 7.9 % | 11.5 | 11.39 | 0.906 | 18.4 |",
+    ]
 
 
 def test_a_table_without_rows_is_empty(rows, capsys):

@@ -151,7 +151,7 @@ def submodule(model: Any, path: str) -> nn.Module:
 
 
 def decoded_codes(module: Any, out: int, inputs: int, turned: str | None, head_dim: int) -> Tensor:
-    """(out, inputs) float32 of a matrix in 4 bits, by the layout of docs/results/four-bits.md."""
+    """(out, inputs) float32 of a matrix in 4 bits, by the layout of docs/reference/four-bit-format.md."""
     words = module.words.reshape(-1, module.words.shape[-1]).long() & 0xFFFFFFFF
     rows = torch.empty(len(words), words.shape[1], 8)
     for pair in range(4):
