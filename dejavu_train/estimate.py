@@ -55,7 +55,7 @@ class Estimate:
     def measure(cls, config: RunConfig, shape: ModelDims) -> "Estimate":
         """Time one block on the device of the run."""
         device, run = resolve_device(config.collect.device), config.collect
-        block = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
+        block = shape.layer_weights
         tokens = int(TRIAL_FLOPS[device.type] / (2 * block))
         length = max(16, min(run.window, tokens))
         rows = max(1, min(run.batch_size, tokens // length))
@@ -71,8 +71,7 @@ class Estimate:
     @property
     def head(self) -> float:
         """The vocabulary's logits in blocks, by their weights."""
-        block = 4 * self.shape.d_model**2 + 2 * self.shape.d_model * self.shape.d_ffn
-        return self.shape.vocab_size * self.shape.d_model / block
+        return self.shape.vocab_size * self.shape.d_model / self.shape.layer_weights
 
     def sampling(self, tokens: int) -> float:
         """Of the model's own text."""

@@ -29,6 +29,7 @@ from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
+from dejavu_train.families.dims import engine_refusal
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.config_values import read_values
@@ -205,7 +206,7 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     settings, run = config.text.sample, config.collect
     device = resolve_device(run.device)
     model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
-    if device.type != "cuda" or run.device_map is not None:
+    if device.type != "cuda" or run.device_map is not None or engine_refusal(dims_of(model.config)) is not None:
         return transformers_writer(model, settings), "transformers"
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
     from kernels.common.checks import HEAD_DIMS

@@ -26,6 +26,7 @@ from transformers.generation import NoBadWordsLogitsProcessor
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.pipelines.text_generation import ReturnType
 
+from dejavu_train.families.opt import OPTFamily
 from dejavu_train.sparse import keywords
 
 WORDS = {"t": "taken", "g": "gather", "i": "ignored", "r": "refused", "x": "transformers refuses it"}
@@ -317,7 +318,8 @@ def loading() -> str:
     lines += [f"| `{name}` | ignored | {why} |" for name, why in keywords.IGNORED.items()]
     for name, remedy in keywords.REFUSED.items():
         lines.append(f"| `{name}` | refused | {remedy.format(name='SparseOPTForCausalLM')} |")
-    lines += [f"| `{name}` | refused | it is that of the weights |" for name in keywords.STRUCTURE]
+    structure = (*OPTFamily.structure, *keywords.STRUCTURE)
+    lines += [f"| `{name}` | refused | it is that of the weights |" for name in structure]
     return "\n".join(lines) + "\n"
 
 

@@ -79,7 +79,7 @@ def test_bytes_of_activations(shards, name, data):
         reader = ShardReader(shards, 0, "train")
         weights = LayerWeights.load(shards, 0, reader.manifest.weight_hash)
         rows = reader.read("mlp_in", 0, 50).float().sum()
-        return float(rows), float(weights.fc1_weight.sum()), active_densities(shards)
+        return float(rows), float(weights.up_weight.sum()), active_densities(shards)
 
     path = shards / name
     refused_or_same(path, changed(path.read_bytes(), data.draw), read, read())

@@ -213,24 +213,24 @@ def density_choices(curve: Curve, floor: float, measured: bool) -> list[Operatin
 
 
 def mlp_bytes(density: float, recall: float, active_density: float, n_units: int, unit: UnitBytes) -> float:
-    """Bytes of fc1 and fc2 read per token: fc1 rows of selected neurons, fc2 rows of those that are also active."""
-    return n_units * (density * unit.fc1 + min(density, recall * active_density) * unit.fc2)
+    """Bytes read per token: ``up`` of selected neurons, ``down`` of those that are also active."""
+    return n_units * (density * unit.up + min(density, recall * active_density) * unit.down)
 
 
 def cascade_bytes(
     density: float, selected: float, recall: float, active_density: float, n_units: int, d_model: int, unit: UnitBytes
 ) -> float:
-    """Bytes of fc1 and fc2 that a cascade reads per token. Its planes of fc1 have 16 bits, whatever the model has.
+    """Bytes of neurons that a cascade reads per token. Its planes of ``up`` have 16 bits, whatever the model has.
 
-    Of the candidates (``density``) fc1's upper four bits, with a step and a threshold each; of what passes
-    (``selected``) the other twelve, with a scale; fc2 as ever.
+    Of the candidates (``density``) the upper four bits of ``up``, with a step and a threshold each; of what passes
+    (``selected``) the other twelve, with a scale; ``down`` as ever.
     """
     upper, rest = plane_bytes(d_model)
-    return n_units * (density * upper + selected * rest + min(selected, recall * active_density) * unit.fc2)
+    return n_units * (density * upper + selected * rest + min(selected, recall * active_density) * unit.down)
 
 
 def plane_bytes(d_model: int) -> tuple[float, float]:
-    """Of one neuron: fc1's upper plane with a step and a threshold, and its lower plane with a scale."""
+    """Of one neuron: the upper plane of ``up`` with a step and a threshold, and its lower plane with a scale."""
     return d_model / 2 + 8, 1.5 * d_model + 4
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec
@@ -42,16 +42,18 @@ class Predicted:
     Args:
         bundle: thresholds may be exchanged later through ``bundle``, the weights may not.
         device: where the predictors live; with a model over several GPUs inputs are brought here.
-        model: whose fc1 the second stages of cascades read. Without it a cascade's candidates are its selection.
+        model: whose ``up`` the second stages of cascades read. Without it a cascade's candidates are its selection.
 
     Raises:
-        UserError: an fc1 that a second stage tests and that must be called.
+        UserError: a map into neurons that a second stage tests and that must be called.
 
     ``candidates``: by layer with a cascade, how many neurons of each position (B, T) passed the first stage when the
     layer was last called; for counting what a cascade reads. ``thresholds``: (1,) each, in place of the bundle's.
     """
 
-    def __init__(self, bundle: Bundle, device: torch.device | str = "cpu", model: OPTForCausalLM | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, device: torch.device | str = "cpu", model: PreTrainedModel | None = None
+    ) -> None:
         self.bundle = bundle
         self.device = torch.device(device)
         self.predictors = {key: bundle.predictor(*key).to(self.device) for key in bundle.specs}
@@ -78,7 +80,7 @@ class Predicted:
         return {e.reads for e in self.bundle.specs.values() if not e.dense} | staged
 
     def up(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own fc1."""
+        """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own map."""
         stage = self._second_stage(layer)
         if stage is None:
             return None

@@ -177,6 +177,8 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
             f"{part} is of kind {spec.kind} with stage2_retained_mass {spec.stage2_retained_mass}; a cascade selects"
             " neurons and has one, nothing else does"
         )
+    if spec.kind == "cascade" and shape.gated:
+        raise UserError(f"{part} is a cascade, which tests a neuron by its one map, and the model's MLP is gated")
     if spec.dtype not in PREDICTOR_DTYPES or spec.nonlinearity not in ("none", "relu"):
         raise UserError(f"{part} has an unknown dtype {spec.dtype} or nonlinearity {spec.nonlinearity}")
     if spec.site not in tuple(LayerInput) or spec.reads > spec.key.site:

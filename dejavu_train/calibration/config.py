@@ -53,9 +53,9 @@ class CalibrateConfig:
     """Predictor weights as deployed; int8 and int4 have a scale per row. int4 is for neurons (heads are int8 then) and
     is trained through its rounding, so set it before training."""
     cascade: float | None = None
-    """Test what the MLP's predictor selects once more, on fc1's upper four bits, so that this share of the contribution
-    passes (0.999); only then is the rest of a row read. mlp_density is that of the candidates. null: no second
-    stage."""
+    """Test what the MLP's predictor selects once more, on the upper four bits of its weights, so that this share of the
+    contribution passes (0.999); only then is the rest of a row read. mlp_density is that of the candidates. null: no
+    second stage."""
     rows: int = 20_000
     """Rows of the calibration set that set the thresholds."""
     sensitivity_tokens: int = 2048
@@ -84,6 +84,10 @@ class CalibrateConfig:
                 if target == Target.HEADS or self.retained_mass is None:
                     key = f"calibrate.{'mlp' if target == 'mlp' else 'head'}_density"
                     check_reachable(densities[target], key, target, self.dense_layers, shape)
+        if self.cascade is not None and shape.gated:
+            raise UserError(
+                "calibrate.cascade tests a neuron by its one map, and this model's MLP is gated; leave it out"
+            )
         if self.cascade is not None and shape.d_model % 8:
             raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
         if self.selection not in ("threshold", "top_k"):

@@ -17,7 +17,6 @@ Letters: T positions, N positions of all windows, d model width, n heads, e head
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ from dejavu_train.calibration.sensitivity import (
     run_layer,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.families import BlockParts, Site, blocks_of
+from dejavu_train.families import Site, blocks_of
+from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.progress import progress
@@ -62,24 +62,14 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
     found = {}
     for layer in reversed(range(len(blocks))):
         hidden = layer_input(run, layer).detach().requires_grad_()
-        with torch.enable_grad(), _head_outputs(blocks[layer]) as heads:
+        heads: list[Tensor] = []
+        with torch.enable_grad(), hooked([at_place(blocks[layer], "head_out", heads.append)]):
             output = run_layer(model, run, layer, hidden)
         gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
         shape = means[layer].shape  # whatever leading shape the model gives it, positions come one after the other
         difference = heads[0].detach().float().reshape(-1, *shape) - means[layer].to(output.device).float()
         found[layer] = (at_heads.float().reshape(-1, *shape) * difference).sum(-1).square()[:-1] / 2
     return found
-
-
-@contextmanager
-def _head_outputs(block: BlockParts) -> Any:
-    """The list yielded holds what the layer's output projection was last given."""
-    seen: list[Tensor] = []
-    handle = block.out.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:

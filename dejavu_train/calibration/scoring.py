@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dejavu_train.bundle.allocation import density_for_mass, read_curve
 from dejavu_train.calibration.curves import HEAD_GRID, MLP_GRID, LogitHistogram, head_curve, spread_blocks
@@ -20,7 +19,7 @@ from dejavu_train.families import LayerInput, Site, Target
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage, choose_grid
 
 BLOCK_ROWS = 1024
-STAGE2_LIMIT = 1e30  # the threshold of a neuron whose fc2 column is zero, or its negative
+STAGE2_LIMIT = 1e30  # the threshold of a neuron whose column of ``down`` is zero, or its negative
 
 
 class RowBlock(NamedTuple):
@@ -62,8 +61,7 @@ def row_blocks(
             active = own.read("mlp_active", start, stop).to(device).bool()
             reads_own = Site(inputs.layer, site) == Site(own.layer, LayerInput.MLP)
             mlp_in = x if reads_own else own.read("mlp_in", start, stop).to(device).float()
-            activation = F.relu(F.linear(mlp_in, weights.fc1_weight, weights.fc1_bias))
-            yield RowBlock(x, active, activation * weights.fc2_norm * active, mlp_in)
+            yield RowBlock(x, active, weights.contribution(mlp_in) * active, mlp_in)
 
     return run
 
@@ -75,15 +73,15 @@ def fit_second_stage(
     """The second stage of a layer that lets ``retained_mass`` of the contribution through, and what a bundle stores of
     it.
 
-    One threshold for the layer on pre-activation x norm of the fc2 column, by the test's own four bits, so that their
-    error is allowed for.
+    One threshold for the layer on pre-activation x norm of the column of ``down``, by the test's own four bits, so that
+    their error is allowed for.
 
     Args:
-        weights: ``LayerWeights``: fc1, its bias and the norms of fc2's columns.
+        weights: ``LayerWeights`` of a layer without a gate.
     """
-    scale, steps = choose_grid(weights.fc1_weight)
-    norms = weights.fc2_norm
-    second_stage = build_second_stage(weights.fc1_weight, weights.fc1_bias, scale, steps, norms)
+    scale, steps = choose_grid(weights.up_weight)
+    norms = weights.down_norm
+    second_stage = build_second_stage(weights.up_weight, weights.up_bias, scale, steps, norms)
     histogram = LogitHistogram()
     for part in blocks:
         assert part.mlp_in is not None, "only neurons are tested twice"

@@ -12,8 +12,9 @@ Letters: K densities, T positions, d model width, n units, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, blocks_of, family_of
+from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.progress import progress
 
@@ -52,21 +54,17 @@ def masked(block: BlockParts, target: Target, keep: Tensor, mean: Tensor | None 
         mean: (n_heads, head_dim) or None.
     """
     if target == Target.MLP:
-        module, wide, rest = block.down, keep, keep.new_zeros((), dtype=torch.float32)
+        wide, rest = keep, keep.new_zeros((), dtype=torch.float32)
     else:
         module = block.out
         wide = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
         rest = torch.zeros(module.in_features) if mean is None else mean.flatten().float()
 
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        values = inputs[0]  # with whatever leading shape the model gives it
-        return (torch.where(wide.to(values.device).reshape(values.shape), values, rest.to(values)),)
+    def zero(values: Tensor) -> Tensor:  # with whatever leading shape the model gives it
+        return torch.where(wide.to(values.device).reshape(values.shape), values, rest.to(values))
 
-    handle = module.register_forward_pre_hook(hook)
-    try:
+    with hooked([at_place(block, "activation" if target == Target.MLP else "head_out", zero)]):
         yield
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()
@@ -123,20 +121,14 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
 
         return hook
 
-    def keep_site(site: Site) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-            sites[site] = output.reshape(ids.shape[0], ids.shape[1], -1)
+    def keep_site(site: Site, output: Tensor) -> None:
+        sites[site] = output.reshape(ids.shape[0], ids.shape[1], -1)
 
-        return hook
-
-    with ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            for handle in (
-                block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True),
-                block.norm_attn.register_forward_hook(keep_site(Site(index, LayerInput.ATTN))),
-                block.norm_mlp.register_forward_hook(keep_site(Site(index, LayerInput.MLP))),
-            ):
-                hooks.callback(handle.remove)
+    handles: list[Any] = []
+    for index, block in enumerate(blocks):
+        handles.append(block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True))
+        handles += [at_place(block, site, partial(keep_site, Site(index, site))) for site in LayerInput]
+    with hooked(handles):
         logits = model(input_ids=ids, use_cache=False).logits
     return DenseRun(calls, sites, F.log_softmax(logits.float(), dim=-1))
 

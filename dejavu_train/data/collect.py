@@ -1,4 +1,4 @@
-"""Reads text and a dense OPT, writes activation shards: what the predictors learn from.
+"""Reads text and a dense model, writes activation shards: what the predictors learn from.
 
 Windows of text go through the unchanged model in batches; hooks hand over each layer's hidden states while the next
 layer computes, and one thread writes them, so neither a layer nor a shard is ever held in memory. A run that was
@@ -35,7 +35,7 @@ from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims, blocks_of
+from dejavu_train.families import ModelDims, Target, blocks_of
 from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
 from dejavu_train.models.hooks import head_contribution, output_gram, record
@@ -125,8 +125,9 @@ def _collect(
         )
     missing = set(manifest.missing(activations))
     tokens = sum(entry.tokens for entry in missing)
-    fc1_bytes = shape.n_layers * shape.d_ffn * shape.d_model * (4 if config.dtype == "float32" else 2)
-    need = tokens * manifest.row_bytes() * shape.n_layers + fc1_bytes
+    rows = round(shape.rows_of(Target.MLP) - 1) * shape.units(Target.MLP)  # of the maps into the neurons
+    weights_bytes = shape.n_layers * rows * shape.d_model * (4 if config.dtype == "float32" else 2)
+    need = tokens * manifest.row_bytes() * shape.n_layers + weights_bytes
     logger.info("collecting %d tokens x %d layers: %.2f GB in %s", tokens, shape.n_layers, need / 1e9, activations)
     require_disk(activations, need + SPARE_DISK, f"collecting {tokens} tokens of {shape.n_layers} layers")
 
@@ -223,7 +224,7 @@ def _head_means(model: Any, shape: ModelDims, planned: Sequence[Window], config:
         device = model.get_input_embeddings().weight.device
         for window in planned:
             ids = torch.from_numpy(window.ids.astype(np.int64))[None].to(device)
-            model.model(input_ids=ids, use_cache=False)
+            model.base_model(input_ids=ids, use_cache=False)
             seen += ids.numel()
             if seen >= config.mean_tokens:
                 break
@@ -234,12 +235,7 @@ def _save_layer_weights(
     model: Any, manifest: ActivationManifest, activations: Path, head_means: Sequence[Tensor]
 ) -> None:
     for layer, block in enumerate(blocks_of(model)):
-        weights = LayerWeights(
-            block.up.weight.detach().cpu(),
-            block.up.bias.detach().float().cpu(),
-            torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0).cpu(),
-            head_means[layer].float(),
-        )
+        weights = LayerWeights.of(block, manifest.shape.activation, head_means[layer])
         weights.save(activations, layer, manifest.weight_hash, block.up.weight.dtype)
 
 
@@ -347,9 +343,9 @@ def record_batch(
     def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
         kept = real.to(tensors["mlp_in"].device)
         activation = tensors["activation"][kept]
-        if not bool(torch.isfinite(activation.sum())):  # a NaN is not above 0 and would pass for a silent neuron
+        if not bool(torch.isfinite(activation.sum())):  # a NaN would pass for an active neuron
             _refuse_not_finite("the MLP's activation", layer, config.dtype)
-        active = activation > 0
+        active = activation != 0
         heads = head_contribution(tensors["head_out"][kept], blocks[layer].out.weight, grams[layer], means[layer])
         if not bool(torch.isfinite(heads).all()):
             _refuse_not_finite("the heads' contribution", layer, config.dtype)
@@ -365,5 +361,5 @@ def record_batch(
     with record(model, {"attn_in", "mlp_in", "activation", "head_out"}, on_layer=on_layer):
         device = model.get_input_embeddings().weight.device
         # The decoder alone: the logits over the vocabulary are of no use here.
-        model.model(input_ids=ids.to(device), attention_mask=real.long().to(device), use_cache=False)
+        model.base_model(input_ids=ids.to(device), attention_mask=real.long().to(device), use_cache=False)
     return int(lengths.sum())

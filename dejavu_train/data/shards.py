@@ -6,8 +6,9 @@
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
 Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
-(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``; ``head_norm`` (tokens, n_heads) float16, what each head
-contributes; ``token``, ``document``, ``position`` (tokens) int32.
+(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``, set where a neuron gives another number than zero;
+``head_norm`` (tokens, n_heads) float16, what each head contributes; ``token``, ``document``, ``position`` (tokens)
+int32.
 Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
 """
 
@@ -28,7 +29,9 @@ from torch import Tensor
 
 from dejavu_train.data.config import Storage
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims
+from dejavu_train.families import BlockParts, ModelDims
+from dejavu_train.families.block import activate_
+from dejavu_train.families.dims import Activation
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, system_error, write_json
 
 MANIFEST, STATISTICS = "manifest.json", "statistics.json"
@@ -260,24 +263,69 @@ class ShardWriter:
         self._rows[layer] += stop - start
 
 
+_STORED = {"up_weight": "fc1_weight", "up_bias": "fc1_bias", "down_norm": "fc2_norm"}  # names in the file, where others
+_LABELS = "activation"  # in the file's metadata: what a neuron's label comes from; not there: relu
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """Of a layer, float32: fc1 (n, d), its bias (n), the norms of fc2's columns (n), and the mean of each head's output
-    (n_heads, head_dim), from which ``head_norm`` is the distance."""
+    """Of a layer, float32: the map into its neurons (n, d) with its bias (n), the norms of the columns of the map out
+    of them (n), and the mean of each head's output (n_heads, head_dim), from which ``head_norm`` is the distance. Of a
+    gated MLP also the gate (n, d) with its bias (n)."""
 
-    fc1_weight: Tensor
-    fc1_bias: Tensor
-    fc2_norm: Tensor
+    up_weight: Tensor
+    up_bias: Tensor
+    down_norm: Tensor
     head_mean: Tensor
+    gate_weight: Tensor | None = None
+    gate_bias: Tensor | None = None
+    activation: Activation = Activation.RELU
+
+    @classmethod
+    def of(cls, block: BlockParts, activation: Activation, head_mean: Tensor) -> "LayerWeights":
+        """Of a layer's modules; maps in their own dtype."""
+        parts: dict[str, Tensor] = {}
+        for name, linear in (("up", block.up), ("gate", block.gate)):
+            if linear is not None:
+                bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+                parts |= {f"{name}_weight": linear.weight.detach().cpu(), f"{name}_bias": bias.detach().float().cpu()}
+        norms = torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0).cpu()
+        return cls(**parts, down_norm=norms, head_mean=head_mean.float(), activation=activation)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> "LayerWeights":
-        return LayerWeights(**{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, **moved)
+
+    @property
+    def deciding(self) -> tuple[Tensor, Tensor]:
+        """Weight (n, d) and bias (n) of the map that decides which neurons are active."""
+        if self.gate_weight is None or self.gate_bias is None:
+            return self.up_weight, self.up_bias
+        return self.gate_weight, self.gate_bias
+
+    def contribution(self, mlp_in: Tensor) -> Tensor:
+        """(N, n) fp32, what each neuron adds to the residual stream for mlp_in (N, d): its norm."""
+        weight, bias = self.deciding
+        neurons = activate_(self.activation, torch.addmm(bias, mlp_in, weight.T))
+        if self.gate_weight is not None:
+            neurons.mul_(torch.addmm(self.up_bias, mlp_in, self.up_weight.T)).abs_()
+        return neurons.mul_(self.down_norm)
 
     def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
-        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        tensors["fc1_weight"] = self.fc1_weight.to(storage)
+        tensors = {_STORED.get(name, name): tensor.contiguous() for name, tensor in self.tensors.items()}
+        for name in ("fc1_weight", "gate_weight"):
+            if name in tensors:
+                tensors[name] = tensors[name].to(storage)
+        about = {"model": weight_hash}
+        if self.activation != Activation.RELU:
+            about[_LABELS] = self.activation
         with replacing(layer_folder(activations, layer) / "weights.safetensors") as path:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"model": weight_hash})
+            save_file(tensors, path, about)
 
     @classmethod
     def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "LayerWeights":
@@ -289,11 +337,14 @@ class LayerWeights:
         path = layer_folder(activations, layer) / "weights.safetensors"
         try:
             with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("model") != weight_hash:
+                about = file.metadata() or {}
+                if about.get("model") != weight_hash:
                     raise UserError(f"{path} is of another model than the shards beside it; {COLLECT_AGAIN}")
-                names = [field.name for field in dataclasses.fields(cls)]
                 check_digest(activations, path)
-                return cls(**{name: file.get_tensor(name).float() for name in names})
+                names = ["up_weight", "up_bias", "down_norm", "head_mean"]
+                names += [name for name in ("gate_weight", "gate_bias") if name in file.keys()]
+                tensors = {name: file.get_tensor(_STORED.get(name, name)).float() for name in names}
+                return cls(**tensors, activation=Activation(about.get(_LABELS, "relu")))
         except (OSError, SafetensorError) as error:
             refuse_unreadable(error, path, f"{path} is missing or damaged")
 

@@ -68,7 +68,7 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
     """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype."""
     h, hd, dtype = weights.shape.n_heads, weights.shape.head_dim, weights.embedding.dtype
 
-    def project(n: Tensor) -> tuple[Tensor, ...]:
+    def project(n: Tensor, _positions: Tensor | None) -> tuple[Tensor, ...]:
         qkv = numbers(layer.qkv.weight, dtype).view(3 * h * hd, -1)
         heads = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, (h, 3, hd))
         return tuple(heads[..., part, :].transpose(-2, -3) for part in range(3))
@@ -84,7 +84,6 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
-        up=lambda n: F.linear(n, numbers(layer.whole_fc1().weight, dtype), layer.fc1.bias),
-        activate=torch.relu_,
+        neurons=lambda n: F.linear(n, numbers(layer.whole_fc1().weight, dtype), layer.fc1.bias).relu_(),
         down=down,
     )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dejavu_train.bundle.selector import Sites
 from dejavu_train.families import Site, Target, UnitKey, family_of
-from dejavu_train.families.block import forward_block, join_heads, positions_like
+from dejavu_train.families.block import forward_block, join_heads, positions_like, repeat_groups
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
 
 
@@ -79,13 +79,15 @@ def noncontextual_contributions(
     """
     family = family_of(model)
     block = family.blocks(model)[layer]
-    embedded = family.embed(model, token_ids, positions_like(token_ids)).to(block.up.weight.device)
+    positions = positions_like(token_ids)
+    embedded = family.embed(model, token_ids, positions).to(block.up.weight.device)
     by_head: list[Tensor] = []
 
-    def attend_to_itself(_attn_in: Tensor, _q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
-        by_head.append(join_heads(v).unflatten(-1, (block.n_heads, -1)))
-        return v
+    def attend_to_itself(_attn_in: Tensor, q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
+        (values,) = repeat_groups(q, v)
+        by_head.append(join_heads(values).unflatten(-1, (block.n_heads, -1)))
+        return values
 
-    _, activation = forward_block(block, embedded, attend_to_itself)
+    _, activation = forward_block(block, embedded, attend_to_itself, positions.to(embedded.device))
     heads = head_contribution(by_head[0], block.out.weight, mean=head_mean)
     return {Target.HEADS: heads, Target.MLP: neuron_contribution(activation, block.down.weight)}

@@ -1,5 +1,6 @@
 """Ends an evaluation whose numbers are not finite, by the name of the layer where that began."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
+from dejavu_train.models.hooks import at_module, hooked
 
 
 def check_logits(logits: Tensor, model: PreTrainedModel, ids: Tensor, **inputs: Any) -> None:
@@ -35,26 +37,18 @@ def first_fault(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> str | Non
     family = family_of(model)
     parts: list[tuple[str, nn.Module]] = [("the embeddings", module) for module in family.embeddings(model)]
     for layer, block in enumerate(family.blocks(model)):
-        parts += [(f"the attention of layer {layer}", block.attention), (f"the MLP of layer {layer}", block.down)]
+        parts += [(f"the attention of layer {layer}", block.out), (f"the MLP of layer {layer}", block.down)]
     norm = family.final_norm(model)
     parts += [(f"the final {type(norm).__name__}", norm)]
     found: list[str] = []
 
-    def looks(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            values = output[0] if isinstance(output, tuple) else output
-            if not bool(torch.isfinite(values).all()):
-                found.append(name)
+    def look(name: str, values: Tensor) -> None:
+        if not bool(torch.isfinite(values).all()):
+            found.append(name)
 
-        return hook
-
-    handles = [part.register_forward_hook(looks(name)) for name, part in parts if part is not None]
-    try:
+    with hooked(at_module(part, "output", partial(look, name)) for name, part in parts if part is not None):
         model(input_ids=ids.to(model.device), use_cache=False, **inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not found and not bool(torch.isfinite(model.lm_head.weight).all()):
+    if not found and not bool(torch.isfinite(model.get_output_embeddings().weight).all()):
         return "the LM head"
     return found[0] if found else None
 

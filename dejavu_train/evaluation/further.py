@@ -10,7 +10,7 @@ import logging
 from typing import Any, TypeVar
 
 import torch
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.data.text_check import check_source
@@ -71,7 +71,7 @@ def check_plan(asked: Further, bundle: Bundle, device: torch.device) -> None:
         raise UserError(f"--generation: {error}") from None
 
 
-def measure(asked: Further, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle) -> None:
+def measure(asked: Further, dense: PreTrainedModel, tokenizer: Any, bundle: Bundle) -> None:
     """Run what is asked for; its files lie in the output folder afterwards. Raises what the commands raise.
 
     Args:

@@ -377,7 +377,7 @@ class _Meter:
         self.grams = [output_gram(b.out.weight, b.n_heads) for b in self.blocks]
 
     def neurons(self, layer: int, activation: Tensor) -> Tensor:
-        return activation.float() * self.norms[layer]
+        return activation.float().abs() * self.norms[layer]
 
     def heads(self, layer: int, head_out: Tensor) -> Tensor:
         weight = self.blocks[layer].out.weight
@@ -388,14 +388,14 @@ class _Meter:
     ) -> None:
         """Add the measured positions (B, T) bool of a pass: ``keep`` (B, T, n), ``values`` as ``masking`` gives them.
 
-        A neuron is active when this layer, given its (sparse) input, has it above 0 before zeroing. A head has no
+        A neuron is active when this layer, given its (sparse) input, has it other than 0 before zeroing. A head has no
         such notion: the "active" ones are as many as were selected, those with the largest contributions.
         """
         measured = measured.to(values.device)
         if not bool(measured.all()):
             values, keep = values[measured], None if keep is None else keep[measured]
         if target == Target.MLP:
-            values = values.flatten(0, -2)
+            values = values.flatten(0, -2).abs()
             kept = values if keep is None else torch.where(keep.flatten(0, -2), values, 0.0)
             # Sums over positions first: the contribution of a neuron is its activation times a constant.
             norms = self.norms[layer].double()

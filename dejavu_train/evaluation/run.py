@@ -43,7 +43,7 @@ from dejavu_train.families import TARGETS, Target
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
-from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
+from dejavu_train.sparse.model import ENGINES, SparseCausalLM
 from kernels.common.checks import runs_on
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
 def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
     if backend == "dense":
         return dense
-    return SparseOPTForCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt", guard=guard)
+    return SparseCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt", guard=guard)
 
 
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
@@ -281,7 +281,7 @@ def _generate(
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     if len(clock.times) > 2:
         used = "dense"
-        if isinstance(model, SparseOPTForCausalLM):  # auto is known by now
+        if isinstance(model, SparseCausalLM):  # auto is known by now
             used = f"{model.backend}, at {described(model.bundle)},"
         logger.info("%s generated %.1f tokens a second", used, clock.rate)
     watched = model.guard_report() if config.guard.every else None

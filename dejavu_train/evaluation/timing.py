@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
@@ -66,11 +66,11 @@ class Clock(BaseStreamer):
 
 
 @torch.no_grad()
-def time_decoding(model: OPTForCausalLM, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
+def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
     """Decode ``new_tokens`` tokens one by one, each step timed.
 
     Args:
-        model: a dense OPTForCausalLM or a SparseOPTForCausalLM with ``sparse_from="prompt"``.
+        model: a dense model or a sparse one with ``sparse_from="prompt"``.
         backend: its name, for the result.
         prompt: (B, P) token ids; P + new_tokens + 3 must fit the model's positions.
     Raises:
@@ -103,7 +103,7 @@ def engine_class(backend: str) -> Any:
 
 
 @torch.no_grad()
-def time_engine(model: OPTForCausalLM, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
+def time_engine(model: PreTrainedModel, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
     """The same through an engine, step by step, on a copy of the model's weights.
 
     Args:

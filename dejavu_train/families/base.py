@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.dims import ModelDims
+from dejavu_train.families.dims import Activation, ModelDims
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
@@ -19,9 +19,11 @@ class BlockParts:
         name: of the layer in the model, such as ``model.decoder.layers.3``.
         whole: the layer itself; attention: the module that holds q, k, v and out.
         q, k, v, out, up, down: linear maps, or adapters around them, with ``weight`` (out, in) and ``bias`` or None.
-        activate: of ``up``'s output, element by element.
+        activate: of the output of ``gate``, or of ``up`` where there is none, element by element.
         kinds: the classes that ``whole`` and ``attention`` have where nobody exchanged them.
         n_heads, head_dim: of the queries; scaling: what queries are multiplied with.
+        gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with; None: an MLP without one.
+        rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned; None: they stay as they are.
     """
 
     name: str
@@ -40,18 +42,40 @@ class BlockParts:
     n_heads: int
     head_dim: int
     scaling: float
+    gate: Any | None = None
+    rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
-    def project(self, attn_in: "Tensor") -> tuple["Tensor", "Tensor", "Tensor"]:
-        """Queries, keys and values, (B, h, T, e) each, of attn_in (B, T, d)."""
+    def project(self, attn_in: "Tensor", positions: "Tensor | None") -> "tuple[Tensor, Tensor, Tensor]":
+        """Queries (B, h, T, e), keys and values (B, g, T, e), of attn_in (B, T, d) at positions (B, T)."""
         q, k, v = (part(attn_in).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
-        return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
+        q, k, v = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
+        return self.rotated(q, positions), self.rotated(k, positions), v
+
+    def rotated(self, x: "Tensor", positions: "Tensor | None") -> "Tensor":
+        """Queries or keys (B, h, T, e) as attention compares them."""
+        if self.rotate is None:
+            return x
+        assert positions is not None, "a layer that turns queries and keys is told where they stand"
+        return self.rotate(x, positions)
+
+    def neurons(self, mlp_in: "Tensor") -> "Tensor":
+        """What all neurons give, (..., n), for mlp_in (..., d)."""
+        if self.gate is None:
+            return self.activate(self.up(mlp_in))
+        return self.activate(self.gate(mlp_in)) * self.up(mlp_in)
 
 
 class Family(Protocol):
     """What the library asks of a kind of model. One file a family."""
 
     model_types: tuple[str, ...]
-    """The ``model_type`` of its configurations."""
+    """The ``model_type`` of its configurations, as transformers has them."""
+
+    structure: tuple[str, ...]
+    """The keys of a configuration that decide which tensors there are and what they mean."""
+
+    embedding: str
+    """The name of the tokens' embedding among :meth:`stored_tensors`."""
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         """The sizes, from the values of a config.json; ``name``: of the model, for messages.
@@ -59,6 +83,11 @@ class Family(Protocol):
         Raises:
             UserError: what this family does not run.
         """
+        ...
+
+    def stored_tensors(self, values: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of what a checkpoint holds, by name and without ``model.`` before it; ``lm_head.weight`` only
+        where it is not the embedding. Of a config.json whose weights are numbers."""
         ...
 
     def blocks(self, model: Any) -> list[BlockParts]:
@@ -78,6 +107,9 @@ class Family(Protocol):
         ...
 
 
+SAVED_TOGETHER = "dejavu_sparse_"
+"""Before the ``model_type`` of a model that is saved with its bundle: no one takes it for the dense model."""
+
 _FAMILIES: dict[str, Family] = {}
 
 
@@ -92,10 +124,14 @@ def family_named(kind: str, name: str) -> Family:
     Raises:
         UserError: none is registered for it.
     """
-    if kind not in _FAMILIES:
-        known = ", ".join(sorted(each for each in _FAMILIES if not each.startswith("dejavu_")))
-        raise UserError(f"{name} is of type {kind}; supported are {known}")
-    return _FAMILIES[kind]
+    if dense_type(kind) not in _FAMILIES:
+        raise UserError(f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}")
+    return _FAMILIES[dense_type(kind)]
+
+
+def dense_type(kind: str) -> str:
+    """The ``model_type`` of the dense model, of a model's or of one's that is saved with its bundle."""
+    return kind.removeprefix(SAVED_TOGETHER)
 
 
 def family_of(model: Any) -> Family:
@@ -112,7 +148,15 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
     given = values if isinstance(values, Mapping) else values.to_dict()
     if "model_type" not in given:
         raise UserError(f"the config.json of {name} names no model_type; give the config that belongs to the weights")
-    return family_named(given["model_type"], name).dims(given, name)
+    dims = family_named(given["model_type"], name).dims(given, name)
+    if dims.activation not in (Activation.RELU, Activation.RELU2):  # no neuron is silent behind the others
+        raise UserError(f"{name} uses the activation {dims.activation}; contextual sparsity here needs relu")
+    return dims
+
+
+def families() -> dict[str, Family]:
+    """The registered families by ``model_type``, the first of them that of OPT."""
+    return dict(_FAMILIES)
 
 
 def blocks_of(model: Any) -> list[BlockParts]:

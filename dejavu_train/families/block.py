@@ -7,32 +7,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dejavu_train.families.dims import Activation
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``attend(attn_in, q, k, v)``: (B, T, d) and three times (B, h, T, e) -> (B, h, T, e), the heads' outputs."""
+"""``attend(attn_in, q, k, v)``: (B, T, d), (B, h, T, e) and twice (B, g, T, e) -> (B, h, T, e), the heads' outputs.
+Groups of h / g heads share K and V."""
 
 
-def forward_block(block: Any, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+def forward_block(block: Any, hidden: Tensor, attend: Attend, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The residual stream behind a layer, and what its neurons gave.
 
     Args:
         block: ``BlockParts``, or an object with the same names whose maps can be called.
         hidden: (B, T, d); attend: gives the heads' outputs, and keeps K and V where somebody needs them.
+        positions: (B, T) int64, of layers that turn queries and keys by them.
     Returns: (B, T, d), (B, T, n).
     """
-    hidden = hidden + block.out(mix_heads(block, block.norm_attn(hidden), attend))
-    neurons = block.activate(block.up(block.norm_mlp(hidden)))
+    hidden = hidden + block.out(mix_heads(block, block.norm_attn(hidden), attend, positions))
+    neurons = block.neurons(block.norm_mlp(hidden))
     return hidden + block.down(neurons), neurons
 
 
-def mix_heads(block: Any, attn_in: Tensor, attend: Attend) -> Tensor:
+def mix_heads(block: Any, attn_in: Tensor, attend: Attend, positions: Tensor | None = None) -> Tensor:
     """What the output projection reads, (B, T, h * e), for attn_in (B, T, d)."""
-    q, k, v = block.project(attn_in)
+    q, k, v = block.project(attn_in, positions)
     return join_heads(attend(attn_in, q * block.scaling, k, v))
+
+
+def activate_(kind: Activation, x: Tensor) -> Tensor:
+    """The activation ``kind`` of x, written over it. Those are known that leave neurons silent."""
+    return x.relu_() if kind == Activation.RELU else x.relu_().square_()
 
 
 def causal(_attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention over rows without padding, or with padding at their ends."""
+    k, v = repeat_groups(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+
+
+def repeat_groups(q: Tensor, *kv: Tensor) -> list[Tensor]:
+    """K and V (B, g, S, e), each head as often as heads of q (B, h, T, e) share it: (B, h, S, e)."""
+    group = q.shape[1] // kv[0].shape[1]
+    return list(kv) if group == 1 else [each.repeat_interleave(group, dim=1) for each in kv]
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -116,9 +116,35 @@ class ModelDims:
         free = ("vocab_size", "max_positions")
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.name not in free)
 
+    @property
+    def kv_group(self) -> int:
+        """How many heads share one of K and V."""
+        return self.n_heads // self.n_kv_heads
+
     def units(self, target: Target) -> int:
         """How many units a predictor of ``target`` chooses from."""
         return self.d_ffn if target == Target.MLP else self.n_heads
+
+    def rows_of(self, target: Target) -> float:
+        """How many rows of ``d_model`` weights one unit of ``target`` has: of a neuron its gate, up and down rows.
+
+        A head has those of its queries and outputs, and its share of those of K and V.
+        """
+        if target == Target.MLP:
+            return 3 if self.gated else 2
+        return self.head_dim * (2 + 2 / self.kv_group)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all matrices of a layer."""
+        return round(self.d_model * sum(self.units(target) * self.rows_of(target) for target in TARGETS))
+
+
+def engine_refusal(dims: ModelDims) -> str | None:
+    """Why the engines, whose arithmetic is an OPT's, do not run such a model; None: they do."""
+    others = {name: value for name, value in dims.stored().items() if name not in SIZES}
+    found = ", ".join(f"{name} {value}" for name, value in others.items())
+    return f"the engines compute what an OPT does, and this model has {found}" if others else None
 
 
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")
@@ -134,4 +160,5 @@ __all__ = [
     "Site",
     "Target",
     "UnitKey",
+    "engine_refusal",
 ]

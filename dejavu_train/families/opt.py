@@ -11,7 +11,8 @@ if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
 
 OPT = "opt"
-SPARSE_OPT = "dejavu_sparse_opt"  # model_type of an OPT with its bundle, saved together: no one takes it for the OPT
+EMBEDDING = "decoder.embed_tokens.weight"
+POSITIONS_OFFSET = 2  # rows of the position embedding before that of the first position
 
 # What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
 _DEFAULTS: dict[str, Any] = {
@@ -31,11 +32,26 @@ _SIZES = (
 )  # fmt: skip
 _LARGEST = 2**31 - 1
 
+MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
+"""The matrices of a layer by their names in its state dict, in the order in which they read one another."""
+QKV, (OUT, UP, DOWN) = MATRICES[:3], MATRICES[3:]
+NORM_ATTN, NORM_MLP = "self_attn_layer_norm", "final_layer_norm"
+
+
+def layer_prefix(layer: int) -> str:
+    """What names of a layer's tensors begin with."""
+    return f"decoder.layers.{layer}."
+
 
 class OPTFamily:
     """See :class:`dejavu_train.families.base.Family`."""
 
-    model_types: tuple[str, ...] = (OPT, SPARSE_OPT)
+    model_types: tuple[str, ...] = (OPT,)
+    embedding = EMBEDDING
+    structure: tuple[str, ...] = (
+        *_SIZES, "do_layer_norm_before", "word_embed_proj_dim", "activation_function", "_remove_final_layer_norm",
+        "enable_bias", "layer_norm_elementwise_affine",
+    )  # fmt: skip
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         given = {**_DEFAULTS, **values}
@@ -65,6 +81,26 @@ class OPTFamily:
             vocab_size=given["vocab_size"],
             max_positions=given["max_position_embeddings"],
         )
+
+    def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        dims = self.dims(values, "this model")
+        d, n = dims.d_model, dims.d_ffn
+        made: dict[str, tuple[int, ...]] = {
+            EMBEDDING: (dims.vocab_size, d),
+            "decoder.embed_positions.weight": (dims.max_positions + POSITIONS_OFFSET, d),
+        }
+        norms = [] if values.get("_remove_final_layer_norm") else ["decoder.final_layer_norm"]
+        for prefix in map(layer_prefix, range(dims.n_layers)):
+            for name in MATRICES:
+                made[f"{prefix}{name}.weight"] = {UP: (n, d), DOWN: (d, n)}.get(name, (d, d))
+                if values.get("enable_bias", True):
+                    made[f"{prefix}{name}.bias"] = (n if name == UP else d,)
+            norms += [prefix + NORM_ATTN, prefix + NORM_MLP]
+        if values.get("layer_norm_elementwise_affine", True):
+            made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
+        if not values.get("tie_word_embeddings", True):
+            made["lm_head.weight"] = (dims.vocab_size, d)
+        return made
 
     def blocks(self, model: Any) -> list[BlockParts]:
         return [_block(f"model.decoder.layers.{i}", layer) for i, layer in enumerate(model.model.decoder.layers)]

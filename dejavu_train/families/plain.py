@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts, blocks_of, family_of
+from dejavu_train.families.base import BlockParts, blocks_of, dims_of, family_of
+from dejavu_train.families.dims import engine_refusal
 
 
 class NotPlain(UserError):
@@ -25,7 +26,7 @@ class NotPlain(UserError):
         super().__init__(f"{self.what}; use backend='mask', which calls every module")
 
 
-LINEAR = ("q", "k", "v", "out", "up", "down")
+LINEAR = ("q", "k", "v", "out", "gate", "up", "down")
 
 
 class RowLinear(nn.Module):
@@ -93,7 +94,10 @@ def plain_block(block: BlockParts) -> BlockParts:
     for norm in (block.norm_attn, block.norm_mlp):
         if any(parameter.is_meta for parameter in norm.parameters()):
             raise NotPlain(block.name, "has a norm that is not in memory, device_map has put it on disk")
-    parts = {part: plain_linear(f"{block.name} ({part})", getattr(block, part)) for part in LINEAR}
+    found = {part: getattr(block, part) for part in LINEAR}
+    parts = {
+        part: plain_linear(f"{block.name} ({part})", module) for part, module in found.items() if module is not None
+    }
     return replace(block, **parts)
 
 
@@ -117,6 +121,8 @@ def check_read(model: Any) -> None:
         NotPlain: as :func:`check_calls`; a LayerNorm of another class, an LM head with a bias, another activation or
             scaling.
     """
+    if (why := engine_refusal(dims_of(model.config))) is not None:
+        raise NotPlain(f"a {type(model).__name__}", f"is not what an engine runs: {why}")
     check_calls(model)
     norms = {"the final norm": family_of(model).final_norm(model)}
     for block in blocks_of(model):

@@ -12,6 +12,7 @@ Letters: B batch, T positions, d model width, f ffn width, h heads, e head width
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,57 @@ from torch import Tensor, nn
 
 from dejavu_train.families import BlockParts, blocks_of
 
-PLACES = ("attn_in", "mlp_in", "activation", "head_out", "residual", "attn_out", "middle", "mlp_out")
+_PARTS = {  # by name which part of a layer, and whether what it reads or what it gives
+    "residual": ("norm_attn", "input"),
+    "attn_in": ("norm_attn", "output"),
+    "head_out": ("out", "input"),
+    "attn_out": ("out", "output"),
+    "middle": ("norm_mlp", "input"),
+    "mlp_in": ("norm_mlp", "output"),
+    "activation": ("down", "input"),
+    "mlp_out": ("down", "output"),
+    "layer_out": ("whole", "output"),
+}
+PLACES = tuple(place for place in _PARTS if place != "layer_out")
+Act = Callable[[Any], Tensor | None]
+"""``act(values)``: is shown what stands at a place; what it returns, if that is no None, takes the place."""
 OnLayer = Callable[[int, dict[str, Tensor]], None]
+Hook = Callable[..., Any]
+
+
+def at_place(block: BlockParts, place: str, act: Act, wrap: Callable[[Hook], Hook] = lambda hook: hook) -> Any:
+    """A hook at one of ``PLACES`` of a layer, or at its ``layer_out``; returns its handle.
+
+    The shape is what the model gives the module: leading dimensions may be (B, T) or (B * T). wrap: of the hook itself.
+    """
+    part, side = _PARTS[place]
+    return at_module(getattr(block, part), side, act, wrap)
+
+
+def at_module(module: nn.Module, side: str, act: Act, wrap: Callable[[Hook], Hook] = lambda hook: hook) -> Any:
+    """The same at the ``input`` or ``output`` of any module."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        made = act(args[0])
+        return None if made is None else (made, *args[1:])
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Tensor | None:
+        return act(output)
+
+    if side == "input":
+        return module.register_forward_pre_hook(wrap(before))
+    return module.register_forward_hook(wrap(after))
+
+
+@contextmanager
+def hooked(handles: Iterable[Any]) -> Iterator[None]:
+    """Within the context the hooks of ``handles`` act; afterwards they are removed."""
+    handles = list(handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def decoder_layers(model: Any) -> Any:
@@ -51,73 +101,41 @@ def record(
     chosen = range(len(blocks)) if layers is None else sorted(set(layers))
     handles = []
     for layer in chosen:
-        handles += _hook_layer(layer, blocks[layer], recorded, on_layer or kept.__setitem__)
-    try:
+        handles += _record_layer(layer, blocks[layer], recorded, on_layer or kept.__setitem__)
+    with hooked(handles):
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _hook_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: OnLayer) -> list[Any]:
+def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: OnLayer) -> list[Any]:
     """Hooks on one decoder block; returns their handles."""
     got: dict[str, Tensor] = {}
-    rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
-    n_heads = block.n_heads
 
-    def after_attn_norm(_module: nn.Module, args: Any, output: Tensor) -> None:
+    def begin(residual: Tensor) -> None:
         got.clear()
-        rows[0] = (output.shape[0], output.shape[1])
-        if "residual" in recorded:
-            got["residual"] = args[0].detach()
-        if "attn_in" in recorded:
-            got["attn_in"] = output.detach()
+        got["residual"] = residual.detach()
 
-    def before_out(_module: nn.Module, args: Any) -> None:
-        got["head_out"] = args[0].detach().unflatten(-1, (n_heads, -1))
+    def keep(place: str, values: Tensor) -> None:
+        rows = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
+        got[place] = values.detach().view(*rows, block.n_heads if place == "head_out" else 1, -1).squeeze(2)
 
-    def after_out(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        got["attn_out"] = output.detach()
-
-    def after_mlp_norm(_module: nn.Module, args: Any, output: Tensor) -> None:
-        for name, values in (("middle", args[0]), ("mlp_in", output)):
-            if name in recorded:
-                got[name] = values.detach().view(*rows[0], -1)
-
-    def before_down(_module: nn.Module, args: Any) -> None:
-        got["activation"] = args[0].detach().view(*rows[0], -1)
-
-    def after_down(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        got["mlp_out"] = output.detach().view(*rows[0], -1)
-
-    def after_block(_module: nn.Module, _args: Any, _output: Any) -> None:
-        hand_over(layer, dict(got))
+    def end(_output: Any) -> None:
+        hand_over(layer, {place: got[place] for place in recorded})
         got.clear()
 
-    handles = [block.norm_attn.register_forward_hook(after_attn_norm)]
-    if "head_out" in recorded:
-        handles.append(block.out.register_forward_pre_hook(before_out))
-    if "attn_out" in recorded:
-        handles.append(block.out.register_forward_hook(after_out))
-    if recorded & {"mlp_in", "middle"}:
-        handles.append(block.norm_mlp.register_forward_hook(after_mlp_norm))
-    if "activation" in recorded:
-        handles.append(block.down.register_forward_pre_hook(before_down))
-    if "mlp_out" in recorded:
-        handles.append(block.down.register_forward_hook(after_down))
-    handles.append(block.whole.register_forward_hook(after_block))
-    return handles
+    acts: dict[str, Act] = {place: partial(keep, place) for place in _PARTS if place in recorded}
+    acts |= {"residual": begin, "layer_out": end}
+    return [at_place(block, place, act) for place, act in acts.items()]
 
 
 def neuron_contribution(activation: Tensor, down_weight: Tensor) -> Tensor:
-    """What each neuron adds to the residual stream: activation x the norm of its column of the map out of the MLP.
+    """What each neuron adds to the residual stream: |activation| x the norm of its column of the map out of the MLP.
 
     Args:
-        activation: (..., f), post-ReLU.
+        activation: (..., f), what the neurons give.
         down_weight: (d, f), as stored.
     Returns: (..., f) in fp32, never negative.
     """
-    return activation.float() * torch.linalg.vector_norm(down_weight.float(), dim=0)
+    return activation.float().abs() * torch.linalg.vector_norm(down_weight.float(), dim=0)
 
 
 def output_gram(out_weight: Tensor, n_heads: int) -> Tensor:

@@ -12,9 +12,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dejavu_train.families import dims_of
+from dejavu_train.families.opt import MATRICES
 from dejavu_train.models.config_values import INT4
 from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
-from dejavu_train.models.int4_sizes import MATRICES, head_sizes
+from dejavu_train.models.int4_sizes import head_sizes
 
 
 @register_quantization_config(INT4)

@@ -6,12 +6,12 @@ from typing import Any
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.families.dims import engine_refusal
+from dejavu_train.families.opt import MATRICES
 from dejavu_train.models.config_values import INT4, quant_method
 
 COLUMNS_PER_WORD = 8
 GROUPS = (128, 64, 32)
-MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
-"""The matrices of a layer by their names in its state dict, in the order in which they read one another."""
 HEAD_BITS = {"fp16": None, "int8": 8, "int4": 4}
 """Bits of an LM head's codes by what ``--lm_head`` calls it; fp16 is stored as it was found."""
 
@@ -47,8 +47,10 @@ def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]
     """Of a layer's six matrices, by the names of ``MATRICES``.
 
     Raises:
-        UserError: a width that has no 4-bit form, by name.
+        UserError: a model that is no OPT, or a width that has no 4-bit form, by name.
     """
+    if (refusal := engine_refusal(shape)) is not None:
+        raise UserError(f"{name} has no 4-bit form: {refusal}; give weights of float16")
     d, n, h, e = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
     group = _group(d, name)
     if e % COLUMNS_PER_WORD:

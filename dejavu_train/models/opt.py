@@ -1,4 +1,4 @@
-"""Reads an OPT model (Hugging Face format, folder or hub id): its weights, and a hash that names them."""
+"""Reads a model (Hugging Face format, folder or hub id): its weights, and a hash that names them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,15 +9,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.families.opt import OPT
+from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.stored import EMBEDDING, HEAD, full_name, read_header, stored_files
+from dejavu_train.models.stored import HEAD, embedding_name, full_name, read_header, stored_files
 
 __all__ = [
     "DTYPES",
@@ -111,7 +113,7 @@ def load_opt(
     device: str | int | torch.device | None = "cpu",
     device_map: Any = None,
     revision: str | None = None,
-) -> OPTForCausalLM:
+) -> PreTrainedModel:
     """Load the dense model in evaluation mode.
 
     Args:
@@ -124,8 +126,8 @@ def load_opt(
     matrix and is in fp32 otherwise, whatever ``dtype`` says: rounded to fp16, its weights would select other units.
 
     Raises:
-        UserError: nothing there, not a pre-norm OPT, weights that cannot be read or do not fit the config, or that
-            another package quantised.
+        UserError: nothing there, a model that no family runs, weights that cannot be read or do not fit the config, or
+            that another package quantised.
     """
     return load_with_info(name, dtype, device, device_map, revision)[0]
 
@@ -138,12 +140,12 @@ def load_with_info(
     revision: str | None,
     attributes: Mapping[str, Any] | None = None,
     **options: Any,
-) -> tuple[OPTForCausalLM, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """As :func:`load_opt`, with what transformers says of the loading (``output_loading_info``).
 
     Args:
         attributes: values that replace those of config.json; none of the sizes.
-        options: keywords of ``OPTForCausalLM.from_pretrained`` that say how to load.
+        options: keywords of transformers' ``from_pretrained`` that say how to load.
     """
     values = {**read_values(name, revision), **(attributes or {})}
     dims_of(values, name)
@@ -155,8 +157,10 @@ def load_with_info(
     placed = resolve_device("cpu" if device is None else device)
     folder = str(model_folder(name, revision=revision))
     try:
-        options["config"] = OPTConfig.from_dict({**values, "model_type": OPT})  # also for SPARSE_OPT: the dense model
-        model, info = OPTForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        kind = dense_type(values["model_type"])
+        config = CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
+        dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, info = dense.from_pretrained(folder, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"cannot load the weights of {name}: {_first_line(error)}") from None
     except SafetensorError as error:
@@ -169,7 +173,7 @@ def load_with_info(
     return model, info
 
 
-def _check_loaded(model: OPTForCausalLM, info: Mapping[str, Any], name: str) -> None:
+def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
     """Raise :class:`UserError` for tensors that are missing, of another size, or of layers that there are not."""
     tied = bool(getattr(model.config, "tie_word_embeddings", True))  # then the head is the embedding, and not stored
     missing = [key for key in info["missing_keys"] if key != HEAD or not tied]
@@ -181,7 +185,8 @@ def _check_loaded(model: OPTForCausalLM, info: Mapping[str, Any], name: str) -> 
             f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
             f" {model.config.num_hidden_layers}); give the config that belongs to them"
         )
-    if tied and (head := model.lm_head.weight) is not model.model.decoder.embed_tokens.weight:
+    head = model.get_output_embeddings().weight
+    if tied and head is not model.get_input_embeddings().weight:
         # Both are stored and differ, so the loader left them apart. What is on the meta device lies on disk: unknown.
         model.config.tie_word_embeddings = head.is_meta
 
@@ -220,13 +225,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _canonical(name: str, dtype: str) -> tuple[str, str]:
-    """The name of a stored tensor in OPTForCausalLM, and its dtype as safetensors spells it."""
+    """The name of a stored tensor in transformers' model, and its dtype as safetensors spells it."""
     return full_name(name.removeprefix("model.")), dtype
-
-
-def _as_embedding(name: str, dtype: str) -> tuple[str, str] | None:
-    """The LM head alone, as if it were the embedding."""
-    return (full_name(EMBEDDING), dtype) if name == HEAD else None
 
 
 def _earlier_spellings() -> Iterator[Spelling]:
@@ -303,8 +303,8 @@ def _digest(rows: Mapping[str, bytes], full: bool) -> str:
 def weight_hash(name: str, full: bool = False, revision: str | None = None) -> str:
     """A name for the exact weights: SHA-256 over the sorted (name, dtype, shape, sampled bytes) of the stored tensors.
 
-    Names are those of OPTForCausalLM and dtypes spelled as safetensors does, whatever the files have, and an LM head
-    that equals the embedding is left out. So the hash is the same for any container and sharding of the same tensors.
+    Names are those of transformers' model, dtypes are spelled as safetensors does, whatever the files have, and an LM
+    head that equals the embedding is left out. So any container and sharding of the same tensors has the same hash.
     With ``full`` every byte is read (``--verify full``); the two kinds differ and are only compared with their own.
 
     Raises:
@@ -313,8 +313,8 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
     files = stored_files(name, revision=revision)
     rows = _rows(files, full, _canonical)
     if HEAD in rows:
-        embedding = full_name(EMBEDDING)
-        head = _rows(files, full, _as_embedding)[embedding]
+        embedding = full_name(embedding_name(each.removeprefix("model.") for each in rows))
+        head = _rows(files, full, lambda each, dtype: (embedding, dtype) if each == HEAD else None)[embedding]
         if rows.get(embedding, head) == head:
             rows[embedding] = head
             del rows[HEAD]

@@ -12,6 +12,7 @@ from typing import Any
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.families.base import families, family_named
 from dejavu_train.models.config_values import INT4, config_values, quant_method, refuse_foreign
 from dejavu_train.models.hub import fetch, in_hub_cache, model_folder, within
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes
@@ -19,7 +20,7 @@ from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_siz
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 ADAPTER = "adapter_config.json"
-EMBEDDING, HEAD = "decoder.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
 _SWITCHES = (
@@ -28,7 +29,6 @@ _SWITCHES = (
 )  # fmt: skip
 _SHARES = ("dropout", "attention_dropout", "layerdrop")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-LEARNED_POSITIONS_OFFSET = 2  # rows of OPT's position embedding before that of the first position
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,21 @@ def stored_files(name: str, subfolder: str = "", **hub: Any) -> list[Path]:
 
 
 def full_name(own: str) -> str:
-    """The name that OPTForCausalLM stores a tensor of ``own_names`` under."""
+    """The name that transformers stores a tensor of ``own_names`` under."""
     return own if own.startswith("lm_head.") else f"model.{own}"
 
 
-def own_names(names: Iterable[str], model: str) -> dict[str, str]:
-    """By the tensors' names in transformers' OPTModel (``decoder...``, ``lm_head...``) the names that they are stored
-    under. An embedding that is stored as the LM head alone, which is tied to it, goes by its own name.
+def embedding_name(names: Iterable[str]) -> str:
+    """The name of a family's embedding that is among ``own_names``; without one, that of an OPT's."""
+    known = [family.embedding for family in families().values()]
+    return next(filter(set(names).__contains__, known), known[0])
 
+
+def own_names(names: Iterable[str], model: str, embedding: str) -> dict[str, str]:
+    """By the names without ``model.`` before them the names that tensors are stored under.
+
+    Args:
+        embedding: what is stored as the LM head alone, which is tied to it, goes by this name.
     Raises:
         UserError: a tensor is there under two names.
     """
@@ -205,8 +212,8 @@ def own_names(names: Iterable[str], model: str) -> dict[str, str]:
                 f"the weights of {model} hold {own} twice, with and without model. before it; leave one out"
             )
         made[own] = name
-    if EMBEDDING not in made and HEAD in made:
-        made[EMBEDDING] = made.pop(HEAD)
+    if embedding not in made and HEAD in made:
+        made[embedding] = made.pop(HEAD)
     return made
 
 
@@ -239,41 +246,27 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a pre-norm OPT of this config.json stores, by their names in transformers' OPTModel.
+    """Shapes of the tensors that a model of this config.json stores, by their names without ``model.`` before them.
 
     ``lm_head.weight`` is among them where it is not the embedding.
     """
-    d, n = shape.d_model, shape.d_ffn
-    parts = {f"self_attn.{name}_proj": (d, d) for name in "kvqo"} | {"fc1": (n, d), "fc2": (d, n)}
-    parts["self_attn.out_proj"] = parts.pop("self_attn.o_proj")
+    made = dict(family_named(values["model_type"], "this model").stored_tensors(values))
     int4 = row_sizes(shape) if quant_method(values) == INT4 else {}
-    made: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (shape.vocab_size, d),
-        "decoder.embed_positions.weight": (shape.max_positions + LEARNED_POSITIONS_OFFSET, d),
-    }
-    norms = [] if values.get("_remove_final_layer_norm") else ["decoder.final_layer_norm"]
-    for layer in range(shape.n_layers):
-        prefix = f"decoder.layers.{layer}."
-        for name, size in parts.items():
-            stored: Mapping[str, tuple[int, ...]] = int4[name].stored if int4 else {"weight": size}
-            made |= {f"{prefix}{name}.{part}": found for part, found in stored.items()}
-            if values.get("enable_bias", True):
-                made[f"{prefix}{name}.bias"] = size[:1]
-        norms += [prefix + "self_attn_layer_norm", prefix + "final_layer_norm"]
-    if values.get("layer_norm_elementwise_affine", True):
-        made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
+    for name in [name for name in made if name.endswith(tuple(f".{part}.weight" for part in int4))]:
+        matrix = name.removesuffix(".weight")
+        sizes = next(sizes for part, sizes in int4.items() if matrix.endswith(f".{part}"))
+        del made[name]
+        made |= {f"{matrix}.{part}": found for part, found in sizes.stored.items()}
     head = head_sizes(shape, head_kind(values))
     if head is not None:
         made |= {f"lm_head.{part}": found for part, found in head.stored.items()}
-    elif not values.get("tie_word_embeddings", True):
-        made[HEAD] = (shape.vocab_size, d)
     return made
 
 
 def _check_tensors(
     model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: ModelDims
 ) -> None:
-    stored = {own: found[name] for own, name in own_names(found, model).items()}
+    stored = {own: found[name] for own, name in own_names(found, model, embedding_name(expected)).items()}
     missing = sorted(set(expected) - set(stored))
     if missing:
         raise UserError(f"the weights of {model} lack {len(missing)} tensors of its config, first {missing[:1]}")

@@ -4,22 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dejavu_train.families import ModelDims, Target
+from dejavu_train.families import ModelDims, Target, blocks_of
+from dejavu_train.families.opt import DOWN, OUT, QKV, UP
 from dejavu_train.models.config_values import INT4, quant_method
-from dejavu_train.models.int4_sizes import MATRICES, row_sizes
+from dejavu_train.models.int4_sizes import row_sizes
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of one unit's weights: a neuron's row of ``fc1`` and of ``fc2``, a ``head``'s part of its four matrices."""
+    """Bytes of one unit's weights: what leads into a neuron (``up``, with its gate), what leads out of it (``down``), a
+    ``head``'s part of its four matrices."""
 
-    fc1: float
-    fc2: float
+    up: float
+    down: float
     head: float
 
     def dense(self, shape: ModelDims, target: Target) -> float:
         """All units of ``target``, ``mlp`` or ``heads``, in one layer."""
-        return shape.d_ffn * (self.fc1 + self.fc2) if target == Target.MLP else shape.n_heads * self.head
+        return shape.d_ffn * (self.up + self.down) if target == Target.MLP else shape.n_heads * self.head
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class WeightFormat:
         """
         if not self.coded:
             row = shape.d_model * self.bits / 8
-            return UnitBytes(row, row, 4 * shape.head_dim * row)
+            return UnitBytes((shape.rows_of(Target.MLP) - 1) * row, row, shape.rows_of(Target.HEADS) * row)
         read = {part: replace(sizes, bits=self.bits).nbytes for part, sizes in row_sizes(shape).items()}
-        heads = sum(read[part] for part in MATRICES if part.startswith("self_attn."))
-        return UnitBytes(read["fc1"] / shape.d_ffn, read["fc2"] / shape.d_ffn, heads / shape.n_heads)
+        heads = sum(read[part] for part in (*QKV, OUT))
+        return UnitBytes(read[UP] / shape.d_ffn, read[DOWN] / shape.d_ffn, heads / shape.n_heads)
 
 
 FLOAT32, FLOAT16, BFLOAT16 = (
@@ -60,10 +62,10 @@ def stored_format(values: Mapping[str, Any]) -> WeightFormat:
 
 
 def loaded_format(model: Any) -> WeightFormat:
-    """Of an ``OPTForCausalLM`` in memory: that of its layers."""
+    """Of a model in memory: that of its layers."""
     from dejavu_train.models.int4 import CodedLinear  # imports torch
 
-    fc1 = model.model.decoder.layers[0].fc1
-    if isinstance(fc1, CodedLinear):
+    up = blocks_of(model)[0].up
+    if isinstance(up, CodedLinear):
         return CODES4
-    return _NUMBERS[str(fc1.weight.dtype).removeprefix("torch.")]
+    return _NUMBERS[str(up.weight.dtype).removeprefix("torch.")]

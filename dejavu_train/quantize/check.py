@@ -64,7 +64,7 @@ def check(config: QuantizeConfig) -> ModelDims:
 def plan(config: QuantizeConfig, shape: ModelDims) -> str:
     """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
     matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
-    weights = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
+    weights = shape.layer_weights
     rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
     head = head_sizes(shape, config.lm_head)
     disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)

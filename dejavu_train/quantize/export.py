@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.families.opt import EMBEDDING, UP, layer_prefix
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
 from dejavu_train.models.int4_sizes import head_kind, head_sizes
@@ -33,7 +34,7 @@ from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.check import check_output
 from dejavu_train.quantize.folder import folder_aside
-from dejavu_train.quantize.head import EMBEDDING, HEAD
+from dejavu_train.quantize.head import HEAD
 from dejavu_train.quantize.rounding import round_nearest
 from dejavu_train.quantize.source import StoredTensors
 
@@ -69,9 +70,9 @@ def export(config: ExportConfig) -> dict[str, float]:
     layouts, source = row_layouts(shape, config.model), StoredTensors(config.model)
     head = head_sizes(shape, head_kind(values), config.model)
     coded = () if head is None else (HEAD, "lm_head.scales")
-    group = next(g for g in GROUPS if layouts["fc1"].sizes.group % g == 0 and (shape.head_dim % g == 0 or g == 32))
+    group = next(g for g in GROUPS if layouts[UP].sizes.group % g == 0 and (shape.head_dim % g == 0 or g == 32))
     if shape.head_dim % group:  # the out-projection is rounded anew in any case: groups as wide as the other matrices'
-        group = layouts["fc1"].sizes.group
+        group = layouts[UP].sizes.group
     if shape.d_ffn % group:
         raise UserError(f"{config.model} has {shape.d_ffn} neurons a layer; GPTQ groups of {group} do not divide them")
     errors: dict[str, list[float]] = {part: [] for part in layouts}
@@ -82,7 +83,7 @@ def export(config: ExportConfig) -> dict[str, float]:
             rows = (Int4Rows if head.bits == 4 else Int8Rows)(*(source[name] for name in coded))
             folder.add({HEAD: rows.dequantised().to(source[EMBEDDING].dtype)})
         for layer in range(shape.n_layers):
-            prefix = f"decoder.layers.{layer}."
+            prefix = layer_prefix(layer)
             names = {name.removeprefix(prefix): name for name in source if name.startswith(prefix)}
             tensors: dict[str, Tensor] = {}
             for part, layout in layouts.items():

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.families.opt import MATRICES
 from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.int4_sizes import MATRICES
 from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dejavu_train.families.opt import EMBEDDING
 from dejavu_train.models.int4 import Int4Rows, Int8Rows
 from dejavu_train.models.int4_sizes import RowSizes
 from dejavu_train.quantize.config import Solver
@@ -14,7 +15,7 @@ from dejavu_train.quantize.layer import Batch, MatrixErrors, Moments, squared
 from dejavu_train.quantize.rounding import round_nearest, round_nearest_8
 from dejavu_train.quantize.source import StoredTensors
 
-HEAD, NORM, EMBEDDING = "lm_head.weight", "decoder.final_layer_norm", "decoder.embed_tokens.weight"
+HEAD, NORM = "lm_head.weight", "decoder.final_layer_norm"
 
 
 @torch.no_grad()

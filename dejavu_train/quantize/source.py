@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dejavu_train.errors import UserError
+from dejavu_train.families.opt import EMBEDDING
 from dejavu_train.models.stored import full_name, own_names, stored_files
 
 
@@ -21,7 +22,7 @@ class StoredTensors:
     def __init__(self, model: str, revision: str | None = None) -> None:
         self.model = model
         files = {name: file for file in stored_files(model, revision=revision) for name in self._names(file)}
-        self._files = {own: (files[name], name) for own, name in own_names(files, model).items()}
+        self._files = {own: (files[name], name) for own, name in own_names(files, model, EMBEDDING).items()}
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix != ".safetensors":  # older uploads of the hub have nothing else; weights_only runs no code
@@ -39,7 +40,7 @@ class StoredTensors:
         return iter(self._files)
 
     def stored_name(self, name: str) -> str:
-        """The name that OPTForCausalLM stores it under, whatever the file has."""
+        """The name that transformers stores it under, whatever the file has."""
         return full_name(name)
 
     def __getitem__(self, name: str) -> Tensor:

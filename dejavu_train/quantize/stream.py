@@ -10,8 +10,8 @@ from transformers import OPTConfig
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from dejavu_train.families import dims_of
+from dejavu_train.families.opt import POSITIONS_OFFSET, layer_prefix
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.stored import LEARNED_POSITIONS_OFFSET
 from dejavu_train.quantize.config import Solver
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.layer import Batch, LayerQuantizer, MatrixResult
@@ -31,7 +31,7 @@ def embed(source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int,
         for row, window in zip(ids, part, strict=True):
             row[: len(window)] = torch.from_numpy(window.astype(np.int64))
         real = torch.arange(ids.shape[1]) < torch.tensor([len(window) for window in part])[:, None]
-        hidden = table[ids].float() + positions[LEARNED_POSITIONS_OFFSET : LEARNED_POSITIONS_OFFSET + ids.shape[1]]
+        hidden = table[ids].float() + positions[POSITIONS_OFFSET : POSITIONS_OFFSET + ids.shape[1]]
         made.append(Batch(hidden.to(device), real.to(device)))
     return made
 
@@ -48,7 +48,7 @@ def quantised_layers(
     """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits."""
     config._attn_implementation = "sdpa"  # causal without a mask
     for layer in range(dims_of(config).n_layers):
-        prefix = f"decoder.layers.{layer}."
+        prefix = layer_prefix(layer)
         others, given, weights = {}, {}, {}
         for part in layouts:
             weights[f"{part}.weight"], rows = reader.read(prefix + part, layouts[part])

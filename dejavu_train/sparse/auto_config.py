@@ -1,6 +1,6 @@
-"""Has ``AutoConfig`` know the config.json that ``SparseOPTForCausalLM.save_pretrained`` writes.
+"""Has ``AutoConfig`` know the config.json that ``SparseCausalLM.save_pretrained`` writes.
 
-Only when it is asked for one: ``OPTConfig`` may be half imported while this module is.
+Only when it is asked for one: the dense configuration may be half imported while this module is.
 """
 
 import functools
@@ -13,8 +13,9 @@ _read = AutoConfig.from_pretrained.__func__
 
 @functools.wraps(_read)
 def _from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    import dejavu_train.sparse.joint_config  # noqa: F401
+    from dejavu_train.sparse.joint_config import register_types
 
+    register_types()
     return _read(cls, *args, **kwargs)
 
 

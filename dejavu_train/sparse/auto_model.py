@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from dejavu_train.families.opt import SPARSE_OPT
+from dejavu_train.families.base import SAVED_TOGETHER
 from dejavu_train.models.hub import KEYWORDS, looks_local
 
 _load = AutoModelForCausalLM.from_pretrained.__func__
@@ -16,9 +16,9 @@ _load = AutoModelForCausalLM.from_pretrained.__func__
 @functools.wraps(_load)
 def _from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
     if _holds_bundle(str(pretrained_model_name_or_path), kwargs):
-        from dejavu_train.sparse.model import SparseOPTForCausalLM  # only now: it loads torch and much of transformers
+        from dejavu_train.sparse.model import SparseCausalLM  # only now: it loads torch and much of transformers
 
-        return SparseOPTForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        return SparseCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     return _load(cls, pretrained_model_name_or_path, *args, **kwargs)
 
 
@@ -29,7 +29,7 @@ def _holds_bundle(name: str, kwargs: Mapping[str, Any]) -> bool:
         return True
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
-        return bool(config.model_type == SPARSE_OPT)
+        return config.model_type.startswith(SAVED_TOGETHER)
     if Path(name).is_dir() or looks_local(name):
         return False
     hub = {key: kwargs[key] for key in (*KEYWORDS, "subfolder") if kwargs.get(key) is not None}
@@ -37,7 +37,7 @@ def _holds_bundle(name: str, kwargs: Mapping[str, Any]) -> bool:
         values, _ = PreTrainedConfig.get_config_dict(name, **hub)
     except (OSError, ValueError):
         return False  # transformers says what is wrong
-    return values.get("model_type") == SPARSE_OPT
+    return str(values.get("model_type")).startswith(SAVED_TOGETHER)
 
 
 AutoModelForCausalLM.from_pretrained = classmethod(_from_pretrained)

@@ -1,11 +1,11 @@
-"""The cache of a sparse OPT: K and V where somebody computed them, and what is needed to compute the rest.
+"""The cache of a sparse model: K and V where somebody computed them, and what is needed to compute the rest.
 
 When a head is not selected at a position, nobody reads its W_k and W_v, so its K and V are missing there. The cache
 keeps ``attn_in`` of every position (half of what dense K and V take) and per batch row and head a watermark: K and V
 are valid for columns below it. A head that is selected again computes the missing columns first, so any history of
 selections gives what a dense computation of all K and V would give.
 
-Letters: B batch rows, S columns (positions of the padded batch), d model width, h heads, e head width.
+Letters: B batch rows, S columns of the padded batch, d model width, h heads of K and V, e head width.
 """
 
 import torch
@@ -22,7 +22,7 @@ class SparseLayer(CacheLayerMixin):
 
     Attributes:
         keys, values: (B, h, room, e), zero where nothing was computed.
-        attn_in: (B, room, d), the input of the attention block.
+        attn_in: (B, room, d), the input of the attention block. positions: (B, room) int64, where its rows stand.
         watermark: (B, h) int64; K and V are valid for columns below it (with the policy ``stale``: were valid last).
         valid: (B, h, room) bool, which columns hold K and V; the policy ``stale`` attends to these only.
         length: columns in use.
@@ -35,15 +35,18 @@ class SparseLayer(CacheLayerMixin):
         super().__init__()
         self.length = 0
         self.attn_in: Tensor | None = None
+        self.positions: Tensor | None = None
         self.watermark: Tensor | None = None
         self.valid: Tensor | None = None
 
-    def extend(self, attn_in: Tensor, n_heads: int) -> int:
-        """Keep ``attn_in`` (B, T, d) as the next T columns, make room for their K and V; returns the first column."""
+    def extend(self, attn_in: Tensor, positions: Tensor, n_heads: int, head_dim: int) -> int:
+        """Keep ``attn_in`` (B, T, d) and ``positions`` (B, T) as the next T columns, make room for their K and V;
+        returns the first column."""
         rows, new, width = attn_in.shape
         if self.attn_in is None:
             self.attn_in = attn_in.new_zeros(rows, 0, width)
-            self.keys = attn_in.new_zeros(rows, n_heads, 0, width // n_heads)
+            self.positions = positions.new_zeros(rows, 0, device=attn_in.device)
+            self.keys = attn_in.new_zeros(rows, n_heads, 0, head_dim)
             self.values = torch.zeros_like(self.keys)
             self.watermark = torch.zeros(rows, n_heads, dtype=torch.long, device=attn_in.device)
             self.valid = torch.zeros(rows, n_heads, 0, dtype=torch.bool, device=attn_in.device)
@@ -52,15 +55,15 @@ class SparseLayer(CacheLayerMixin):
             raise UserError(
                 f"the SparseCache holds {self.attn_in.shape[0]} rows, the input has {rows}; start with a new cache"
             )
-        assert self.attn_in is not None and self.valid is not None
+        assert self.attn_in is not None and self.positions is not None and self.valid is not None
         start, self.length = self.length, self.length + new
         lacking = self.length - self.attn_in.shape[1]
         if lacking > 0:
             more = -(-lacking // GROWTH) * GROWTH
-            self.attn_in = _wider(self.attn_in, 1, more)
+            self.attn_in, self.positions = _wider(self.attn_in, 1, more), _wider(self.positions, 1, more)
             self.keys, self.values = _wider(self.keys, 2, more), _wider(self.values, 2, more)
             self.valid = _wider(self.valid, 2, more)
-        self.attn_in[:, start : self.length] = attn_in
+        self.attn_in[:, start : self.length], self.positions[:, start : self.length] = attn_in, positions
         return start
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -95,13 +98,13 @@ class SparseLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        for name in ("keys", "values", "attn_in", "watermark", "valid"):
+        for name in ("keys", "values", "attn_in", "positions", "watermark", "valid"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, indices.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for name in ("keys", "values", "attn_in", "watermark", "valid"):
+        for name in ("keys", "values", "attn_in", "positions", "watermark", "valid"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.repeat_interleave(repeats, dim=0))

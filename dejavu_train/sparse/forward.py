@@ -128,8 +128,8 @@ def through_gather(
     live = _note_ended_rows(call, given.input_ids, cache)
     hidden = family_of(model).embed(model, given.tokens, positions)
     assert given.attention_mask is not None
-    hidden = runtime.gather(model).forward(hidden, cache, sparse, given.attention_mask, live)
-    logits = model.lm_head(keep_columns(hidden, given.logits_to_keep))
+    hidden = runtime.gather(model).forward(hidden, positions, cache, sparse, given.attention_mask, live)
+    logits = model.get_output_embeddings()(keep_columns(hidden, given.logits_to_keep))
     check_finite(logits, given.shown(positions), list, 0)
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
         logits = _RefuseGradient.apply(logits if logits.requires_grad else logits.detach().requires_grad_())

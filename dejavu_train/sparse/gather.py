@@ -1,11 +1,13 @@
 """The backend ``gather``: reads the selected rows of the weights and no others, one token at a time.
 
 The reference for the semantics of sparse decoding, in plain torch, for any device. Weights are laid out so that a unit
-is a row: fc1 as stored, fc2 and the output projection transposed once (the model's own parameters become views of the
-transposed memory, nothing is kept twice), q, k and v as stored, where a head's rows lie together. The union of the
-batch's selections decides what is read; each row is masked by its own selection.
+is a row: the maps into the neurons as stored, the one out of them and the output projection transposed once (the
+model's own parameters become views of the transposed memory, nothing is kept twice), q, k and v as stored, where a
+head's rows lie together. The union of the batch's selections decides what is read; each row is masked by its own
+selection. Where heads share K and V, these are computed as soon as one of the heads is selected.
 
-Letters: B batch rows, T columns, S columns in the cache, d model width, h heads, e head width, u units in the union.
+Letters: B batch rows, T columns, S columns in the cache, d model width, h heads, g heads of K and V, e head width,
+u units in the union.
 """
 
 from collections.abc import Callable
@@ -16,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
-from dejavu_train.families.block import forward_block, split_heads
+from dejavu_train.families.block import forward_block, repeat_groups, split_heads
 from dejavu_train.families.plain import check_calls, plain_blocks
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
 from dejavu_train.predictors.bit_planes import SecondStage
@@ -35,10 +37,10 @@ OnSelect = Callable[[int, Target, int, Tensor], None]
 
 
 class GatherDecoder:
-    """Runs the blocks of an OPT with a SparseCache.
+    """Runs the blocks of a model with a SparseCache.
 
     Args:
-        model: its fc2 and output projection weights are re-laid in place (same values, other strides). Adapters are
+        model: its maps out of neurons and heads are re-laid in place (same values, other strides). Adapters are
             merged into copies.
         bundle: predictors and thresholds.
         kv_policy: what happens to K and V of heads that were skipped: ``backfill`` computes them when the head is
@@ -50,7 +52,7 @@ class GatherDecoder:
     """
 
     def __init__(
-        self, model: OPTForCausalLM, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
+        self, model: PreTrainedModel, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
     ) -> None:
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
@@ -90,12 +92,18 @@ class GatherDecoder:
     @torch.compiler.disable(reason="the backend gather reads what each token selects; no graph knows how much that is")
     @torch.no_grad()
     def forward(
-        self, hidden: Tensor, cache: SparseCache, sparse: Tensor, visible: Tensor, live: Tensor | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cache: SparseCache,
+        sparse: Tensor,
+        visible: Tensor,
+        live: Tensor | None = None,
     ) -> Tensor:
         """Append T columns to the cache.
 
         Args:
-            hidden: (B, T, d), embeddings with positions.
+            hidden: (B, T, d), what the first layer reads. positions: (B, T) int64.
             sparse: (B, T) bool; false where a row is dense (before ``sparse_from``).
             visible: (B, S + T) bool; false for padding.
             live: (B,) bool; rows that ``generate`` has ended are false, they select nothing.
@@ -108,13 +116,12 @@ class GatherDecoder:
         first = int(sparse_columns[0]) if len(sparse_columns) else hidden.shape[1]
         parts = []
         if first:
-            parts.append(self._chunk(hidden[:, :first], cache, visible[:, : past + first]))
+            parts.append(self._chunk(hidden[:, :first], positions[:, :first], cache, visible[:, : past + first]))
         for column in range(first, hidden.shape[1]):
             alive = real[:, column] if live is None else real[:, column] & live
             dense_rows = alive & ~sparse[:, column]
-            parts.append(
-                self._step(hidden[:, column], cache, visible[:, : past + column + 1], alive, dense_rows)[:, None]
-            )
+            at, seen = positions[:, column, None], visible[:, : past + column + 1]
+            parts.append(self._step(hidden[:, column], at, cache, seen, alive, dense_rows)[:, None])
         last = torch.cat(parts, dim=1)
         out = last if self.final_norm is None else self.final_norm(last)
         shown = real if live is None else real & live[:, None]
@@ -122,25 +129,38 @@ class GatherDecoder:
         check_finite(out, shown, lambda: [finite_positions(each) for each in inputs], len(self.blocks))
         return out
 
-    def _chunk(self, hidden: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
-        """Dense columns, all at once: hidden (B, T, d), visible (B, S + T)."""
-        for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            block = replace(block, up=partial(self._neurons, number))
-            attend = partial(self._attend_at_once, block, layer, visible)
-            hidden, _ = forward_block(block, hidden.to(block.down.weight.device), attend)
+    def _chunk(self, hidden: Tensor, positions: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
+        """Dense columns, all at once: hidden (B, T, d), positions (B, T), visible (B, S + T)."""
+        for number, layer in enumerate(cache.layers):
+            block = self._whole(number)
+            device = block.down.weight.device
+            at = positions.to(device)
+            hidden, _ = forward_block(
+                block, hidden.to(device), partial(self._attend_at_once, block, layer, at, visible), at
+            )
         return hidden
 
     def _attend_at_once(
-        self, block: BlockParts, layer: SparseLayer, visible: Tensor, attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor
+        self,
+        block: BlockParts,
+        layer: SparseLayer,
+        positions: Tensor,
+        visible: Tensor,
+        attn_in: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
         """Attention of new columns over all; K and V of earlier columns that a head lacks are computed as well."""
-        start = layer.extend(attn_in, block.n_heads)
+        start = layer.extend(attn_in, positions, k.shape[1], block.head_dim)
+        assert layer.positions is not None
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
         assert layer.watermark is not None and layer.valid is not None
         low = start if self.kv_policy == "stale" else int(layer.watermark.min())
         if low < start:
             missing = layer.attn_in[:, low:start]
-            layer.keys[:, :, low:start] = split_heads(block.k(missing), block.head_dim)
+            keys = split_heads(block.k(missing), block.head_dim)
+            layer.keys[:, :, low:start] = block.rotated(keys, layer.positions[:, low:start])
             layer.values[:, :, low:start] = split_heads(block.v(missing), block.head_dim)
         layer.keys[:, :, start : layer.length], layer.values[:, :, start : layer.length] = k, v
         layer.valid[:, :, low : layer.length] = True
@@ -151,19 +171,29 @@ class GatherDecoder:
         # A padded query may see itself only: a softmax over nothing would be NaN and spread through the cache.
         allowed = (allowed & (columns <= own)) | (columns == own)
         if self.kv_policy == "stale":
-            allowed = allowed & layer.valid[:, :, None, : layer.length]
-        keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
+            (valid,) = repeat_groups(q, layer.valid[:, :, None, : layer.length])
+            allowed = allowed & valid
+        keys, values = repeat_groups(q, layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length])
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, scale=1.0)
 
-    def _neurons(self, number: int, mlp_in: Tensor) -> Tensor:
-        """Pre-activations of all neurons (B, T, n), by the planes where the layer has a cascade."""
-        up = self.blocks[number].up
+    def _whole(self, number: int) -> BlockParts:
+        """A layer to be called; where it has a cascade ``up`` multiplies by the planes."""
+        block = self.blocks[number]
         if number not in self.second_stages:
-            return up(mlp_in)
-        return F.linear(mlp_in, self.second_stages[number].planes.weight().to(mlp_in), up.bias)
+            return block
+        planes = self.second_stages[number].planes
+        return replace(block, up=lambda mlp_in: F.linear(mlp_in, planes.weight().to(mlp_in), block.up.bias))
 
-    def _step(self, hidden: Tensor, cache: SparseCache, visible: Tensor, alive: Tensor, dense_rows: Tensor) -> Tensor:
-        """One column: hidden (B, d), visible (B, S + 1), alive and dense_rows (B,) bool."""
+    def _step(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cache: SparseCache,
+        visible: Tensor,
+        alive: Tensor,
+        dense_rows: Tensor,
+    ) -> Tensor:
+        """One column: hidden (B, d), positions (B, 1), visible (B, S + 1), alive and dense_rows (B,) bool."""
         sites: dict[Site, Tensor] = {}
         column = visible.shape[1] - 1
         judged = alive & ~dense_rows
@@ -186,8 +216,8 @@ class GatherDecoder:
             if guard is not None and chosen is not None:
                 stage = self.second_stages.get(number)
                 passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
-                block = self.blocks[number]
-                contribution = neuron_contribution(block.activate(self._neurons(number, mlp_in)), block.down.weight)
+                neurons = self._whole(number).neurons(mlp_in)
+                contribution = neuron_contribution(neurons, self.blocks[number].down.weight)
                 guard.measure(UnitKey(number, Target.MLP), judged, chosen, passed, contribution)
 
         def report_selection(number: int, target: Target, keep: Tensor) -> None:
@@ -198,7 +228,7 @@ class GatherDecoder:
             device = block.up.weight.device
             hidden = hidden.to(device)
             sites[Site(number, LayerInput.ATTN)] = attn_in = block.norm_attn(hidden)
-            layer.extend(attn_in[:, None], block.n_heads)
+            layer.extend(attn_in[:, None], positions.to(device), block.k.out_features // block.head_dim, block.head_dim)
             chosen, keep = selection(number, Target.HEADS, block.n_heads, device)
             report_selection(number, Target.HEADS, keep)
             see = partial(measure_heads, number, chosen)
@@ -230,17 +260,19 @@ class GatherDecoder:
         see: is shown the outputs of these heads (B, u, e), less the means that stand in for skipped ones.
         """
         assert layer.keys is not None and layer.values is not None and layer.valid is not None
+        assert layer.positions is not None
         block, mean, bias = self.blocks[number], self.head_means[number], self.out_biases[number]
         self._compute_kv(block, layer, keep, visible)
         heads = keep.any(dim=0).nonzero().flatten()
         if len(heads) == 0:
             return torch.zeros_like(attn_in) if bias is None else bias.expand_as(attn_in)
-        query = _project(block.q, heads, block.head_dim, attn_in) * block.scaling  # (B, u, e)
-        keys = _units(layer.keys, heads, dim=1)[:, :, : layer.length]
-        values = _units(layer.values, heads, dim=1)[:, :, : layer.length]
+        query = _project(block.q, heads, block.head_dim, attn_in)[:, :, None]
+        query = block.rotated(query, layer.positions[:, layer.length - 1, None])[:, :, 0] * block.scaling  # (B, u, e)
+        read = partial(_of_heads, heads, block.n_heads)
+        keys, values = read(layer.keys)[:, :, : layer.length], read(layer.values)[:, :, : layer.length]
         allowed = visible[:, None, :]
         if self.kv_policy == "stale":
-            allowed = allowed & _units(layer.valid, heads, dim=1)[:, :, : layer.length]
+            allowed = allowed & read(layer.valid)[:, :, : layer.length]
         # In fp32: a score of an OPT can be ten times what fp16 holds.
         scores = (keys.float() @ query.float()[..., None]).squeeze(-1)
         weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(torch.float32).min), dim=-1)
@@ -257,9 +289,11 @@ class GatherDecoder:
         """K and V of the last column for the heads that need them, and whatever the policy says is missing."""
         assert layer.watermark is not None and layer.valid is not None
         column = layer.length - 1
-        needed = torch.ones_like(keep) if self.kv_policy == "always" else keep
+        needed = keep.unflatten(1, (layer.watermark.shape[1], -1)).any(-1)  # (B, g)
+        if self.kv_policy == "always":
+            needed = torch.ones_like(needed)
         if self.kv_policy == "stale":
-            lowest = torch.full((keep.shape[1],), column, device=keep.device)
+            lowest = torch.full((needed.shape[1],), column, device=keep.device)
         else:
             lowest = torch.where(needed, layer.watermark, column).amin(dim=0)
         union = needed.any(dim=0)
@@ -274,9 +308,9 @@ class GatherDecoder:
         layer.watermark[skipped] = layer.length
 
     def _write_kv(self, block: BlockParts, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
-        """Compute K and V of ``heads`` (u) for columns from ``low`` on; keep them for rows that need and lack them."""
+        """Compute K and V of ``heads`` (u of g) from column ``low`` on; keep them for rows that need and lack them."""
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
-        assert layer.watermark is not None and layer.valid is not None
+        assert layer.watermark is not None and layer.valid is not None and layer.positions is not None
         source = layer.attn_in[:, low : layer.length]  # (B, L, d)
         columns = torch.arange(low, layer.length, device=source.device)
         write = needed[:, heads, None]  # (B, u, L)
@@ -284,6 +318,8 @@ class GatherDecoder:
             write = write & (columns >= layer.watermark[:, heads, None])
         for linear, stored in ((block.k, layer.keys), (block.v, layer.values)):
             projected = _project(linear, heads, block.head_dim, source).transpose(1, 2)  # (B, u, L, e)
+            if linear is block.k:
+                projected = block.rotated(projected, layer.positions[:, low : layer.length])
             old = stored[:, heads, low : layer.length]
             stored[:, heads, low : layer.length] = torch.where(write[..., None], projected, old)
         layer.valid[:, heads, low : layer.length] |= write
@@ -314,10 +350,17 @@ def _cascade(
 
 
 def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = None) -> Tensor:
-    """down(relu(up x)) over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of up, if read."""
+    """The MLP over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of ``up``, if read."""
     units = keep.any(dim=0).nonzero().flatten()
-    hidden = F.linear(mlp_in, _units(block.up.weight, units) if rows is None else rows, _bias(block.up, units))
-    hidden = torch.where(keep[:, units], block.activate(hidden), 0.0)
+
+    def selected(linear: Any, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return partial(
+            F.linear, weight=_units(linear.weight, units) if rows is None else rows, bias=_bias(linear, units)
+        )
+
+    gate = None if block.gate is None else selected(block.gate, None)
+    neurons = replace(block, up=selected(block.up, rows), gate=gate).neurons(mlp_in)
+    hidden = torch.where(keep[:, units], neurons, 0.0)
     out = hidden @ _units(block.down.weight.t(), units)
     return out if block.down.bias is None else out + block.down.bias
 
@@ -325,6 +368,12 @@ def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = 
 def _units(tensor: Tensor, units: Tensor, dim: int = 0) -> Tensor:
     """The rows ``units`` of ``tensor``; all of them are not copied."""
     return tensor if len(units) == tensor.shape[dim] else tensor.index_select(dim, units)
+
+
+def _of_heads(heads: Tensor, n_heads: int, tensor: Tensor) -> Tensor:
+    """The K or V (B, g, ...) of each of ``heads`` (u), of ``n_heads`` in g groups: (B, u, ...)."""
+    group = n_heads // tensor.shape[1]
+    return _units(tensor, heads, dim=1) if group == 1 else tensor.index_select(1, heads // group)
 
 
 def _bias(linear: Any, units: Tensor) -> Tensor | None:

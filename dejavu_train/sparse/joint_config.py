@@ -1,15 +1,15 @@
-"""The config.json that ``SparseOPTForCausalLM.save_pretrained`` writes, as ``AutoConfig`` gives it."""
+"""The config.json that ``SparseCausalLM.save_pretrained`` writes, as ``AutoConfig`` gives it."""
 
-from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.opt.configuration_opt import OPTConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-from dejavu_train.families.opt import SPARSE_OPT
-
-
-class SparseOPTConfig(OPTConfig):
-    """An OPT's configuration, but for its type."""
-
-    model_type = SPARSE_OPT
+from dejavu_train.families.base import SAVED_TOGETHER, families
 
 
-AutoConfig.register(SPARSE_OPT, SparseOPTConfig, exist_ok=True)
+def register_types() -> None:
+    """Let ``AutoConfig`` know the type of every family's models that are saved with a bundle, one that is new included:
+    the dense model's configuration, but for its type."""
+    for kind in families():
+        if SAVED_TOGETHER + kind not in CONFIG_MAPPING:
+            dense = CONFIG_MAPPING[kind]
+            own = {"model_type": SAVED_TOGETHER + kind, "__module__": __name__}
+            AutoConfig.register(SAVED_TOGETHER + kind, type(f"Sparse{dense.__name__}", (dense,), own))

@@ -9,15 +9,17 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import OPTConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families.base import family_named
 from dejavu_train.models.hub import KEYWORDS as HUB
 
 logger = logging.getLogger(__name__)
 
-TAKEN = (  # by OPTForCausalLM.from_pretrained
+TAKEN = (  # by from_pretrained of the dense class
     "attn_implementation", "max_memory", "offload_folder", "offload_buffers", "generation_config", "disable_mmap",
     "tqdm_class",
 )  # fmt: skip
@@ -27,20 +29,20 @@ OWN = (  # of our from_pretrained, by name
 WITHIN = ("subfolder", "config", "output_loading_info")  # by it, among other keywords
 PRIVATE = ("_from_auto", "_from_pipeline", "_commit_hash")  # that transformers passes itself
 
-_DENSE = "load the model by OPTForCausalLM.from_pretrained and give it to {name}.from_model"
-_SAVED = "load the model so by OPTForCausalLM.from_pretrained, save_pretrained it, and give that folder"
+_DENSE = "load the model by AutoModelForCausalLM.from_pretrained and give it to {name}.from_model"
+_SAVED = "load the model so by AutoModelForCausalLM.from_pretrained, save_pretrained it, and give that folder"
 _ADAPTER = "load the adapter with peft, merge it (merge_and_unload), and give the model to {name}.from_model"
 _QUANTISED = "give the folder that python -m dejavu_train.quantize --model MODEL --output FOLDER writes"
 _KERNELS = "leave it out: the backends bring their own kernels"
 _ALONE = "leave it out: a sparse model is loaded by one process; device_map lays a large one over several GPUs"
 
 IGNORED = {  # why they change nothing
-    "trust_remote_code": "no code is fetched for an OPT",
-    "code_revision": "no code is fetched for an OPT",
+    "trust_remote_code": "no code is fetched",
+    "code_revision": "no code is fetched",
     "low_cpu_mem_usage": "weights always go from the file to their place",
     "_fast_init": "weights always go from the file to their place",
     "offload_state_dict": "weights always go from the file to their place",
-    "experts_implementation": "an OPT has no experts",
+    "experts_implementation": "a sparse model has no experts",
     "use_auth_token": "its name is token now",
     "mirror": "HF_ENDPOINT names another hub",
     "proxies": "HTTPS_PROXY in the environment names a proxy",
@@ -71,12 +73,8 @@ REFUSED = {  # what to do instead; {name} is the class
     "fusion_config": _KERNELS,
 }
 DEFAULTS = {"use_safetensors": True, "weights_only": True, "adapter_name": "default"}
-# Of a config: what decides which tensors there are, and what they are. The rest may be given as keywords.
-STRUCTURE = (
-    "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
-    "do_layer_norm_before", "word_embed_proj_dim", "activation_function", "_remove_final_layer_norm", "enable_bias",
-    "layer_norm_elementwise_affine", "tie_word_embeddings", "model_type", "architectures", "transformers_version",
-)  # fmt: skip
+# Of a config beside what its family names: what decides which tensors there are. The rest may be given as keywords.
+STRUCTURE = ("tie_word_embeddings", "model_type", "architectures", "transformers_version")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Asked:
 
     Attributes:
         hub: to the hub.
-        options: to ``OPTForCausalLM.from_pretrained``.
+        options: to ``from_pretrained`` of the dense class.
         attributes: into the model's config.
         subfolder: of the model's folder or repository.
         loading_info: whether what transformers says of the loading comes back as well.
@@ -98,37 +96,46 @@ class Asked:
     loading_info: bool
 
 
-def sort_keywords(keywords: Mapping[str, Any], name: str) -> Asked:
+def refuse_keywords(keywords: Mapping[str, Any], name: str) -> None:
+    """Raise :class:`UserError` for a keyword of ``REFUSED``; ``name``: of the class, to show."""
+    for key, value in keywords.items():
+        if key in REFUSED and _says_something(key, value):
+            raise UserError(f"{name}.from_pretrained takes no {key}; {REFUSED[key].format(name=name)}")
+
+
+def _says_something(key: str, value: Any) -> bool:
+    return value is not None and value is not False and value != DEFAULTS.get(key) and value != {}
+
+
+def sort_keywords(keywords: Mapping[str, Any], name: str, kind: str) -> Asked:
     """Say where each keyword goes; one logged line for each that changes nothing.
 
     Args:
         keywords: of ``from_pretrained``.
         name: of the class, to show.
+        kind: the ``model_type`` of the dense model.
     Raises:
-        UserError: a keyword that is refused, or that nobody knows.
+        UserError: a keyword that nobody knows.
     """
     hub: dict[str, Any] = {}
     options: dict[str, Any] = {}
     attributes: dict[str, Any] = {}
-    known = set(OPTConfig().to_dict()) - set(STRUCTURE)
+    structure = {*family_named(kind, name).structure, *STRUCTURE}
+    known = set(CONFIG_MAPPING[kind]().to_dict()) - structure
     for key, value in keywords.items():
-        given = value is not None and value is not False and value != DEFAULTS.get(key) and value != {}
         if key in HUB:
             hub[key] = value
         elif key in TAKEN:
             options |= {key: value} if value is not None else {}
-        elif key in WITHIN or key in PRIVATE:
+        elif key in WITHIN or key in PRIVATE or key in REFUSED:
             continue
-        elif key in REFUSED:
-            if given:
-                raise UserError(f"{name}.from_pretrained takes no {key}; {REFUSED[key].format(name=name)}")
         elif key in IGNORED:
-            if given:
+            if _says_something(key, value):
                 logger.warning("%s.from_pretrained: %s changes nothing, %s", name, key, IGNORED[key])
         elif key in known:
             attributes[key] = value
         else:
-            raise UserError(_unknown(key, name, known))
+            raise UserError(_unknown(key, name, known, structure))
     return Asked(
         {key: value for key, value in hub.items() if value is not None},
         options,
@@ -138,14 +145,21 @@ def sort_keywords(keywords: Mapping[str, Any], name: str) -> Asked:
     )
 
 
-def check_config(config: Any, shape: ModelDims, name: str) -> None:
-    """Raise :class:`UserError` for a ``config=`` that is no OPT's, or of other sizes than the model's."""
+def check_config(config: Any, shape: ModelDims, name: str, kind: str) -> None:
+    """Raise :class:`UserError` for a ``config=`` that is none, or of other sizes than the model's."""
     if config is None:
         return
     if not isinstance(config, PreTrainedConfig):
-        raise UserError(f"config must be an OPTConfig, got {config!r}; AutoConfig.from_pretrained reads one")
+        raise UserError(
+            f"config must be an {CONFIG_MAPPING[kind].__name__}, got {config!r}; AutoConfig.from_pretrained reads one"
+        )
     if dims_of(config, "config") != shape:
         raise UserError(f"config has other sizes than {name}; leave it out, or give the config of this model")
+
+
+def hub_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say where on the hub, and the others left out."""
+    return {key: keywords[key] for key in HUB if keywords.get(key) is not None}
 
 
 def _of_config(config: Any, known: set[str]) -> dict[str, Any]:
@@ -153,8 +167,8 @@ def _of_config(config: Any, known: set[str]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in known and key != "dtype"}
 
 
-def _unknown(key: str, name: str, known: set[str]) -> str:
-    if key in STRUCTURE:
+def _unknown(key: str, name: str, known: set[str], structure: set[str]) -> str:
+    if key in structure:
         return f"{name}.from_pretrained takes no {key}: it is that of the weights; leave it out"
     close = difflib.get_close_matches(key, [*OWN, *HUB, *TAKEN, *WITHIN, *known], 1)
     remedy = f"did you mean {close[0]}?" if close else f"where it is one of transformers, {_DENSE.format(name=name)}"

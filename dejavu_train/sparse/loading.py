@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
+from dejavu_train.families.base import dense_type
+from dejavu_train.models.config_values import read_values
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.opt import load_with_info, read_dims
+from dejavu_train.models.opt import load_with_info
 from dejavu_train.models.stored import stored_files
 from dejavu_train.predictors.custom import PredictorClass
-from dejavu_train.sparse.keywords import check_config, sort_keywords
+from dejavu_train.sparse.keywords import check_config, hub_keywords, refuse_keywords, sort_keywords
 
 Classes = PredictorClass | Mapping[str, PredictorClass] | None
 
@@ -27,7 +30,7 @@ Classes = PredictorClass | Mapping[str, PredictorClass] | None
 class Loaded:
     """The dense model, its bundle, and what transformers says of the loading."""
 
-    dense: OPTForCausalLM
+    dense: PreTrainedModel
     bundle: Bundle
     info: dict[str, Any]
 
@@ -43,7 +46,7 @@ def load_together(
     keywords: Mapping[str, Any],
     caller: str,
 ) -> Loaded:
-    """As ``SparseOPTForCausalLM.from_pretrained``, which has the parameters' meaning.
+    """As ``SparseCausalLM.from_pretrained``, which has the parameters' meaning.
 
     Args:
         keywords: of transformers, see ``keywords.py``.
@@ -51,10 +54,13 @@ def load_together(
     Raises:
         UserError: no such model or bundle, a bundle that is not the model's, a keyword that is unknown or refused.
     """
-    asked = sort_keywords(keywords, caller)
-    hub = {"revision": revision, **asked.hub}
-    folder = model_folder(name, asked.subfolder, **hub)
-    check_config(keywords.get("config"), read_dims(str(folder)), name)
+    refuse_keywords(keywords, caller)
+    hub = {"revision": revision, **hub_keywords(keywords)}
+    folder = model_folder(name, str(keywords.get("subfolder") or ""), **hub)
+    values = read_values(str(folder))
+    kind = dense_type(values["model_type"])
+    check_config(keywords.get("config"), dims_of(values, str(folder)), name, kind)
+    asked = sort_keywords(keywords, caller, kind)
     bundle = _find_bundle(predictors, name, folder, classes, asked.hub)
     stored_files(name, asked.subfolder, **hub)  # fetched from the hub, where they are not there yet
     bundle.check_model(str(folder))
@@ -81,11 +87,12 @@ def _find_bundle(
     return bundle if Path(name).is_dir() else dataclasses.replace(bundle, model=name)
 
 
-def adopt(cls: type[OPTForCausalLM], model: OPTForCausalLM) -> Any:
+def adopt(cls: type[PreTrainedModel], model: PreTrainedModel) -> Any:
     """A model of class ``cls`` with the modules of ``model``: nothing is copied, nothing initialised."""
     with torch.device("meta"):
         adopted = cls(model.config)
-    adopted.model, adopted.lm_head = model.model, model.lm_head
+    for name, module in model.named_children():
+        setattr(adopted, name, module)
     adopted.generation_config = model.generation_config
     for name, hooks in vars(model).items():
         if name.startswith("_forward_"):

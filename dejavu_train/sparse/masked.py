@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dejavu_train.bundle.selector import Sites
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, blocks_of, family_of
 from dejavu_train.families.plain import BlockHook
+from dejavu_train.models.hooks import Act, at_module, at_place, hooked
 
 
 class Select(Protocol):
@@ -96,23 +97,26 @@ def masking(
     needed = set(selector.sites)
     handles: list[Any] = []
     call = _Call()
-    for layer, block in enumerate(blocks_of(model)):
+    blocks = blocks_of(model)
+
+    def keep_finite(values: Tensor) -> None:
+        if finite is not None:
+            finite.append(values.detach().sum(-1).isfinite())
+
+    for layer, block in enumerate(blocks):
         mean = (means or {}).get(layer)
-        handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean, finite)
+        handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean)
+        if finite is not None:
+            handles.append(at_place(block, "residual", keep_finite, partial(_Hook, call, layer)))
     final = family_of(model).final_norm(model)
     if finite is not None and final is not None:
-
-        def keep_last(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            finite.append(args[0].detach().sum(-1).isfinite())
-
-        handles.append(final.register_forward_pre_hook(_Hook(call, len(blocks_of(model)) - 1, keep_last)))
+        handles.append(at_module(final, "input", keep_finite, partial(_Hook, call, len(blocks) - 1)))
     token = _ACTIVE.set((*_ACTIVE.get(), call))
     try:
-        yield
+        with hooked(handles):
+            yield
     finally:
         _ACTIVE.reset(token)
-        for handle in handles:
-            handle.remove()
 
 
 def _hook_layer(
@@ -125,48 +129,39 @@ def _hook_layer(
     sparse: Tensor | None,
     observe: Observe | None,
     mean: Tensor | None,
-    finite: list[Tensor] | None,
 ) -> list[Any]:
-    rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block sees (B*T, d)
+    rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block may see (B*T, d)
 
-    def keep_site(name: LayerInput) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
-            if name == LayerInput.ATTN:
-                rows[0] = (output.shape[0], output.shape[1])
-                if layer == 0:
-                    sites.clear()
-                if finite is not None:
-                    finite.append(args[0].detach().sum(-1).isfinite())
-            site = Site(layer, name)
-            if site in needed:
-                sites[site] = output.reshape(*rows[0], -1)
+    def keep_site(name: LayerInput, output: Tensor) -> None:
+        if name == LayerInput.ATTN:
+            rows[0] = (output.shape[0], output.shape[1])
+            if layer == 0:
+                sites.clear()
+        site = Site(layer, name)
+        if site in needed:
+            sites[site] = output.reshape(*rows[0], -1)
 
-        return hook
-
-    def zero_unselected(target: Target, units: int | None) -> Callable[[nn.Module, Any], tuple[Tensor, ...] | None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            keep = selector(layer, target, sites)
-            values = args[0].view(*rows[0], units or args[0].shape[-1], -1)  # (B, T, n, width of a unit)
-            if keep is not None and sparse is not None:
-                keep = keep | ~sparse.to(keep.device)[..., None]
-            if observe is not None:
-                observe(layer, target, keep, values.squeeze(-1) if target == Target.MLP else values)
-            if keep is None:
-                return None
-            instead = 0.0 if mean is None or target == Target.MLP else mean.to(values)
-            kept = torch.where(keep.to(values.device)[..., None], values, instead)
-            return (kept.reshape(args[0].shape), *args[1:])
-
-        return hook
+    def zero_unselected(target: Target, given: Tensor) -> Tensor | None:
+        keep = selector(layer, target, sites)
+        units = given.shape[-1] if target == Target.MLP else block.n_heads
+        values = given.view(*rows[0], units, -1)  # (B, T, n, width of a unit)
+        if keep is not None and sparse is not None:
+            keep = keep | ~sparse.to(keep.device)[..., None]
+        if observe is not None:
+            observe(layer, target, keep, values.squeeze(-1) if target == Target.MLP else values)
+        if keep is None:
+            return None
+        instead = 0.0 if mean is None or target == Target.MLP else mean.to(values)
+        return torch.where(keep.to(values.device)[..., None], values, instead).reshape(given.shape)
 
     own = partial(_Hook, call, layer)
-    handles = [
-        block.whole.register_forward_pre_hook(_Enter(call, layer)),
-        block.norm_attn.register_forward_hook(own(keep_site(LayerInput.ATTN))),
-        block.out.register_forward_pre_hook(own(zero_unselected(Target.HEADS, block.n_heads))),
-        block.norm_mlp.register_forward_hook(own(keep_site(LayerInput.MLP))),
-        block.down.register_forward_pre_hook(own(zero_unselected(Target.MLP, None))),
-    ]
+    acts: dict[str, Act] = {
+        **{name: partial(keep_site, name) for name in LayerInput},
+        "head_out": partial(zero_unselected, Target.HEADS),
+        "activation": partial(zero_unselected, Target.MLP),
+    }
+    handles = [block.whole.register_forward_pre_hook(_Enter(call, layer))]
+    handles += [at_place(block, place, act, own) for place, act in acts.items()]
     instead = selector.up(layer)
     return handles if instead is None else handles + _multiply_with(block.up, own, *instead)
 

@@ -1,4 +1,4 @@
-"""A sparse OPT that is used as ``OPTForCausalLM`` is: the same signature, ``generate()``, config and device.
+"""A sparse model that is used as the dense one is: the same signature, ``generate()``, config and device.
 
 Four backends select the same units:
 
@@ -18,13 +18,13 @@ import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import GenerationMixin, OPTForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
@@ -68,21 +68,29 @@ logger = logging.getLogger(__name__)
 
 _UPLOADS = ("repo_id", "commit_message", "private", "token", "create_pr", "revision", "commit_description", "tags")
 
-# Pipelines compare the class's name with this table. No configuration has this key, so no other lookup finds the entry.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dejavu_train_sparse_opt"] = "SparseOPTForCausalLM"
+if TYPE_CHECKING:
+
+    class _Dense(PreTrainedModel, GenerationMixin):
+        """The dense class that a sparse one is derived from as well."""
+else:
+    _Dense = object
 
 
-class SparseOPTForCausalLM(OPTForCausalLM):
-    """An OPT whose blocks use the units that the predictors of a bundle select.
+class SparseCausalLM(_Dense):
+    """A model whose blocks use the units that the predictors of a bundle select.
 
-    Make one with :meth:`from_pretrained` or, around a model in memory, :meth:`from_model`.
+    Make one with :meth:`from_pretrained` or, around a model in memory, :meth:`from_model`. Its class is derived from
+    this one and from the dense model's: see :func:`sparse_class`.
 
     Attributes:
+        dense_class: of transformers; None of this class alone, whose models take the class that suits the dense one.
         sparse_from: may be changed between calls.
         kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
     """
 
-    def __init__(self, config: OPTConfig) -> None:
+    dense_class: ClassVar[type[PreTrainedModel] | None] = None
+
+    def __init__(self, config: PreTrainedConfig) -> None:
         """For transformers' own use; a model made this way has no bundle."""
         super().__init__(config)
         self.sparse_from = 0
@@ -95,14 +103,14 @@ class SparseOPTForCausalLM(OPTForCausalLM):
     @classmethod
     def from_model(
         cls,
-        model: OPTForCausalLM,
+        model: PreTrainedModel,
         bundle: Bundle,
         backend: str = "auto",
         sparse_from: SparseFrom = 0,
         kv_policy: str = "backfill",
         ops: str = "triton",
         guard: Guard | None = None,
-    ) -> "SparseOPTForCausalLM":
+    ) -> Self:
         """Wrap a dense model; the weights are shared, not copied. The caller knows that the bundle belongs to it.
 
         ``gather`` and ``triton`` lay some weights of the model out anew, in place; the dense model keeps its values and
@@ -123,18 +131,20 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         sparse_from = read_sparse_from(sparse_from)
-        if not isinstance(model, OPTForCausalLM):
+        dense = cls.dense_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None)
+        if dense is None or not isinstance(model, dense):
+            wanted = "a causal language model of transformers" if dense is None else f"an {dense.__name__}"
             raise UserError(
-                f"{cls.__name__}.from_model takes an OPTForCausalLM, got a {type(model).__name__}; from_pretrained"
+                f"{cls.__name__}.from_model takes {wanted}, got a {type(model).__name__}; from_pretrained"
                 " loads one by its name, and of a model that wraps one give the one inside"
             )
-        if type(model).forward not in (OPTForCausalLM.forward, cls.forward) or exchanged_forward(model):
+        if type(model).forward not in (dense.forward, cls.forward) or exchanged_forward(model):
             raise UserError(
                 f"{cls.__name__}.from_model takes the layers and the head of a model, and this {type(model).__name__}"
                 " has a forward of its own around them; put that into a module inside, or into a hook"
             )
         check_bundle_of(model, bundle)
-        sparse = adopt(cls, model)
+        sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
         sparse._settings = Settings(backend, ops, guard if guard is not None and guard.every else None)
         sparse.set_bundle(bundle)
@@ -160,7 +170,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         """Load a model and its predictors.
 
         Args:
-            pretrained_model_name_or_path: folder or hub id of an OPT.
+            pretrained_model_name_or_path: folder or hub id of a model.
             predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
@@ -199,16 +209,17 @@ class SparseOPTForCausalLM(OPTForCausalLM):
 
         The folder may be the one that the model came from: it is written aside and renamed. The config.json names a
         model type of its own: ``AutoModelForCausalLM`` loads this class where this package is imported and refuses the
-        folder elsewhere. ``OPTForCausalLM`` loads the dense model, with a warning.
+        folder elsewhere. The dense class loads the dense model, with a warning.
 
         Raises:
-            UserError: a model that an OPT's folder cannot hold, a file in the folder's place, ``variant`` and
+            UserError: a model that a folder of its family cannot hold, a file in the folder's place, ``variant`` and
                 ``distributed_checkpoint``. The folder is as it was.
         """
         if not is_main_process:
             return
         uploads = {key: kwargs.pop(key) for key in _UPLOADS if key in kwargs}
-        dense = adopt(OPTForCausalLM, self)
+        assert self.dense_class is not None
+        dense = adopt(self.dense_class, self)
         save_together(dense, self.bundle, Path(save_directory), type(self).__name__, **kwargs)
         if push_to_hub:
             self.push_to_hub(uploads.pop("repo_id", Path(save_directory).name), **uploads)
@@ -341,7 +352,7 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         sparse_call: Call | None = None,
         **kwargs: Any,
     ) -> Output:
-        """As ``OPTForCausalLM.forward``.
+        """As the dense model's.
 
         ``sparse_call`` is given by ``generate()``: a forward pass that somebody else makes meanwhile is not part of it.
         Through ``triton`` every position of whole rows is scored by the engine's steps; no cache comes back.
@@ -388,13 +399,13 @@ class SparseOPTForCausalLM(OPTForCausalLM):
         with runtime.turn(nested=self._gathering), torch.autocast(self.device.type, enabled=False):
             return through_gather(self, runtime, call, given, positions, sparse)
 
-    @functools.wraps(OPTForCausalLM.prepare_inputs_for_generation)  # transformers looks at its signature
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers looks at its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers', with the call that the forward pass belongs to."""
         return {**super().prepare_inputs_for_generation(*args, **kwargs), "sparse_call": call_of(self)}
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As ``OPTForCausalLM.generate``.
+        """As the dense model's.
 
         ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), stop tokens, minimum and maximum
         lengths, padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate``
@@ -448,3 +459,27 @@ class SparseOPTForCausalLM(OPTForCausalLM):
             UserError: always.
         """
         raise UserError("continuous batching (generate_batch, 'paged') is for dense models; use generate()")
+
+
+class SparseOPTForCausalLM(SparseCausalLM, OPTForCausalLM):
+    """A sparse OPT."""
+
+    dense_class = OPTForCausalLM
+
+
+def sparse_class(dense: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of sparse models whose dense class is ``dense``, of transformers; made when it is first needed."""
+    name = f"Sparse{dense.__name__}"
+    if name not in globals():  # where pickle finds it
+        own = {"__module__": __name__, "__doc__": f"A sparse {dense.__name__}.", "dense_class": dense}
+        globals()[name] = type(name, (SparseCausalLM, dense), own)
+        _let_pipelines_take(name)
+    return globals()[name]
+
+
+def _let_pipelines_take(name: str) -> None:
+    """Pipelines compare a class's name with this table. No configuration has such a key: no other look-up finds it."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"dejavu_train_{name}"] = name
+
+
+_let_pipelines_take(SparseOPTForCausalLM.__name__)

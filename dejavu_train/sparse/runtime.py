@@ -18,6 +18,7 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of
+from dejavu_train.families.dims import engine_refusal
 from dejavu_train.families.plain import NotPlain, is_adapter
 from dejavu_train.sparse.derived import Held, Sources, no_mode
 from dejavu_train.sparse.gather import GatherDecoder
@@ -165,6 +166,8 @@ def _engine_backend(
     backend: str, model: Any, bundle: Bundle, kv_policy: str, ops: str, guarded: GuardState | None
 ) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
+    if (why := engine_refusal(dims_of(model.config))) is not None:
+        raise Unsupported(why)
     try:
         if backend == "cpu":
             from dejavu_train.engine.cpu.backend import CpuBackend

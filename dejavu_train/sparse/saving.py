@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import SPARSE_OPT
+from dejavu_train.families.base import SAVED_TOGETHER, dense_type
 from dejavu_train.files import read_json, share, write_json
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_weights, shards
@@ -28,14 +28,14 @@ from dejavu_train.signals import deferred
 _SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 
 
-def save_together(dense: OPTForCausalLM, bundle: Bundle, folder: Path, architecture: str, **options: Any) -> None:
+def save_together(dense: PreTrainedModel, bundle: Bundle, folder: Path, architecture: str, **options: Any) -> None:
     """Save ``dense`` and, in its folder ``predictors``, ``bundle``.
 
     Args:
         architecture: the class that config.json names.
-        options: of ``OPTForCausalLM.save_pretrained``.
+        options: of ``save_pretrained`` of the dense class.
     Raises:
-        UserError: a file in the folder's place, a model that an OPT's folder cannot hold, or one whose weights lie in
+        UserError: a file in the folder's place, a model that its folder cannot hold, or one whose weights lie in
             the folder while it runs. The folder is as it was.
     """
     for name in ("variant", "distributed_checkpoint"):
@@ -73,18 +73,18 @@ def weight_names(folder: Path) -> set[str]:
     return names
 
 
-def _write(dense: OPTForCausalLM, bundle: Bundle, aside: Path, architecture: str, options: dict[str, Any]) -> None:
+def _write(dense: PreTrainedModel, bundle: Bundle, aside: Path, architecture: str, options: dict[str, Any]) -> None:
     dense.save_pretrained(aside, **options)
     config = read_json(aside / "config.json", "the model's config")
-    shape = dims_of(config)
+    shape, kind = dims_of(config), dense_type(config["model_type"])
     try:
         check_weights(str(aside), config, shape)
     except UserError as error:
         raise UserError(
-            f"an OPT's folder cannot hold this model: {str(error).replace(str(aside), 'it')}; merge adapters (peft:"
-            " merge_and_unload) and take off parametrisations first"
+            f"an {kind.upper()}'s folder cannot hold this model: {str(error).replace(str(aside), 'it')}; merge adapters"
+            " (peft: merge_and_unload) and take off parametrisations first"
         ) from None
-    write_json(aside / "config.json", config | {"model_type": SPARSE_OPT, "architectures": [architecture]})
+    write_json(aside / "config.json", config | {"model_type": SAVED_TOGETHER + kind, "architectures": [architecture]})
     digest = weight_hash(str(aside), bundle.weight_hash.startswith("full:"))
     saved = dataclasses.replace(bundle, model=str(aside), weight_hash=digest, shape=shape)
     saved.save_pretrained(aside / PREDICTORS_FOLDER)

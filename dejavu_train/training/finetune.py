@@ -21,8 +21,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
 from dejavu_train.families import LayerInput, Site, Target, UnitKey, blocks_of
 from dejavu_train.files import json_digest
+from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -128,45 +130,35 @@ class _Gates:
         """Within the context passes of (B, T) = ``shape`` are gated; ``spent`` collects bytes per token and layer."""
         sites: Sites = {}
         self.spent.clear()
+
+        def keep(site: Site, output: Tensor) -> None:
+            sites[site] = output.reshape(*shape, -1)
+
+        def gated(layer: int, target: Target, given: Tensor) -> Tensor:
+            gate = self._neurons if target == Target.MLP else self._heads
+            return gate(layer, given.reshape(*shape, -1), sites).reshape(given.shape)
+
         handles: list[Any] = []
         for layer, block in enumerate(self.blocks):
-
-            def keep(name: LayerInput, layer: int = layer) -> Callable[[nn.Module, Any, Tensor], None]:
-                def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-                    sites[Site(layer, name)] = output.reshape(*shape, -1)
-
-                return hook
-
-            def gated(target: Target, layer: int = layer) -> Callable[[nn.Module, Any], tuple[Tensor, ...]]:
-                def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                    gate = self._neurons if target == Target.MLP else self._heads
-                    return (gate(layer, args[0].reshape(*shape, -1), sites).reshape(args[0].shape), *args[1:])
-
-                return hook
-
-            handles.append(block.norm_attn.register_forward_hook(keep(LayerInput.ATTN)))
-            handles.append(block.norm_mlp.register_forward_hook(keep(LayerInput.MLP)))
-            for target, module in ((Target.HEADS, block.out), (Target.MLP, block.down)):
+            handles += [at_place(block, name, partial(keep, Site(layer, name))) for name in LayerInput]
+            for target, place in ((Target.HEADS, "head_out"), (Target.MLP, "activation")):
                 if UnitKey(layer, target) in self.predictors:
-                    handles.append(module.register_forward_pre_hook(gated(target)))
-        try:
+                    handles.append(at_place(block, place, partial(gated, layer, target)))
+        with hooked(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _neurons(self, layer: int, activation: Tensor, sites: Sites) -> Tensor:
         spec = self.bundle.specs[UnitKey(layer, Target.MLP)]
         logits = self.predictors[UnitKey(layer, Target.MLP)](sites[spec.reads].float().to(activation.device))
         assert spec.threshold is not None
-        live = (activation > 0).to(activation.dtype)
+        live = (activation != 0).to(activation.dtype)
         if layer in self.second_stages:
             passed = self._passed(self.second_stages[layer], sites[spec.key.site]).to(activation)
             activation = activation * passed
             upper, rest = plane_bytes(self.bundle.shape.d_model)
-            cost = upper + passed * (rest + self.unit.fc2 * live)
+            cost = upper + passed * (rest + self.unit.down * live)
         else:
-            cost = self.unit.fc1 + self.unit.fc2 * live
+            cost = self.unit.up + self.unit.down * live
         zero = activation.new_zeros(())
         out, spent = Gate.apply(activation, logits - spec.threshold, cost, zero, zero, self.width)
         self.spent.append(spent)

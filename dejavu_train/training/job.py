@@ -191,7 +191,7 @@ def init_module(module: LitPredictor, config: RunConfig, job: UnitKey, activatio
         ahead = None if site == UnitKey(layer, Target.MLP).site else ShardReader(activations, layer, "train")
         covariance, cross = second_moments(ShardReader(activations, site.layer, "train"), site.input, ahead, device)
         if ahead is not None:
-            # What fc1 reads is not seen yet; the best linear guess of it from the site stands in.
+            # What the MLP reads is not seen yet; the best linear guess of it from the site stands in.
             ridge = torch.eye(len(cross), dtype=cross.dtype, device=device) * covariance.trace() / len(cross) * 1e-4
             site_to_mlp_in = torch.linalg.solve(covariance + ridge, cross, left=False)
     module.init_predictor(section.init, weights, covariance, site_to_mlp_in)

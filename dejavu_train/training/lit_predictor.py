@@ -82,10 +82,10 @@ class LitPredictor(lightning.LightningModule):
         """Take the layer's weights (for contributions) and set the first values of the predictor.
 
         Args:
-            init: ``random``; ``small`` (logits near the bias at first); ``svd`` of fc1; ``whitened_svd``, weighed with
-                the inputs' second moment ``covariance`` (d_in, d_in). It is of a low-rank predictor; any other keeps
-                the values that it was made with.
-            site_to_mlp_in: (d, d_in), for look-ahead the linear guess of what fc1 reads from the predictor's input.
+            init: ``random``; ``small`` (logits near the bias at first); ``svd`` of the map that decides which neurons
+                are active; ``whitened_svd``, weighed with the inputs' second moment ``covariance`` (d_in, d_in). It is
+                of a low-rank predictor; any other keeps the values that it was made with.
+            site_to_mlp_in: (d, d_in), for look-ahead the linear guess of what it reads, from the predictor's input.
 
         Raises:
             UserError: an SVD initialisation for heads, which have no weight to decompose.
@@ -97,8 +97,9 @@ class LitPredictor(lightning.LightningModule):
             if self.target != Target.MLP:
                 raise UserError(f"init {init} is for the target mlp; use random or small for {self.target}")
             weighed = covariance if init == "whitened_svd" else None
-            weight = weights.fc1_weight if site_to_mlp_in is None else weights.fc1_weight.double() @ site_to_mlp_in
-            svd_init(self.predictor, weight, weights.fc1_bias, weighed)
+            weight, bias = weights.deciding
+            weight = weight if site_to_mlp_in is None else weight.double() @ site_to_mlp_in
+            svd_init(self.predictor, weight, bias, weighed)
         elif init == "small":
             with torch.no_grad():
                 self.predictor.up.mul_(0.01)
@@ -115,12 +116,10 @@ class LitPredictor(lightning.LightningModule):
             return Batch(inputs, active)
         assert self._weights is not None, "init_predictor gives the layer's weights"
         mlp_in = raw["mlp_in"].float() if "mlp_in" in raw else inputs
-        if self._weights.fc1_weight.device != mlp_in.device:
+        if self._weights.up_weight.device != mlp_in.device:
             self._weights = self._weights.to(mlp_in.device)
-        weights = self._weights
-        activation = torch.addmm(weights.fc1_bias, mlp_in, weights.fc1_weight.T).relu_()
         # The stored label decides what is active, so that label and contribution cannot disagree by a rounding.
-        return Batch(inputs, active, activation.mul_(weights.fc2_norm).mul_(active))
+        return Batch(inputs, active, self._weights.contribution(mlp_in).mul_(active))
 
     def _loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         """In float32 whatever the precision of the products: it sums over millions of units."""

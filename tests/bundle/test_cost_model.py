@@ -89,9 +89,9 @@ WIDE = ModelDims(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, m
 )
 def test_bytes_of_a_unit_are_those_of_the_format(weights, unit):
     assert weights.unit_bytes(WIDE) == unit
-    assert unit.dense(WIDE, "mlp") == 256 * 2 * unit.fc1 and unit.dense(WIDE, "heads") == 4 * unit.head
+    assert unit.dense(WIDE, "mlp") == 256 * 2 * unit.up and unit.dense(WIDE, "heads") == 4 * unit.head
     spec = PredictorSpec(**METADATA | {"d_in": 64, "n_out": 256}, density=0.5, recall=0.5, threshold=0.0)
-    rows = 256 * (0.5 * unit.fc1 + 0.5 * unit.fc2)
+    rows = 256 * (0.5 * unit.up + 0.5 * unit.down)
     assert spec_bytes(spec, WIDE, weights) == predictor_bytes(spec) + rows
 
 

@@ -193,7 +193,7 @@ def test_missing_and_damaged_manifest(copied):
 def test_layer_weights_are_checked(copied):
     manifest = ActivationManifest.load(copied)
     weights = LayerWeights.load(copied, 0, manifest.weight_hash)
-    assert weights.fc1_weight.shape == (96, 48) and weights.fc2_norm.shape == (96,)
+    assert weights.up_weight.shape == (96, 48) and weights.down_norm.shape == (96,)
     with pytest.raises(UserError, match="another model"):
         LayerWeights.load(copied, 0, "other")
     (copied / "layer_00" / "weights.safetensors").write_bytes(b"x" * 20)

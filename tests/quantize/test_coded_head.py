@@ -14,7 +14,6 @@ from dejavu_train.data.text import TextSource
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families.opt import SPARSE_OPT
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
@@ -104,7 +103,7 @@ def test_mask_gather_and_a_joint_folder(folders, tmp_path):
     mask.save_pretrained(tmp_path / "both")
     again = SparseOPTForCausalLM.from_pretrained(tmp_path / "both", backend="mask")
     assert isinstance(again.lm_head, CodedLinear)
-    assert read_values(str(tmp_path / "both"))["model_type"] == SPARSE_OPT
+    assert read_values(str(tmp_path / "both"))["model_type"] == "dejavu_sparse_opt"
     torch.testing.assert_close(logits(again), logits(mask), rtol=0, atol=0)
     for other in ("fp16", "int8", "rtn"):
         with pytest.raises(UserError, match="other weights"):

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families.opt import MATRICES
 from dejavu_train.models.config_values import CONVERTED
 from dejavu_train.models.int4 import row_layouts
-from dejavu_train.models.int4_sizes import MATRICES
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize import export, foreign
 from dejavu_train.quantize.config import QuantizeConfig

@@ -79,15 +79,15 @@ def test_a_refused_keyword_says_what_to_type(name, tiny_opt, bundle):
     with pytest.raises(UserError, match=f"takes no {name}; [a-z]+") as error:
         SPARSE.from_pretrained("never looked at", bundle, **{name: {"a": 1}})
     assert "\n" not in str(error.value) and "{" not in str(error.value)
-    sort_keywords({name: None} | {name: keywords.DEFAULTS.get(name, False)}, "Sparse")
+    sort_keywords({name: None} | {name: keywords.DEFAULTS.get(name, False)}, "Sparse", "opt")
 
 
 @pytest.mark.parametrize("name", keywords.IGNORED)
 def test_an_ignored_keyword_is_a_line(name, caplog):
-    asked = sort_keywords({name: True}, "Sparse")
+    asked = sort_keywords({name: True}, "Sparse", "opt")
     assert (asked.hub, asked.options, asked.attributes) == ({}, {}, {})
     assert [record.getMessage().count(f"{name} changes nothing") for record in caplog.records] == [1]
-    sort_keywords({name: None}, "Sparse")
+    sort_keywords({name: None}, "Sparse", "opt")
     assert len(caplog.records) == 1
 
 
@@ -95,7 +95,7 @@ def test_an_ignored_keyword_is_a_line(name, caplog):
     ({"num_hidden_layers": 1}, "num_hidden_layers: it is that of the weights"),
     ({"atn_implementation": "eager"}, "did you mean attn_implementation"),
     ({"backends": "mask"}, "did you mean backend"),
-    ({"zzz": 1}, "OPTForCausalLM.from_pretrained and give it to SparseOPTForCausalLM.from_model"),
+    ({"zzz": 1}, "AutoModelForCausalLM.from_pretrained and give it to SparseOPTForCausalLM.from_model"),
     ({"config": "here"}, "config must be an OPTConfig"),
     ({"config": OPTConfig()}, "config has other sizes"),
     ({"dtype": "fp16"}, "dtype must be one of float32, float16, bfloat16 or auto, got fp16"),

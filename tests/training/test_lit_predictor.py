@@ -98,7 +98,7 @@ def test_contributions_are_recomputed_and_obey_the_label(folder, weights):
     raw["active"][:, :2] = 0  # sixteen neurons
     batch = module.make_batch(raw, need_contribution=True)
     inputs = raw["inputs"].float()
-    expected = (inputs @ weights.fc1_weight.T + weights.fc1_bias).relu() * weights.fc2_norm
+    expected = (inputs @ weights.up_weight.T + weights.up_bias).relu() * weights.down_norm
     expected[:, :16] = 0
     torch.testing.assert_close(batch.contribution, expected, atol=2e-2, rtol=1e-3)
     assert not batch.contribution[~unpack_bits(raw["active"], 96)].any()

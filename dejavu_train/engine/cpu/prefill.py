@@ -81,7 +81,7 @@ def _block(weights: CpuWeights, selectors: Selectors, layer: int, norm: Callable
     shape, model = weights.shape, weights.model
     first = [int(number) for number in model.first[layer]]
 
-    def project(n: Tensor) -> tuple[Tensor, ...]:
+    def project(n: Tensor, _positions: Tensor | None) -> tuple[Tensor, ...]:
         heads = F.linear(n, weights.rows(first[QKV], 3 * shape.d_model), torch.from_numpy(model.qkv_bias[layer]))
         return tuple(heads.view(len(n), shape.n_heads, 3, shape.head_dim).permute(2, 1, 0, 3))
 
@@ -91,8 +91,7 @@ def _block(weights: CpuWeights, selectors: Selectors, layer: int, norm: Callable
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: mixed @ weights.out_projection(layer) + torch.from_numpy(selectors.out_bias[layer]),
         norm_mlp=partial(norm, 2 * layer + 1),
-        up=lambda n: F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])),
-        activate=torch.relu_,
+        neurons=lambda n: F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])).relu_(),
         down=lambda y: y @ weights.rows(first[FC2], shape.d_ffn) + torch.from_numpy(model.fc2_bias[layer]),
     )
 

@@ -5,7 +5,7 @@ Letters: P prompts, T tokens of a prompt, N new tokens.
 
 import torch
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.evaluation.finite import check_logits
 
@@ -47,7 +47,7 @@ def repetition(tokens: Tensor, n: int = NGRAM) -> Tensor:
 
 
 @torch.no_grad()
-def score(model: OPTForCausalLM, prompts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def score(model: PreTrainedModel, prompts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """How a dense model continues the same past, teacher-forced.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import require_model
@@ -38,7 +38,7 @@ from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
-from dejavu_train.sparse.model import SparseOPTForCausalLM
+from dejavu_train.sparse.model import SparseCausalLM
 from kernels.common.checks import runs_on
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
     return made
 
 
-def find_backend(config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle) -> str:
+def find_backend(config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle) -> str:
     """:func:`choose_backend` for a model that is loaded."""
     return choose_backend(config, dense.config.max_position_embeddings, dense.device, bundle)
 
@@ -175,7 +175,7 @@ def choose_backend(config: GenerationConfig, positions: int, device: torch.devic
 
 
 def compare_generation(
-    config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle, prompts: Tensor
+    config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle, prompts: Tensor
 ) -> Iterator[tuple[list[GenerationRow], list[PositionRow]]]:
     """Generate with the dense model and with every variant, whose rows come as they are made.
 
@@ -188,7 +188,7 @@ def compare_generation(
     backend = find_backend(config, dense, bundle)
     asked = variants(config, bundle)
     with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
-        reference = SparseOPTForCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
+        reference = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
         own = {decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in config.decodings}
         for variant, model in _models(config, dense, bundle, backend, asked):
             rows: list[GenerationRow] = []
@@ -206,8 +206,8 @@ def compare_generation(
 
 
 def _models(
-    config: GenerationConfig, dense: OPTForCausalLM, bundle: Bundle, backend: str, asked: Sequence[Variant]
-) -> Iterator[tuple[Variant, SparseOPTForCausalLM]]:
+    config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle, backend: str, asked: Sequence[Variant]
+) -> Iterator[tuple[Variant, SparseCausalLM]]:
     """A model for every variant; two that differ in where sparsity begins share one."""
     before: tuple[float | None, Guard] | None = None
     for variant in asked:
@@ -216,7 +216,7 @@ def _models(
             before = (variant.mlp_density, guard)
             used = moved(bundle, variant.mlp_density, config.head_density)
             logger.info("%s: %s", config.bundle, described(used))
-            model = SparseOPTForCausalLM.from_model(dense, used, backend, guard=guard)
+            model = SparseCausalLM.from_model(dense, used, backend, guard=guard)
         yield variant, model
 
 
@@ -236,8 +236,8 @@ def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tu
 
 def _continue(
     config: GenerationConfig,
-    model: SparseOPTForCausalLM,
-    dense: OPTForCausalLM,
+    model: SparseCausalLM,
+    dense: PreTrainedModel,
     prompts: Tensor,
     decoding: str,
     shown: Progress,
@@ -310,7 +310,7 @@ def _positions(about: dict[str, Any], decoding: str, made: Continued, dense: Con
 
 
 def write_generation(
-    config: GenerationConfig, dense: OPTForCausalLM, tokenizer: Any, bundle: Bundle
+    config: GenerationConfig, dense: PreTrainedModel, tokenizer: Any, bundle: Bundle
 ) -> tuple[Path, list[GenerationRow]]:
     """Measure, and write the rows as they come; the folder and its rows.
 

@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import simple_parse_args_string
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import PREDICTORS_FOLDER
@@ -28,7 +28,7 @@ from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.progress import Progress
-from dejavu_train.sparse.model import ENGINES, SparseOPTForCausalLM
+from dejavu_train.sparse.model import ENGINES, SparseCausalLM
 
 DENSE = "dense"
 # Of a batch, with batch_size=auto. On a CPU more than this leaves the caches, and short rows are padded for nothing.
@@ -80,7 +80,7 @@ class DejavuLM(HFLM):
 
     def __init__(
         self,
-        model: OPTForCausalLM,
+        model: PreTrainedModel,
         tokenizer: Any,
         sparse_from: str | int = "prompt",
         batch_size: int | str = "auto",
@@ -116,7 +116,7 @@ class DejavuLM(HFLM):
             beside = model_folder(name, revision=revision) / PREDICTORS_FOLDER
             bundle = Bundle.from_pretrained(asked.predictors or beside).at(asked.mlp_density, asked.head_density)
             settings = (asked.backend, asked.sparse_from, asked.kv_policy, asked.dtype, device)
-            model = SparseOPTForCausalLM.from_pretrained(name, bundle, *settings, revision=revision)
+            model = SparseCausalLM.from_pretrained(name, bundle, *settings, revision=revision)
             identity |= {target: bundle.mean_density(target) for target in bundle.targets}
             identity["bundle"] = bundle.digest()
         return cls(model, tokenizer, asked.sparse_from, asked.batch_size, asked.max_length, identity)
@@ -145,7 +145,7 @@ class DejavuLM(HFLM):
             "model_num_parameters": self.model.num_parameters(),
         }
 
-    def use(self, model: OPTForCausalLM) -> None:
+    def use(self, model: PreTrainedModel) -> None:
         """Answer with another model of the same tokenizer, on the same device."""
         self._model = model
 
@@ -207,7 +207,7 @@ class DejavuLM(HFLM):
     def _scores(self, rows: list[Row], requests: list[Scored]) -> list[tuple[int, tuple[float, bool]]]:
         """Of a batch, the number and the answer of every request; one transfer from the device for all of them."""
         packed = pack(rows, self.tokenizer.pad_token_id)
-        if isinstance(self.model, SparseOPTForCausalLM):
+        if isinstance(self.model, SparseCausalLM):
             starts = torch.tensor([row.start for row in rows])
             self.model.sparse_from = starts if self.sparse_from == "prompt" else self.sparse_from
         asked = {"input_ids": packed.ids, "attention_mask": packed.attention_mask, "logits_to_keep": packed.columns}
@@ -234,7 +234,7 @@ class DejavuLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         """As HFLM; an engine goes on behind a stop string, which HFLM cuts off afterwards."""
-        if isinstance(self.model, SparseOPTForCausalLM):
+        if isinstance(self.model, SparseCausalLM):
             self.model.sparse_from = self.sparse_from
         else:
             settings = {**settings, "logits_processor": [FiniteLogits(self.model)]}

@@ -159,9 +159,10 @@ def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tenso
         Final hidden states (B, T, d_model) and per layer the activations (B, T, d_ffn).
     """
     family, activations = family_of(model), []
-    hidden = family.embed(model, ids, positions_like(ids))
+    positions = positions_like(ids)
+    hidden = family.embed(model, ids, positions)
     for block in family.blocks(model):
-        hidden, neurons = forward_block(block, hidden, causal)
+        hidden, neurons = forward_block(block, hidden, causal, positions)
         activations.append(neurons)
     norm = family.final_norm(model)
     return hidden if norm is None else norm(hidden), activations
@@ -174,7 +175,7 @@ def training_loss(model: PreTrainedModel, rows: Tensor, l1: float) -> tuple[Tens
         rows: (B, T + 1) int64, inputs and targets shifted by one.
     """
     hidden, activations = forward_with_activations(model, rows[:, :-1])
-    logits = model.lm_head(hidden).float()
+    logits = model.get_output_embeddings()(hidden).float()
     entropy = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     penalty = torch.stack([activation.float().mean() for activation in activations]).sum()
     return entropy + l1 * penalty, entropy.detach()
@@ -278,7 +279,7 @@ def bits_per_byte(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], 
             width = max(map(len, part))
             ids = torch.tensor([row + [pad] * (width - len(row)) for row in part], device=device)
             hidden, activations = forward_with_activations(model, ids)
-            logits = model.lm_head(hidden).float()[:, :-1]
+            logits = model.get_output_embeddings()(hidden).float()[:, :-1]
             real = ids[:, 1:] != pad
             losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             nats += losses[real.flatten()].double().sum().item()

@@ -1,0 +1,253 @@
+"""A family that the library knows nothing of: a Llama with grouped K/V heads and a ReLU gate, registered right here."""
+
+import json
+
+import pytest
+import torch
+from conftest import save_tiny_tokenizer
+from small_runs import flags
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.cli import main
+from dejavu_train.errors import Unsupported, UserError, exit_on_user_error
+from dejavu_train.evaluation.cli import main as infer
+from dejavu_train.families import BlockParts, ModelDims, base, register
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.model import SparseCausalLM, SparseOPTForCausalLM
+
+
+class LlamaFamily:
+    model_types = ("llama",)
+    embedding = "embed_tokens.weight"
+    structure = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    structure += ("head_dim", "vocab_size", "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_parameters")
+
+    def dims(self, values, name):
+        return ModelDims(
+            d_model=values["hidden_size"],
+            d_ffn=values["intermediate_size"],
+            n_layers=values["num_hidden_layers"],
+            n_heads=values["num_attention_heads"],
+            n_kv_heads=values["num_key_value_heads"],
+            vocab_size=values["vocab_size"],
+            max_positions=values["max_position_embeddings"],
+            norm="rms_norm",
+            positions="rotary",
+            activation=values["hidden_act"],
+            gated=True,
+            biases=False,
+        )
+
+    def stored_tensors(self, values):
+        dims = self.dims(values, "")
+        d, kv = dims.d_model, dims.n_kv_heads * dims.head_dim
+        made = {self.embedding: (dims.vocab_size, d), "norm.weight": (d,), "lm_head.weight": (dims.vocab_size, d)}
+        for i in range(dims.n_layers):
+            attention = {"q_proj": (d, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, d)}
+            mlp = {"gate_proj": (dims.d_ffn, d), "up_proj": (dims.d_ffn, d), "down_proj": (d, dims.d_ffn)}
+            parts = {f"self_attn.{part}": size for part, size in attention.items()}
+            parts |= {f"mlp.{part}": size for part, size in mlp.items()}
+            parts |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
+            made |= {f"layers.{i}.{part}.weight": size for part, size in parts.items()}
+        return made
+
+    def blocks(self, model):
+        def rotate(x, positions):
+            cos, sin = model.model.rotary_emb(x, positions)
+            return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+        return [
+            BlockParts(
+                name=f"model.layers.{i}",
+                whole=layer,
+                attention=layer.self_attn,
+                norm_attn=layer.input_layernorm,
+                q=layer.self_attn.q_proj,
+                k=layer.self_attn.k_proj,
+                v=layer.self_attn.v_proj,
+                out=layer.self_attn.o_proj,
+                norm_mlp=layer.post_attention_layernorm,
+                gate=layer.mlp.gate_proj,
+                up=layer.mlp.up_proj,
+                down=layer.mlp.down_proj,
+                activate=layer.mlp.act_fn,
+                kinds=(LlamaDecoderLayer, LlamaAttention),
+                n_heads=model.config.num_attention_heads,
+                head_dim=layer.self_attn.head_dim,
+                scaling=layer.self_attn.scaling,
+                rotate=rotate,
+            )
+            for i, layer in enumerate(model.model.layers)
+        ]
+
+    def embed(self, model, inputs, positions):
+        return inputs if inputs.is_floating_point() else model.model.embed_tokens(inputs)
+
+    def embeddings(self, model):
+        return [model.model.embed_tokens]
+
+    def final_norm(self, model):
+        return model.model.norm
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register(LlamaFamily())
+    yield
+    del base._FAMILIES["llama"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "llama"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=save_tiny_tokenizer(folder),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        hidden_act="relu",
+        initializer_range=0.15,
+        bos_token_id=2,
+        eos_token_id=2,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, text_file):
+    """From text to a bundle, by train.py."""
+    output = folder.parent / "run"
+    small = ["--calibrate.sensitivity_tokens=300", "--calibrate.head_loss_tokens=300", "--mlp.init=whitened_svd"]
+    assert exit_on_user_error(main, flags(folder, text_file, output, *small)) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def bundle(run):
+    return Bundle.from_pretrained(run / "bundle")
+
+
+@pytest.fixture
+def dense(folder):
+    return load_opt(str(folder))
+
+
+def padded(seed=0):
+    """Two rows of 12 columns, the first with 5 of padding on the left."""
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    ids[0, :5], mask[0, :5] = 1, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_a_run_trains_calibrates_and_bundles(bundle):
+    shape = bundle.shape
+    assert (shape.norm, shape.positions, shape.n_kv_heads, shape.gated) == ("rms_norm", "rotary", 2, True)
+    for layer in range(2):
+        spec, heads = bundle.specs[layer, "mlp"], bundle.specs[layer, "heads"]
+        assert 0.2 < spec.active_density < 0.8 and spec.recall > 0.4 and spec.retained_mass > 0.5
+        assert heads.n_out == 6 and heads.retained_mass > 0.4
+        assert "loss_increase" in spec.curve
+
+
+def test_the_bundle_is_scored(folder, run, text_file, tmp_path):
+    few = ["--tokens=300", "--window=64", "--selections=dense,predicted,oracle,noncontextual", "--densities=0.4"]
+    few += ["--curve_densities=", "--head_densities=", "--sparse_from=0", "--device=cpu", "--generate=the token"]
+    few += ["--new_tokens=4", "--prompt=8", f"--text={text_file}"]
+    paths = [f"--model={folder}", f"--bundle={run / 'bundle'}", f"--output={tmp_path}"]
+    assert exit_on_user_error(infer, [*paths, *few]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["selection"]: row for row in found["quality"]}
+    predicted, oracle = rows["predicted"], rows["oracle"]
+    assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0.2 < predicted["mlp_density"] < 0.6
+    assert 0.4 < predicted["mlp_recall"] < oracle["mlp_recall"] and 0 < predicted["mlp_bytes"] < 1.1
+    assert {timing["backend"] for timing in found["timing"]} == {"dense", "gather"}
+    assert any("rotary" in each["why"] for each in found["not_measured"])
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_a_dense_bundle_gives_what_transformers_gives(dense, bundle, backend):
+    inputs = padded()
+    expected = dense(**inputs).logits[inputs["attention_mask"].bool()]
+    model = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
+    torch.testing.assert_close(model(**inputs).logits[inputs["attention_mask"].bool()], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_policy", ["backfill", "always"])
+def test_gather_agrees_with_mask(folder, dense, bundle, kv_policy):
+    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from=3)
+    gather = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from=3, kv_policy=kv_policy)
+    assert type(gather).__name__ == "SparseLlamaForCausalLM" and isinstance(gather, LlamaForCausalLM)
+    for seed in range(3):
+        inputs = padded(seed)
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(gather(**inputs).logits[real], mask(**inputs).logits[real], atol=1e-3, rtol=1e-3)
+
+
+def test_generate_with_a_cache_gives_what_a_full_pass_selects(folder, dense, bundle):
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    inputs = padded(4)
+    gather = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from="prompt")
+    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from="prompt")
+    out = gather.generate(**inputs, **settings)
+    assert out.shape == (2, 22) and torch.equal(out, mask.generate(**inputs, **settings))
+    gather.sparse_from = torch.tensor([7, 12])
+    again = gather.generate(**inputs, **settings, use_cache=False)
+    assert torch.equal(out, again)
+
+
+def test_the_guard_measures_a_gated_mlp(dense, bundle):
+    from dejavu_train.bundle.guard_config import Guard
+
+    model = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from=1, guard=Guard(every=2))
+    model(**padded())
+    assert model.guard_report()
+
+
+def test_a_model_is_saved_and_loaded_with_its_bundle(dense, bundle, tmp_path):
+    model = SparseCausalLM.from_model(dense, bundle, "gather")
+    expected = model(**padded()).logits
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "dejavu_sparse_llama"
+    assert AutoConfig.from_pretrained(tmp_path).intermediate_size == 96
+    for cls in (AutoModelForCausalLM, SparseCausalLM):
+        loaded = cls.from_pretrained(tmp_path)
+        assert type(loaded) is type(model) and torch.equal(loaded(**padded()).logits, expected)
+    bundle.save_pretrained(tmp_path / "bundle")
+    assert Bundle.from_pretrained(tmp_path / "bundle").shape == bundle.shape
+    with pytest.raises(UserError, match="takes no hidden_act"):
+        SparseCausalLM.from_pretrained(tmp_path, hidden_act="silu")
+
+
+def test_engines_refuse_in_one_line(dense, bundle):
+    for backend in ("cpu", "triton"):
+        with pytest.raises(Unsupported, match="norm rms_norm, positions rotary, gated True, .*; use backend='gather'"):
+            SparseCausalLM.from_model(dense, bundle, backend)
+    with pytest.raises(UserError, match="takes an OPTForCausalLM, got a LlamaForCausalLM"):
+        SparseOPTForCausalLM.from_model(dense, bundle)
+    assert SparseCausalLM.from_model(dense, bundle).backend == "gather"
+
+
+def test_what_is_an_opts_is_refused(folder, text_file, tmp_path, capsys):
+    cascade = flags(folder, text_file, tmp_path / "run", "--calibrate.cascade=0.99")
+    assert exit_on_user_error(main, cascade) == 2
+    assert "MLP is gated" in capsys.readouterr().err
+    silu = LlamaConfig.from_pretrained(folder, hidden_act="silu")
+    with pytest.raises(UserError, match="uses the activation silu"):
+        base.dims_of(silu)
+
+
+def test_an_exchanged_gate_is_refused(dense, bundle):
+    dense.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(UserError, match="gate_proj has a hook"):
+        SparseCausalLM.from_model(dense, bundle, "gather")
+    assert isinstance(dense.model.layers[0].mlp.act_fn, nn.ReLU)
