@@ -7,13 +7,13 @@ from dejavu_train.models.register import register_when_loaded
 if TYPE_CHECKING:
     from dejavu_train.bundle.artifact import Bundle
     from dejavu_train.bundle.guard_config import Guard
-    from dejavu_train.sparse.model import SparseOPTForCausalLM
+    from dejavu_train.sparse.model import SparseCausalLM, SparseOPTForCausalLM
 
     __version__: str
 
 register_when_loaded()
 
-__all__ = ["Bundle", "Guard", "SparseOPTForCausalLM", "__version__"]
+__all__ = ["Bundle", "Guard", "SparseCausalLM", "SparseOPTForCausalLM", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,10 +25,10 @@ def __getattr__(name: str) -> Any:
         from dejavu_train.bundle.guard_config import Guard
 
         return Guard
-    if name == "SparseOPTForCausalLM":
-        from dejavu_train.sparse.model import SparseOPTForCausalLM
+    if name in ("SparseCausalLM", "SparseOPTForCausalLM"):
+        from dejavu_train.sparse import model
 
-        return SparseOPTForCausalLM
+        return getattr(model, name)
     if name == "__version__":
         from dejavu_train.version import package_version
 
