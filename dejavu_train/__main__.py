@@ -1,4 +1,4 @@
-"""python -m dejavu_train COMMAND [--option value ...]; see dejavu_train/commands.py"""
+"""python -m dejavu_train COMMAND [--option value ...]. See dejavu_train/commands.py"""
 
 import sys
 

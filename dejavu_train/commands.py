@@ -35,7 +35,7 @@ USAGE = f"usage: dejavu COMMAND [--option value ...]\n\n{LISTED}\n\ndejavu COMMA
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
-    """Run a command with its arguments (None: those of the process); returns the exit code."""
+    """Run a command with its arguments (None: those of the process). Returns the exit code."""
     # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost a factor of twenty.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -46,7 +46,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; returns the exit code. Without one all are listed."""
+    """Run the command that the first argument names. Returns the exit code. Without one all are listed."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)

@@ -26,7 +26,7 @@ Output: TypeAlias = tuple | CausalLMOutputWithPast
 
 @dataclass
 class Given:
-    """The arguments of a forward pass, by their names in transformers; ``rest``: its other keywords.
+    """The arguments of a forward pass, by their names in transformers. ``rest``: its other keywords.
 
     Raises:
         UserError: both or none of ids and embeddings, ids that are no rows of tokens, or a cache that is none.
@@ -66,7 +66,7 @@ class Given:
         """(B, T) int64, -1 for padding.
 
         Raises:
-            UserError: as :func:`positions_of`; one at or behind ``limit``.
+            UserError: as :func:`positions_of`, or one at or behind ``limit``.
         """
         shape = self.tokens.shape[:2]
         found = positions_of(shape, self.attention_mask, self.position_ids, self.past, device)

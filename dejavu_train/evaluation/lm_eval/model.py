@@ -68,13 +68,13 @@ class Asked:
 
 @register_model("dejavu")
 class DejavuLM(HFLM):
-    """A model in memory; :meth:`load` reads one.
+    """A model in memory, or :meth:`load` reads one.
 
     Args:
         model: dense or sparse, on its device.
         sparse_from: ``prompt``: contexts are dense and continuations sparse, as in decoding; or a position (0: all).
         batch_size: rows, or ``auto``: as many as make 8,192 positions, 1,024 on a CPU.
-        max_length: of a window; None: as many as the model has positions.
+        max_length: of a window, None for as many as the model has positions.
         identity: what names the model and its selection, for lm-eval's results and caches.
     """
 
