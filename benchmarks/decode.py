@@ -35,6 +35,8 @@ from benchmarks.harness import best_read, step_times
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Run
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 from dejavu_train.models.int4_sizes import row_sizes
@@ -68,8 +70,12 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
         single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
         predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors, cell.heads_site)
     engine = DecodeEngine(
-        weights, predictors, batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy,
-        pdl=cell.pdl, look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
+        weights,
+        predictors,
+        EngineOptions(
+            batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy, pdl=cell.pdl,
+            look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
+        ),
     )  # fmt: skip
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
     with torch.no_grad():
@@ -86,7 +92,7 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
         row = measured(engine)
         row |= summary(step_times(engine.step, steps), cell.batch)
         notes = [describe_memory(engine.memory)]
-        masked = sorted({mode.target for mode in engine.modes.values() if not mode.sparse})
+        masked = sorted({half.target for half in engine.plan.halves if half.run is Run.MASKED})
         if masked:  # all layers of these shapes are alike
             notes.append(f"{' and '.join(masked)} computed whole and masked")
         if cell.breakdown:

@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 from benchmarks.decode_problem import UNION
-from kernels.mlp.nibbles_batch import MOST_ROWS
+from kernels.common.limits import MOST_TOKENS
 
 ENGINES = ("dense", "sparse", "hf", "hf-compile")
 NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")
@@ -76,9 +76,9 @@ def read_cells(text: str) -> list[Cell]:
         if engine not in ENGINES:
             raise SystemExit(f"error: engine must be one of {', '.join(ENGINES)}, got {engine}")
     cells = [Cell(**dict(zip(choices, picked, strict=True))) for picked in itertools.product(*choices.values())]  # type: ignore[arg-type]
-    if any(cell.batch > MOST_ROWS and cell.predictors == "int4" for cell in cells):
+    if any(cell.batch > MOST_TOKENS and cell.predictors == "int4" for cell in cells):
         raise SystemExit(
-            f"error: predictors=int4 are for up to {MOST_ROWS} rows; an engine of more has them as float16"
+            f"error: predictors=int4 are for up to {MOST_TOKENS} rows; an engine of more has them as float16"
         )
     return cells
 

@@ -29,6 +29,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.evaluation.baselines import Given
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
 from dejavu_train.predictors.bit_planes import input_levels
@@ -165,7 +166,9 @@ class Partings:
 @torch.no_grad()
 def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, look_ahead: str) -> dict[str, Any]:
     """Sets and nats of the engine against mask, teacher-forced from position 0."""
-    engine = DecodeEngine(model, bundle, batch=batch, context=len(rows[0]), crossover=False, look_ahead=look_ahead)
+    engine = DecodeEngine(
+        model, bundle, EngineOptions(batch=batch, context=len(rows[0]), crossover=False, look_ahead=look_ahead)
+    )
     selector, means = Watching(bundle, model), bundle.head_means(model.device)
     wide, wide_means = copy.deepcopy(model).double(), {layer: mean.double() for layer, mean in means.items()}
     parts: list[Partings] = []
@@ -197,7 +200,8 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
     whole = [watch for watch in parts if watch.full]
     unions = {target: sum(float(w.union[target]) / w.steps for w in whole) / len(whole) for target in parts[0].groups}
     expected = {
-        target: sum(engine.modes[key].union for key in keys) / len(keys) for target, keys in parts[0].groups.items()
+        target: sum(engine.plan.half(*key).union for key in keys) / len(keys)
+        for target, keys in parts[0].groups.items()
     }
     return {
         "tokens": n,
@@ -227,7 +231,11 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
     result: dict[str, Any] = {"tokens": sum(len(row) - 1 for row in rows)}
     for name, used in (("dense", None), ("sparse", bundle)):
         engine = DecodeEngine(
-            model, used, batch=batch, context=len(rows[0]), dtype=torch.float16, crossover=False, look_ahead=look_ahead
+            model,
+            used,
+            EngineOptions(
+                batch=batch, context=len(rows[0]), dtype=torch.float16, crossover=False, look_ahead=look_ahead
+            ),
         )
         half = single = 0.0
         for start in range(0, len(rows), batch):
@@ -253,7 +261,7 @@ def compare_tokens(
     model: Any, bundle: Bundle, prompts: list[list[int]], n: int, device: str, look_ahead: str = "fused"
 ) -> dict[str, Any]:
     """n greedy tokens of the engine for each prompt against what gather on `device` chooses after each of them."""
-    engine = DecodeEngine(model, bundle, crossover=False, look_ahead=look_ahead)
+    engine = DecodeEngine(model, bundle, EngineOptions(crossover=False, look_ahead=look_ahead))
     tie = HALF_TIE if engine.weights.packed else TIE
     generated = [engine.generate([prompt], n, stop_tokens=())[0] for prompt in prompts]
     model = copy.deepcopy(model).to(device)
@@ -284,8 +292,11 @@ def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int, lo
     for batch in (1, 4):
         engines = [
             DecodeEngine(
-                model, bundle, batch=batch, dtype=torch.float16, graph=graph, pdl=pdl, look_ahead=look_ahead,
-                crossover=False,
+                model,
+                bundle,
+                EngineOptions(
+                    batch=batch, dtype=torch.float16, graph=graph, pdl=pdl, look_ahead=look_ahead, crossover=False
+                ),
             )
             for graph, pdl in ((True, True), (False, True), (True, False))
         ]  # fmt: skip

@@ -13,6 +13,7 @@ from benchmarks.decode_problem import SHAPES, STD
 from benchmarks.rows import append_row, command_line, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.weights import DecodeWeights
 
 COLUMNS = (
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--output", default=str(RESULTS))
     options = parser.parse_args()
     weights = DecodeWeights.random(SHAPES[options.shape], torch.float16, "cuda", std=STD)
-    engine = DecodeEngine(weights, batch=options.rows, context=options.length)
+    engine = DecodeEngine(weights, options=EngineOptions(batch=options.rows, context=options.length))
     prompts = [[2]] * options.rows
     began = time.perf_counter()
     engine.generate(prompts, 8, sampling=Sampling(1.0), stop_tokens=())

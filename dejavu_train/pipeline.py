@@ -209,11 +209,12 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     if device.type != "cuda" or run.device_map is not None or engine_refusal(dims_of(model.config)) is not None:
         return transformers_writer(model, settings), "transformers"
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
+    from dejavu_train.engine.options import EngineOptions
     from kernels.common.checks import HEAD_DIMS
 
     if dims_of(model.config).head_dim not in HEAD_DIMS:
         return transformers_writer(model, settings), "transformers"
-    return engine_writer(DecodeEngine(model, batch=rows, context=length), settings), "engine"
+    return engine_writer(DecodeEngine(model, options=EngineOptions(batch=rows, context=length)), settings), "engine"
 
 
 def engine_writer(engine: Any, settings: SampleConfig) -> Write:

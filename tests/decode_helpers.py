@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -102,6 +103,7 @@ def random_bundle(
                 d_in=shape.d_model,
                 threshold=None if dense or k else threshold,
                 top_k=None if dense else k,
+                nonlinearity="relu" if relu else "none",
                 keep_dense=dense,
                 curve={},
                 site=("attn_in", "mlp_in")[half % 2],
@@ -134,7 +136,7 @@ def rows_of(*lengths, seed=3, vocab=300) -> list[list[int]]:
 
 def reference_engine(model, bundle=None, **options) -> DecodeEngine:
     """The engine in plain torch."""
-    return DecodeEngine(model, bundle, ops="reference", **options)
+    return DecodeEngine(model, bundle, EngineOptions(ops="reference", **options))
 
 
 def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=None):

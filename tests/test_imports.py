@@ -75,8 +75,8 @@ def test_kernels_keep_to_names_that_triton_3_6_can_follow():
     assert not found
 
 
-def test_a_model_of_four_bits_is_loaded_without_triton():
-    python("import dejavu_train.models.int4_quantizer", ("triton",))
+def test_what_needs_no_kernel_is_loaded_without_triton():
+    python("import dejavu_train.models.int4_quantizer, dejavu_train.engine.plan", ("triton",))
 
 
 def test_transformers_is_well_beside_our_kernels_folder():

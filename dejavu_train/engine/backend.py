@@ -14,17 +14,20 @@ from torch import Tensor
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.generation import EnginePool
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.memory import DoesNotFit
-from dejavu_train.engine.predictors import Key, TargetPredictor, check_calibrated, load_predictors, read_as_codes
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import plan_step, read_as_codes
+from dejavu_train.engine.planned import Engine
+from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
-from dejavu_train.engine.weights import DecodeWeights, check_four_bits, check_head, engine_dtype
+from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
 from dejavu_train.errors import Unsupported
-from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import DTYPES
-from kernels.common.checks import HEAD_DIMS, runs_on
+from dejavu_train.families import UnitKey
+from kernels.common.checks import runs_on
 
 
 class EngineBackend(EnginePool):
@@ -55,21 +58,15 @@ class EngineBackend(EnginePool):
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
-        if ops == "triton":
-            if not runs_on(self.device):
-                raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")
-            if self.shape.head_dim not in HEAD_DIMS:
-                dims = ", ".join(map(str, HEAD_DIMS))
-                raise Unsupported(f"head dim {self.shape.head_dim} has no kernels (there are {dims})")
-        if model.dtype not in DTYPES.values():
-            raise Unsupported(f"the decode engine computes in {', '.join(DTYPES)}, and this model is in {model.dtype}")
-        check_calibrated(bundle)
+        if ops == "triton" and not runs_on(self.device):
+            raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")
         dtype = engine_dtype(model, ops)
-        if any(isinstance(module, CodedLinear) for module in model.modules()):
-            check_four_bits(bool(bundle.cascades()), dtype, ops)
-        check_head(model)
+        facts = facts_of(bundle, read_as_codes(bundle, dtype, 1), dtype_name(dtype), 1)
+        options = EngineOptions(kv_policy=kv_policy, ops=ops, guard=guard)
+        engine = Engine.GPU if ops == "triton" else Engine.REFERENCE
+        plan_step(self.shape, facts, formats_of(model, dtype), options, engine)  # refuses now what no engine can run
         self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
-        self._predictors: dict[frozenset[Key], dict[tuple[int, str], TargetPredictor]] = {}
+        self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor]] = {}
         self._transposed = {layer for (layer, target), e in bundle.specs.items() if target == "mlp" and not e.dense}
 
     def _read(self, model: Any) -> DecodeWeights:
@@ -97,13 +94,11 @@ class EngineBackend(EnginePool):
         return DecodeEngine(
             self.weights,
             self._predictors[codes],
-            batch=batch,
-            context=context,
-            kv_policy=self.kv_policy,
-            device=self.device,
-            ops=self.ops,
-            guard=self.guard,
-        )
+            EngineOptions(
+                batch=batch, context=context, kv_policy=self.kv_policy, device=self.device, ops=self.ops,
+                guard=self.guard,
+            ),
+        )  # fmt: skip
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
         """(B, T, V) in the model's dtype, every position through the engine's steps; zeros at padding.

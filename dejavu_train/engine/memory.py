@@ -1,18 +1,19 @@
 """What a decode engine holds on its device, in bytes, counted before anything is allocated."""
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.models.int4 import CodedLinear
-from kernels.dense.int4_batch import MOST_TOKENS
-from kernels.lookahead.mlp_ahead import TILE_ROWS, TILED_FROM
+from kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
+
+if TYPE_CHECKING:  # they load Triton, sizes do not
+    from dejavu_train.engine.predictors import TargetPredictor
+    from dejavu_train.engine.weights import DecodeWeights
 
 SLACK = 2**28  # kernels, graphs, and what the allocator rounds up
 
@@ -21,9 +22,9 @@ class DoesNotFit(UserError):
     """The device lacks the memory for an engine."""
 
 
-def cache_bytes(shape: ModelDims, batch: int, context: int, dtype: torch.dtype, sparse_layers: int) -> dict[str, int]:
-    """K/V of all layers, and the inputs that layers of selected heads keep."""
-    row = batch * context * shape.d_model * dtype.itemsize
+def cache_bytes(shape: ModelDims, batch: int, context: int, size: int, sparse_layers: int) -> dict[str, int]:
+    """K/V of all layers, and the inputs that layers of selected heads keep, of numbers of `size` bytes."""
+    row = batch * context * shape.d_model * size
     return {"K/V": 2 * shape.n_layers * row, "kept inputs": sparse_layers * row}
 
 
@@ -36,12 +37,14 @@ def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool 
     return steps + rows * shape.d_model
 
 
-def late_bytes(shape: ModelDims, context: int, predictors: Mapping[Any, TargetPredictor], late: Collection[int]) -> int:
-    """Of layers whose LayerNorm comes late (`kernels.lookahead.mlp_ahead`): sums of q/k/v's rows, factors of every
-    position, the first half of the MLP's predictor once more where it is laid out as tiles, without its scales."""
+def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
+    """Of layers whose LayerNorm comes late (`kernels.lookahead.mlp_ahead`), by the ranks of their MLPs' predictors.
+
+    Each holds sums of q/k/v's rows and factors of every position. Where the first half of the MLP's predictor is laid
+    out as tiles it stands there once more, without its scales.
+    """
     total = 0
-    for layer in late:
-        rank = len(predictors[layer, "mlp"].weights.down)
+    for rank in ranks:
         tiles = -(-rank // TILE_ROWS) * TILE_ROWS * shape.d_model // 2 if shape.d_model >= TILED_FROM else 0
         total += 2 * 4 * 3 * shape.d_model + 2 * 4 * context + tiles
     return total
@@ -55,14 +58,14 @@ def weight_bytes(model: Any, dtype: torch.dtype) -> int:
     return sum(b.nbytes for b in model.buffers() if id(b) in packed) + dtype.itemsize * sum(p.numel() for p in floats)
 
 
-def held_bytes(weights: DecodeWeights, predictors: Mapping[Any, TargetPredictor]) -> dict[str, int]:
+def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredictor"]) -> dict[str, int]:
     """Weights, LM head and embeddings included, each once, and predictors."""
     each = [tensor for p in predictors.values() for tensor in _matrices(p)]
     held = {t.data_ptr(): t.nbytes for t in (weights.embedding, weights.positions, *weights.tensors())}
     return {"weights": sum(held.values()), "predictors": sum(tensor.nbytes for tensor in each)}
 
 
-def _matrices(predictor: TargetPredictor) -> tuple[Tensor, ...]:
+def _matrices(predictor: "TargetPredictor") -> tuple[Tensor, ...]:
     if predictor.own_folded is not None:
         return (predictor.own_folded,)
     folded = () if predictor.folded is None else (predictor.folded,)  # beside what an engine of another kind runs

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
+from kernels.common.limits import takes_down
 from kernels.formats.int4 import Int4Rows
 from kernels.lookahead.mlp_ahead import LateSite
-from kernels.mlp import int4_fc2
 
 
 def reads_own_site(mlp: TargetSelection) -> bool:
@@ -22,22 +22,22 @@ def reads_own_site(mlp: TargetSelection) -> bool:
 
 def dense_fc2(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor, out: Tensor) -> None:
     """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
-    fc2 = weights.fc2
-    rows = (fc2.weight, fc2.bias, x, out)
-    if isinstance(fc2.weight, Int4Rows) and int4_fc2.takes(fc2.weight, len(x)):
+    fc2 = weights.fc2.weight
+    rows = (fc2, weights.fc2.bias, x, out)
+    if isinstance(fc2, Int4Rows) and takes_down(fc2.group, fc2.shape[-1], len(x)):
         work.ops.int4_fc2(hidden.float() if len(x) == 1 else hidden, *rows, work.partials, pdl=work.pdl)
     else:
         work.ops.dense_add(hidden, *rows, transposed=weights.fc2_transposed, pdl=work.pdl)
 
 
 class DenseMlp:
-    """All neurons. Of one row and 4-bit weights, fc2 leaves out what a ReLU has made zero; where no kernel of its own
-    pays (`int4_fc2.pays`), fc1 and fc2 run in one grid, over the list of all neurons."""
+    """All neurons. Of one row and 4-bit weights, fc2 leaves out what a ReLU has made zero.
 
-    def __init__(self, weights: LayerWeights, work: Workspace) -> None:
-        self.weights, self.work, self.several = weights, work, len(work.hidden) > 1
-        fc2 = weights.fc2.weight
-        self.one_grid = isinstance(fc2, Int4Rows) and not int4_fc2.pays(fc2)
+    one_grid: fc1 and fc2 run in one grid, over the list of all neurons.
+    """
+
+    def __init__(self, weights: LayerWeights, work: Workspace, one_grid: bool) -> None:
+        self.weights, self.work, self.several, self.one_grid = weights, work, len(work.hidden) > 1, one_grid
 
     def run(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work

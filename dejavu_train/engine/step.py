@@ -8,7 +8,7 @@ kernels a half launches stands in its `run`.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,23 +22,24 @@ from dejavu_train.engine.attention import (
     MaskedAttention,
     SparseAttention,
 )
-from dejavu_train.engine.dispatch import ExecutionMode
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
 from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, ListedMlp, MaskedMlp, Mlp, SparseMlp
 from dejavu_train.engine.ops import operations
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Engine, Kernels, Packer, Place, Run, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
+from dejavu_train.families import Target, UnitKey
 from kernels.attention import head_select
 from kernels.common import launch
 from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm
 from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
-from kernels.mlp import select, sparse_fc2
+from kernels.mlp import sparse_fc2
 from kernels.mlp.selection import Selection
 
-Key = tuple[int, str]
 BATCH_BLOCK = 64  # of the selections of several rows
 
 
@@ -56,11 +57,7 @@ beginning of another capture does."""
 
 
 class DecodeStep:
-    """State and kernels of a step for `batch` rows of up to `context` tokens; arguments as in `DecodeEngine`.
-
-    fused: layers whose MLP's predictor runs in the grids of q/k/v and attention, see `dispatch.fused_layers`; late:
-    those of them whose input the MLP before makes, see `dispatch.late_layers`; screen: greedy steps find their token
-    through a screen of the LM head.
+    """State and kernels of a step, as a plan says.
 
     Attributes:
         halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
@@ -74,92 +71,74 @@ class DecodeStep:
     def __init__(
         self,
         weights: DecodeWeights,
-        predictors: Mapping[Key, TargetPredictor],
-        modes: Mapping[Key, ExecutionMode],
-        batch: int,
-        context: int,
-        kv_policy: str,
+        predictors: Mapping[UnitKey, TargetPredictor],
+        plan: StepPlan,
+        options: EngineOptions,
         device: torch.device,
-        ops: str,
-        graph: bool,
-        pdl: bool,
-        look_ahead: str,
-        fused: Collection[int] = (),
-        late: Collection[int] = (),
         guard: GuardState | None = None,
-        screen: bool = False,
     ) -> None:
-        self.guard = guard
+        self.guard, self.plan = guard, plan
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
-        self.batch, self.context, self.kv_policy, self.device = batch, context, kv_policy, device
-        self._fused, self._late = fused, late
-        self._graphed = graph and ops == "triton" and device.type == "cuda"
+        self.batch, self.context, self.device = plan.batch, plan.context, device
+        self._graphed = options.graph and plan.engine is Engine.GPU
         self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
-        # Several rows with 4-bit weights fill every multiprocessor: a predictor beside them waits, and they for it.
-        beside = look_ahead == "stream" or (look_ahead == "fused" and not (weights.packed and batch > 1))
-        ahead = torch.cuda.Stream(device) if beside and device.type == "cuda" else None
+        ahead = torch.cuda.Stream(device) if plan.streams else None
         self.work = Workspace.empty(
-            shape, batch, context, dtype, device, operations(ops), pdl, kv_policy, ahead, weights.packed
+            shape, plan.batch, plan.context, dtype, device, operations(options.ops), options.pdl, plan.kv_policy, ahead,
+            plan.formats.packed,
         )  # fmt: skip
         self.state, self.ops = self.work.state, self.work.ops
-        self.x = torch.zeros(2 * shape.n_layers + 1, batch, shape.d_model, device=device, dtype=torch.float32)
-        self.logits = torch.zeros(batch, shape.vocab_size, device=device, dtype=torch.float32)
+        self.x = torch.zeros(2 * shape.n_layers + 1, plan.batch, shape.d_model, device=device, dtype=torch.float32)
+        self.logits = torch.zeros(plan.batch, shape.vocab_size, device=device, dtype=torch.float32)
         self.screen: ScreenedHead | None = None
-        if screen:
+        if plan.screened:
             assert isinstance(weights.lm_head, torch.Tensor)
             self.screen = ScreenedHead.of(weights.lm_head, weights.final_norm)
-        self.watermark = torch.zeros(shape.n_layers, batch, shape.n_heads, dtype=torch.int32, device=device)
-        chosen = {key: self._choose(key, key[1] == "mlp" and key[0] in fused) for key in predictors}
+        self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_heads, dtype=torch.int32, device=device)
+        chosen = {key: self._choose(key) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
-        masked = {key for key, each in modes.items() if not each.sparse}
-        inputs = context if any((layer, "heads") not in predictors for layer in fused) else 0
-        self.inputs = torch.zeros(batch, inputs, shape.d_model, dtype=dtype, device=device)
-        self.caches = [
-            self._cache(layer, (layer, "heads") in predictors and (layer, "heads") not in masked)
-            for layer in range(shape.n_layers)
-        ]
+        inputs = plan.context if plan.shares_inputs else 0
+        self.inputs = torch.zeros(plan.batch, inputs, shape.d_model, dtype=dtype, device=device)
+        self.caches = [self._cache(layer) for layer in range(shape.n_layers)]
         sites = self._late_sites(chosen)
         self.halves: list[Half] = []
         for layer in range(shape.n_layers):
-            heads, mlp = chosen.get((layer, "heads")), chosen.get((layer, "mlp"))
-            attention = self._attention(
-                layer, heads, mlp if layer in fused else None, (layer, "heads") in masked, sites.get(layer)
-            )
+            heads, mlp = chosen.get(UnitKey(layer, Target.HEADS)), chosen.get(UnitKey(layer, Target.MLP))
+            attention = self._attention(layer, heads, mlp, sites.get(layer))
             self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
-            body = self._mlp(layer, mlp, layer in fused, (layer, "mlp") in masked, sites.get(layer + 1))
+            body = self._mlp(layer, mlp, sites.get(layer + 1))
             self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
         self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
 
-    def _choose(self, key: Key, fused: bool) -> TargetSelection:
+    def _choose(self, key: UnitKey) -> TargetSelection:
         """The selection of a (layer, target), and its predictor where that runs on its own."""
-        predictor, device = self.predictors[key], self.device
-        layer, target = key
-        if predictor.own_folded is not None or (target == "heads" and layer in self._late):
+        predictor, device, half = self.predictors[key], self.device, self.plan.half(*key)
+        if half.place in (Place.FOLDED, Place.BEFORE):
             return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
         block = sparse_fc2.packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
         selection = Selection.empty(self.shape.units(predictor.target), device, block)
-        if fused:
+        if half.place is Place.GRIDS:
             return TargetSelection(predictor, selection, None)
         weights = self.weights.layers[predictor.site_layer]
         norm = weights.norm1 if predictor.site == "attn_in" else weights.norm2
-        own = (predictor.site, predictor.site_layer) == ("mlp_in" if target == "mlp" else "attn_in", layer)
-        normalised = self.work.normalised if own and target == "mlp" else None
+        normalised = self.work.normalised if half.own and half.target == "mlp" else None
         known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
-        # Only between its own MLP and itself: every layer's list lies in the same place.
-        lists = normalised is not None and weights.packed and select.lists(known.weights, self.batch, known.top_k)
+        listed = self.work.packed if half.packer is Packer.PREDICTOR else None
         runner = SitePredictor(
-            known, selection, self.work, norm, own, normalised, self.work.packed if lists else None
+            known, selection, self.work, norm, half.place is not Place.STREAM, normalised, listed
         )  # fmt: skip
         return TargetSelection(predictor, selection, runner)
 
-    def _cache(self, layer: int, sparse: bool) -> KvCache:
+    def _cache(self, layer: int) -> KvCache:
         """A layer that computes K/V of all its heads needs no inputs, or its own position of those that are shared."""
         shape, batch, device = self.shape, self.batch, self.device
         dtype, size = self.weights.embedding.dtype, (batch, shape.n_heads, self.context)
-        stale = sparse and self.kv_policy == "stale"
+        half = self.plan.half(layer, Target.HEADS)
+        sparse = half.run is Run.SELECTED
+        stale = sparse and self.plan.kv_policy == "stale"
         attn_in = self.inputs
-        if sparse or layer not in self._fused:
+        if sparse or half.kernels is not Kernels.QKV_SELECT:
             attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
         return KvCache(
             k=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
@@ -169,14 +148,14 @@ class DecodeStep:
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
         )
 
-    def _late_sites(self, chosen: Mapping[Key, TargetSelection]) -> dict[int, LateSite]:
+    def _late_sites(self, chosen: Mapping[UnitKey, TargetSelection]) -> dict[int, LateSite]:
         """What the MLP before each late layer leaves for it."""
         device, found = self.device, {}
         estimate, moments = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        for layer in sorted(self._late):
+        for layer in [i for i, half in enumerate(self.plan.halves[::2]) if half.late]:
             weights, cache, ahead = self.weights.layers[layer], self.caches[layer], None
-            heads, mlp = chosen.get((layer, "heads")), chosen[layer, "mlp"].predictor
+            heads, mlp = chosen.get(UnitKey(layer, Target.HEADS)), chosen[UnitKey(layer, Target.MLP)].predictor
             if heads is not None:
                 predictor = head_select.HeadPredictor(
                     heads.predictor.folded, heads.predictor.bias, heads.predictor.threshold, heads.selection
@@ -189,35 +168,32 @@ class DecodeStep:
         return found
 
     def _attention(
-        self,
-        layer: int,
-        heads: TargetSelection | None,
-        fused_mlp: TargetSelection | None,
-        masked: bool,
-        late: LateSite | None,
+        self, layer: int, heads: TargetSelection | None, mlp: TargetSelection | None, late: LateSite | None
     ) -> Attention:
-        weights, cache = self.weights.layers[layer], self.caches[layer]
-        if heads is None and fused_mlp is not None:
-            return FusedDenseAttention(weights, cache, self.work, fused_mlp, late)
+        weights, cache, half = self.weights.layers[layer], self.caches[layer], self.plan.half(layer, "heads")
+        if half.kernels is Kernels.QKV_SELECT:
+            assert mlp is not None
+            if heads is None:
+                return FusedDenseAttention(weights, cache, self.work, mlp, late)
+            return FusedAttention(weights, cache, self.work, heads, mlp, late)
         if heads is None:
             return DenseAttention(weights, cache, self.work)
-        if masked:
+        if half.run is Run.MASKED:
             return MaskedAttention(weights, cache, self.work, heads)
-        if fused_mlp is not None:
-            return FusedAttention(weights, cache, self.work, heads, fused_mlp, late)
         return SparseAttention(weights, cache, self.work, heads)
 
-    def _mlp(self, layer: int, mlp: TargetSelection | None, fused: bool, masked: bool, ahead: LateSite | None) -> Mlp:
-        weights = self.weights.layers[layer]
+    def _mlp(self, layer: int, mlp: TargetSelection | None, ahead: LateSite | None) -> Mlp:
+        weights, half = self.weights.layers[layer], self.plan.half(layer, "mlp")
         if mlp is None:
-            return DenseMlp(weights, self.work)
-        if self.batch > 1 and masked:
+            return DenseMlp(weights, self.work, half.kernels is Kernels.LISTED_GRID)
+        if half.kernels is Kernels.PRODUCTS:
             return MaskedMlp(weights, self.work, mlp)
-        if self.batch > 1:
-            return (ListedMlp if weights.packed else BatchMlp)(weights, self.work, mlp)
-        if weights.cascade is not None:
-            return CascadeMlp(weights, self.work, mlp, fused)
-        return SparseMlp(weights, self.work, mlp, fused, ahead)
+        if half.kernels in (Kernels.LISTED_CODES, Kernels.LISTED_BATCH):
+            return (ListedMlp if half.kernels is Kernels.LISTED_CODES else BatchMlp)(weights, self.work, mlp)
+        packed = half.packer is Packer.ATTENTION
+        if half.kernels is Kernels.SECOND_STAGE:
+            return CascadeMlp(weights, self.work, mlp, packed)
+        return SparseMlp(weights, self.work, mlp, packed, ahead)
 
     def _measured(self, body: Any) -> Any:
         assert self.guard is not None
@@ -283,10 +259,7 @@ class DecodeStep:
             self.eager(*call)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
-        selected = {target for _, target in self.predictors}
-        if self._fused:
-            selected.add("heads")  # q/k/v by the kernel of selected heads, whether or not these are all
-        launch.share_carveout(launch.carveout(selected, self.weights.packed))
+        launch.share_carveout(self.plan.carveout)
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -313,7 +286,7 @@ class DecodeStep:
                 cache.valid.zero_()
 
 
-def _reading(chosen: Mapping[Key, TargetSelection], layer: int, site: str) -> tuple[SitePredictor, ...]:
+def _reading(chosen: Mapping[UnitKey, TargetSelection], layer: int, site: str) -> tuple[SitePredictor, ...]:
     """The predictors that run at this site, in the order of their targets."""
     runners = (each.runner for each in chosen.values() if each.runner is not None)
     return tuple(r for r in runners if (r.predictor.site_layer, r.predictor.site) == (layer, site))

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
+from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.predictors import Grid, TargetPredictor
-from dejavu_train.errors import Unsupported
-from dejavu_train.families import ModelDims, blocks_of, dims_of
+from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
@@ -143,7 +143,6 @@ class DecodeWeights:
         Raises:
             UserError: not a pre-norm ReLU OPT. Unsupported: an LM head in 8 bits.
         """
-        check_head(model)
         check_read(model)
         shape = dims_of(model.config)
         decoder = model.model.decoder
@@ -243,7 +242,7 @@ class DecodeWeights:
         )
 
     def arranged(
-        self, predictors: Mapping[tuple[int, str], "TargetPredictor"], batch: int, release: bool = False
+        self, predictors: Mapping[UnitKey, TargetPredictor], batch: int, release: bool = False
     ) -> "DecodeWeights":
         """The weights as an engine with these predictors and rows reads them; this object keeps its own layers.
 
@@ -255,7 +254,7 @@ class DecodeWeights:
             self.layers.clear()
         layers = []
         for number, layer in enumerate(given):
-            mlp = predictors.get((number, "mlp"))
+            mlp = predictors.get(UnitKey(number, Target.MLP))
             assert layer is not None
             layers.append(layer.arranged(mlp is not None, mlp.grid if mlp else None, batch))
             given[number] = layer = None
@@ -323,6 +322,13 @@ class DecodeWeights:
         """Whether the layers' matrices lie in 4 bits."""
         return any(layer.packed for layer in self.layers)
 
+    @property
+    def formats(self) -> Formats:
+        dtype, down = dtype_name(self.embedding.dtype), self.layers[0].fc2 if self.layers else None
+        head = "int4" if isinstance(self.lm_head, Int4Rows) else dtype_name(self.lm_head.dtype)
+        packed = isinstance(down, Int4Rows)
+        return Formats("int4" if packed else dtype, head, dtype, down.group if isinstance(down, Int4Rows) else 0)
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
@@ -339,22 +345,15 @@ def engine_dtype(model: Any, ops: str) -> torch.dtype:
     return torch.float16 if packed and ops == "triton" else model.dtype
 
 
-def check_head(model: Any) -> None:
-    """Raise Unsupported for an LM head that no kernel reads."""
-    if isinstance(model.lm_head, CodedLinear) and model.lm_head.layout.sizes.bits != 4:
-        raise Unsupported(
-            "the decode engine has no kernel for an LM head in int8; use backend gather, or quantise with"
-            " --lm_head int4"
-        )
+def formats_of(model: Any, dtype: torch.dtype) -> Formats:
+    """How the weights of a Hugging Face model lie in an engine of this dtype."""
+    coded = [m for m in model.modules() if isinstance(m, CodedLinear) and m is not model.lm_head]
+    bits = model.lm_head.layout.sizes.bits if isinstance(model.lm_head, CodedLinear) else 0
+    group = coded[-1].layout.sizes.group if coded else 0  # the last matrix of a layer is fc2
+    return Formats(
+        "int4" if coded else dtype_name(dtype), f"int{bits}" if bits else dtype_name(dtype), dtype_name(dtype), group
+    )
 
 
-def check_four_bits(second_stage: bool, dtype: torch.dtype, ops: str) -> None:
-    """Raise Unsupported for what the engine does not do with 4-bit weights: see the message."""
-    if second_stage:
-        raise Unsupported(
-            "the decode engine runs no second stage on 4-bit weights, of which its test would read as much as fc1 is;"
-            " use backend gather, or calibrate a bundle with calibrate.cascade null"
-        )
-    if ops == "triton" and dtype != torch.float16:
-        name = str(dtype).removeprefix("torch.")
-        raise Unsupported(f"4-bit weights meet float16 inputs in the decode engine, not {name}; load them with float16")
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -11,8 +11,8 @@ from dejavu_train.families import ModelDims
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.attention.head_select import HeadPredictor
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.common.limits import MOST_TOKENS
 from kernels.mlp.cascade_batch import InputLevels
-from kernels.mlp.int4_fc2 import MOST_TOKENS
 from kernels.mlp.predictor import Predictor
 from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
@@ -107,9 +107,9 @@ class SitePredictor:
         predictor: of one (layer, target).
         selection: receives what is selected.
         norm: the LayerNorm of the site.
-        own: whether the site is that of the target itself; others run on the look-ahead stream, where there is one.
+        own: whether it runs between other kernels, not on the look-ahead stream.
         normalised_out: (B, d), receives what the predictor read, where fc1 reads the same; or None.
-        listed: receives the list without gaps, where the kernels can leave it (`select.lists`); or None.
+        listed: receives the list without gaps, where the kernels can leave it; or None.
     """
 
     def __init__(

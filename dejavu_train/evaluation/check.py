@@ -1,13 +1,46 @@
 """What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
 
+from typing import Any
+
 from dejavu_train.bundle.folder import check_bundle, require_model
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
 from dejavu_train.files import probe_folder
 from dejavu_train.machine import check_device_map, check_device_name, require_package
-from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.stored import check_folder
+from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
+from dejavu_train.models.int4_sizes import head_kind, row_sizes
+from dejavu_train.models.stored import check_folder, stored_files
+
+
+def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
+    """How the engine of this device would run a decoding step of a bundle, or why it would not."""
+    from dejavu_train.engine.facts import facts_of  # these import torch
+    from dejavu_train.engine.options import EngineOptions
+    from dejavu_train.engine.plan import Engine, Formats, plan_step, read_as_codes
+    from dejavu_train.models.opt import DTYPES, chosen_dtype
+
+    values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)
+    name = "float32"
+    formats, engine = Formats(name, name, name), Engine.CPU
+    codes = frozenset(bundle.specs)
+    if device.type == "cuda":
+        engine = Engine.GPU
+        if quant_method(values) == INT4:
+            name, head = "float16", head_kind(values)
+            formats = Formats("int4", name if head == "fp16" else head, name, row_sizes(dims)["fc2"].group)
+        else:
+            dtype = chosen_dtype(config.dtype, values, stored_files(config.model, revision=config.revision))
+            name = str(dtype).removeprefix("torch.")
+            formats = Formats(name, name, name)
+        codes = read_as_codes(bundle, DTYPES[name], config.batch)
+    tokens = min(config.prompt + config.new_tokens, dims.max_positions)
+    options = EngineOptions(batch=config.batch, context=tokens, guard=config.guard)
+    try:
+        plan = plan_step(dims, facts_of(bundle, codes, name, config.batch), formats, options, engine)
+    except UserError as refusal:
+        return f"no engine runs a decoding step: {refusal}"
+    return f"a decoding step:\n{plan.describe()}"
 
 
 def check(config: InferConfig) -> None:

@@ -18,7 +18,7 @@ from dejavu_train.engine.cpu import load_engine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
-from dejavu_train.evaluation.check import check
+from dejavu_train.evaluation.check import check, planned_step
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
 from dejavu_train.evaluation.finite import FiniteLogits
 from dejavu_train.evaluation.further import check_plan, measure, plan
@@ -34,7 +34,7 @@ from dejavu_train.evaluation.timing import (
     WARM_UP,
     Clock,
     Timing,
-    engine_class,
+    build_engine,
     time_decoding,
     time_engine,
 )
@@ -177,6 +177,8 @@ def print_plan(config: InferConfig) -> None:
         print(f"time {', '.join(asked)}: {config.new_tokens} tokens behind a prompt of {config.prompt}")
     if config.generate is not None:
         print(f"generate {config.new_tokens} tokens with {config.backend}")
+    if config.timing or config.generate is not None:
+        print(planned_step(config, _moved(config, bundle), device))
     print(f"on {device}, results in {config.output}; no mistake was found, the same command without --check begins")
 
 
@@ -270,7 +272,7 @@ def _generate(
             new_tokens, config.new_tokens, ids.shape[1], dense.config.max_position_embeddings,
         )  # fmt: skip
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
-        generated = engine_class(config.backend)(dense).generate(ids.tolist(), new_tokens)
+        generated = build_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None
     model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)

@@ -91,15 +91,17 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
     return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
 
 
-def engine_class(backend: str) -> Any:
-    """`CpuEngine` for "cpu" and "dense-cpu", else `DecodeEngine`."""
+def build_engine(
+    backend: str, model: Any, bundle: Bundle | None = None, rows: int = 1, tokens: int | None = None
+) -> Any:
+    """A `CpuEngine` for "cpu" and "dense-cpu", else a `DecodeEngine`; tokens: of a row, None = the model's limit."""
     if backend in (CPU, DENSE_CPU):
         from dejavu_train.engine.cpu import CpuEngine  # imports numba
 
-        return CpuEngine
-    from dejavu_train.engine.decode import DecodeEngine  # imports triton
+        return CpuEngine(model, bundle, batch=rows, context=tokens)
+    from dejavu_train.engine.decode import DecodeEngine, EngineOptions  # imports triton
 
-    return DecodeEngine
+    return DecodeEngine(model, bundle, EngineOptions(batch=rows, context=tokens))
 
 
 @torch.no_grad()
@@ -108,12 +110,12 @@ def time_engine(model: PreTrainedModel, bundle: Bundle | None, backend: str, pro
 
     Args:
         bundle: None = dense.
-        backend: see `engine_class`. prompt: (B, P) token ids.
+        backend: see `build_engine`. prompt: (B, P) token ids.
     Raises:
         UserError: what the engine refuses, for instance a machine without a GPU.
     """
     (batch, length), on_cpu = prompt.shape, backend in (CPU, DENSE_CPU)
-    engine = engine_class(backend)(model, bundle, batch=batch, context=length + new_tokens + WARM_UP)
+    engine = build_engine(backend, model, bundle, batch, length + new_tokens + WARM_UP)
     logger.info("%s", engine.describe())
     engine.begin(prompt.tolist(), [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
     n, megabytes = max(1, new_tokens - 1), None  # the first new token came with the prompt

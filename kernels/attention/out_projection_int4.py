@@ -28,8 +28,9 @@ from kernels.common.int4_numbers import written_out_by_output
 from kernels.common.int4_tiles import split_words
 from kernels.common.lane_queue import ask, even_room, lane_queue, take
 from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
+from kernels.common.limits import MOST_TOKENS
 from kernels.dense.dense_batch import dense_add
-from kernels.dense.int4_batch import MOST_TOKENS, int4_by_head
+from kernels.dense.int4_batch import int4_by_head
 from kernels.formats.int4 import Int4Rows
 from kernels.mlp.selection import Selection
 

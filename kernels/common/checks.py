@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from kernels.common.kv_cache import KvCache
+from kernels.common.limits import HEAD_DIMS
 from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
 from kernels.formats.linear import Linear, Matrix
 
 # As Triton reads it; whoever loads 4-bit weights imports this module, and needs no Triton for that.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-HEAD_DIMS = (16, 32, 64, 80, 128)
 MAX_BATCH = 32  # one bit a batch row in an int32
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)

@@ -22,7 +22,7 @@ import triton.language as tl
 from kernels.common.int4_tiles import ASSEMBLY
 
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take, and `int4_norm`
-SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where `launch.carveout` asks for half
+SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where a plan's carveout asks for half
 BESIDE_QUEUE = 2 * 1024  # of a program: for the driver, and for sums of one column of numbers
 EVEN_FROM = 4096
 

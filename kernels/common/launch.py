@@ -17,7 +17,6 @@ after all that (`wait_for_count`).
 import ctypes
 import functools
 import sys
-from collections.abc import Collection
 
 import torch
 import triton
@@ -28,9 +27,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.common.checks import INTERPRET
 
 PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
-SPARSE_CARVEOUT = 50  # percent, see share_carveout
-INT4_CARVEOUT = 75  # where heads are selected and rows have 4 bits, whose queues lie in shared memory
-DRIVERS_CARVEOUT = -1
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -99,21 +95,10 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     return _knows_pdl(x.device), use_pdl(pdl, x.device)
 
 
-def carveout(selected: Collection[str], packed: bool) -> int:
-    """Percent of shared memory that is best for a step, by whole steps at four widths (`share_carveout`).
-
-    selected: "mlp", "heads", both or neither. packed: with 4-bit rows. One H200, 85 % of the heads: 6.7B takes 1.42 ms
-    at 50 % and 1.31 at 75 %, 66B 6.49 at both; dense 6.7B 1.90 ms at 50 % and 2.05 at 75 %.
-    """
-    if packed:
-        return INT4_CARVEOUT if "heads" in selected else SPARSE_CARVEOUT
-    return SPARSE_CARVEOUT if selected else DRIVERS_CARVEOUT
-
-
 def share_carveout(percent: int) -> int:
     """Asks for one split of shared memory and L1 for every kernel of this package compiled so far; returns how many.
 
-    percent: of shared memory: see `carveout`; DRIVERS_CARVEOUT leaves it to the driver (again).
+    percent: of shared memory; `limits.DRIVERS_CARVEOUT` leaves it to the driver (again).
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
     can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
     predecessor. A sparse step at batch 1 (one H200, kernels of an earlier state): 66B 11.16 ms without, 11.11 / 10.66 /
@@ -269,18 +254,3 @@ def sums_together(tiles, N: tl.constexpr):
 def column_block(d: int, warps: int = 4) -> int:
     """Columns a step: 16 bytes of fp16 a thread, less for narrow matrices."""
     return min(256 * warps, max(16, next_power_of_two(d)))
-
-
-# Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its
-# predictor (rank d / 16): benchmarks/results/sparse_mlp.csv. Measured at 4096 and 9216 up to unions of 75 %, where 8
-# rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step); what a step
-# adds, and more rows, leave less. Below 4096: not measured.
-DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
-
-
-def sparse_pays(d: int, density: float, batch: int = 1) -> bool:
-    """Whether an MLP of width d is faster when it reads the selected rows only; one row's always does.
-
-    density: of what the rows of the batch select together. Between two widths, the narrower decides.
-    """
-    return batch == 1 or density < [limit for width, limit in DENSE_FROM_BATCHES if width <= d][-1]

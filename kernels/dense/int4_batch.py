@@ -46,10 +46,10 @@ from kernels.common.int4_token_step import (
 from kernels.common.kv_cache import KvCache
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
+from kernels.common.limits import MOST_TOKENS
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.linear import Linear, Matrix
 
-MOST_TOKENS = 8
 ROWS = 16  # of a step
 
 

@@ -29,10 +29,10 @@ from kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_
 from kernels.common.int4_tiles import ASSEMBLY
 from kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.common.limits import SCREENED_WIDTHS
 from kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
 
 CODES_PER_WORD = 4
-SCREENED_WIDTHS = 16  # these and their multiples: a thread reads sixteen codes at once
 LARGEST = 127  # of a code, and of a high level
 EPSILON = 2.0**-24  # what one fp32 rounding changes, as a share
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}  # of n, as a share
@@ -164,11 +164,6 @@ class ScreenedHead:
         """Of the last step: the screen with its bounds, and those rows. Waits for it."""
         screen = sum(tensor.nbytes for tensor in (self.words, self.scales, self.upper))
         return screen + self.rows_read() * self.weight[0].nbytes
-
-
-def screen_bytes(n: int, d: int) -> int:
-    """What a screen of n rows of d columns takes."""
-    return n * (d + 12)
 
 
 def screened_head_reference(x, head: ScreenedHead, position, least, stops, pdl=False) -> None:

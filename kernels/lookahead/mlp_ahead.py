@@ -25,6 +25,7 @@ from kernels.common.lane_queue import as_it_comes
 from kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
 from kernels.common.launch import start_dependents, start_dependents_and_wait, sums_together, use_pdl, wait_for_started
 from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
+from kernels.common.limits import TILE_ROWS, TILED_FROM
 from kernels.common.row_state import by_state
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.linear import Linear, Matrix, MlpWeights
@@ -34,9 +35,7 @@ from kernels.mlp.predict import norm_sums
 from kernels.mlp.predictor import PredictorWeights
 from kernels.mlp.sparse_fc2 import PackedSelection, summed_partials
 
-TILE_ROWS = 16  # of q/k/v
 ROWS = 4  # of a program of `late_rows`
-TILED_FROM = 5121  # model dimensions from which all tiles of q/k/v are not there at once
 STRIPE = 32  # columns of a program that sums
 
 

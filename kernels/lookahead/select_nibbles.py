@@ -18,9 +18,8 @@ import triton.language as tl
 from kernels.common.int4_mma import fp16_pairs, int4_mma
 from kernels.common.int4_tiles import neighbours, word_vector
 from kernels.common.launch import THROUGH_L1, wait_for_count, wait_for_predecessor
+from kernels.common.limits import MOST_WORDS
 from kernels.mlp.select_batch import saturated, store_chosen
-
-MOST_WORDS = 96  # of a lane
 
 
 def takes(rank: int, block: int, lanes: int) -> bool:

@@ -44,12 +44,11 @@ from kernels.common.int4_neurons import (
 from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
+from kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
 from kernels.common.shared_list import list_bytes, list_four, write_list
 from kernels.formats.int4 import Int4Rows
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
-PAYS_FROM = 4096
-MOST_TOKENS = 8
 MOST_ROUNDS = 20  # rows of each thread, of which a list holds those to be read
 COLUMNS = tl.constexpr(256)  # of a warp
 ASKS = tl.constexpr(4)  # of a unit
@@ -79,24 +78,6 @@ def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False)
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
-
-
-def tokens_at_once(batch: int) -> int:
-    """1, 2 or 4: tokens of a set of columns."""
-    return min(4, triton.next_power_of_2(batch))
-
-
-def takes(weight: Int4Rows, batch: int) -> bool:
-    """Whether the kernel multiplies such rows: lane groups of as many tokens as a set has share a scale, and scales lie
-    in pairs."""
-    d, group = weight.shape[-1], weight.group
-    return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
-
-
-def pays(weight: Int4Rows) -> bool:
-    """Whether a dense step of one token runs fc1 and fc2 apart: faster from 4096 on than one grid was in its former
-    state, before `int4_mlp`; not measured since, nor below."""
-    return takes(weight, 1) and weight.shape[-1] >= PAYS_FROM
 
 
 @triton.constexpr_function
@@ -307,7 +288,7 @@ def int4_fc2(
     """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8; residual and out (B, d) fp32, weight (n, d); bitwise
     deterministic. See the module's docstring.
 
-    Errors: shapes, dtypes, groups and batches that `takes` refuses, a CPU tensor.
+    Errors: shapes, dtypes, groups and batches that `takes_down` refuses, a CPU tensor.
     """
     check_device("h", h)
     batch = len(h)
@@ -319,7 +300,7 @@ def int4_fc2(
     check_shape("out", out, batch, d)
     require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")
     tokens = tokens_at_once(batch)
-    if not takes(weight, batch):
+    if not takes_down(weight.group, d, batch):
         raise ValueError(
             f"groups of {weight.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
         )

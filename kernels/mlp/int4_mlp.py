@@ -5,7 +5,7 @@
 
 n = LayerNorm(x), rounded to fp16, or x itself; x (1, d) fp32 (fp16 without a LayerNorm); w1, w2_t (n, d), of w2_t
 columns are outputs. A program takes its part of the list, neighbours whose rows lie on few pages of memory, sixteen at
-a time, as the tensor cores want them in both products. A dense step is the list of all rows, where `int4_fc2.pays` does
+a time, as the tensor cores want them in both products. A dense step is the list of all rows, where `int4_fc2` does
 not say otherwise.
 
 fc1: sixteen rows of a list are multiplied as those of a matrix are (`int4_row_step`), a program's warps sharing out the

@@ -25,19 +25,12 @@ from kernels.common.checks import check_tensor, require
 from kernels.common.int4_mma import int4_mma, tile_sums
 from kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
 from kernels.common.launch import programmatic, start_dependents_and_wait, wait_for_predecessor
+from kernels.common.limits import MOST_TOKENS, takes_nibbles
 from kernels.mlp.predictor import Predictor
 from kernels.mlp.select_batch import saturated, store_chosen_rows
 
-MOST_ROWS = 8  # of a batch
-MOST_WORDS = 96  # of a lane
 WARPS = 4  # of a program that selects
 DOWN_WARPS = 8
-
-
-def takes(rows: int, rank: int, d: int) -> bool:
-    """Whether these kernels predict for a batch of so many rows, with nibbles of a predictor of this rank."""
-    up = 2 * word_vector(rank // 8) * -(-rank // (32 * word_vector(rank // 8)))
-    return 2 <= rows <= MOST_ROWS and d % 8 == 0 and rank % 8 == 0 and up <= MOST_WORDS
 
 
 @triton.jit
@@ -247,7 +240,10 @@ def predict_down_nibbles(
     check_tensor("predictor.down", down, (rank, d // 2), (torch.uint8,), x)
     check_tensor("predictor.down_scale", scale, (rank,), (torch.float32,), x)
     check_tensor("planes", planes, (2, batch, rank), (torch.float16,), x)
-    require(takes(batch, rank, d), f"{batch} rows of {d} columns, rank {rank}: nibbles of several rows want {WANTED}")
+    require(
+        takes_nibbles(batch, rank, d),
+        f"{batch} rows of {d} columns, rank {rank}: nibbles of several rows want {WANTED}",
+    )
     has_pdl, use_pdl = programmatic(x, pdl)
     _predict_nibbles_kernel[(triton.cdiv(rank, 16),)](
         x.view(torch.int32), down, scale, planes, count, batch, rank, D=d, L=32 * DOWN_WARPS, RELU=relu, PDL=has_pdl,
@@ -261,7 +257,7 @@ def check_block(block: int) -> None:
     require(block in (lanes // 2, lanes), f"blocks of {block} neurons, expected {lanes // 2} or {lanes}")
 
 
-WANTED = f"2 to {MOST_ROWS} rows, and a width and a rank that are multiples of 8"
+WANTED = f"2 to {MOST_TOKENS} rows, and a width and a rank that are multiples of 8"
 
 
 def select_nibbles_batch(

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
 from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+from kernels.common.limits import takes_nibbles
 from kernels.common.row_state import mask_by_state
 from kernels.mlp import nibbles_batch
 from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
@@ -196,7 +197,7 @@ def _predict_select_nibbles(
     assert weights.down_scale is not None and weights.up_scale is not None
     batch, d = x.shape
     rank, n = len(weights.down), len(weights.up)
-    require(nibbles_batch.takes(batch, rank, d), f"{batch} rows of {d} columns, rank {rank}: {nibbles_batch.WANTED}")
+    require(takes_nibbles(batch, rank, d), f"{batch} rows of {d} columns, rank {rank}: {nibbles_batch.WANTED}")
     check_tensor("predictor.up", weights.up, (n, rank // 2), (torch.uint8,), x)
     check_second_half(predictor, row_state)
     nibbles_batch.check_block(predictor.selection.block)

@@ -12,6 +12,7 @@ from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_plot import line
 from benchmarks.decode_problem import SHAPES, UNION, measured, set_thresholds, start
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.options import EngineOptions
 
 
 def test_cells_are_read_from_words():
@@ -54,7 +55,7 @@ def test_bytes_of_a_cell():
 def test_thresholds_hit_the_density_of_the_union(batch):
     model = random_opt(d_ffn=400)
     bundle = random_bundle(model, targets=("mlp",))
-    engine = DecodeEngine(model, bundle, batch=batch, ops="reference", context=40)
+    engine = DecodeEngine(model, bundle, EngineOptions(batch=batch, ops="reference", context=40))
     with torch.no_grad():
         start(engine, 4, 30)
         set_thresholds(engine, 0.25, 1.0)

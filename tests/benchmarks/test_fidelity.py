@@ -1,7 +1,6 @@
 """What benchmarks/fidelity.py compares on a GPU, here with the plain-torch operations: it finds what differs."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,11 @@ from dejavu_train.models.opt import load_opt
 MODEL = "checkpoints/opt-mini"
 
 
+def plain_torch(model, bundle=None, options=None):
+    """The engine in plain torch, whatever was asked for."""
+    return DecodeEngine(model, bundle, dataclasses.replace(options, ops="reference"))
+
+
 @pytest.fixture(scope="module")
 def made():
     generator = torch.Generator().manual_seed(2)  # no near-tie at these tokens
@@ -23,7 +27,7 @@ def made():
 
 def test_equal_sets_are_seen_as_equal(made, monkeypatch):
     model, bundle, rows = made
-    monkeypatch.setattr(fidelity, "DecodeEngine", partial(DecodeEngine, ops="reference"))
+    monkeypatch.setattr(fidelity, "DecodeEngine", plain_torch)
     found = fidelity.compare_sets(model, bundle, rows, 2, "stream")
     assert found["tokens"] == 33 and found["rows"] == 3
     units = sum(bundle.shape.units(target) for (_, target), spec in bundle.specs.items() if not spec.dense)
@@ -37,7 +41,9 @@ def test_a_wrong_threshold_is_found_where_it_is(made, monkeypatch):
     wrong = dataclasses.replace(spec, threshold=spec.threshold + 0.5)
     other = dataclasses.replace(bundle, specs=bundle.specs | {(3, "mlp"): wrong})
     monkeypatch.setattr(
-        fidelity, "DecodeEngine", lambda model, _, **options: DecodeEngine(model, other, ops="reference", **options)
+        fidelity,
+        "DecodeEngine",
+        lambda model, _, options: plain_torch(model, other, options),
     )
     found = fidelity.compare_sets(model, bundle, rows, 3, "stream")
     far = found["partings_by_more_than_a_near_tie"]
@@ -52,13 +58,16 @@ def test_other_tokens_than_gathers_are_counted(made, monkeypatch):
     class Engine(DecodeEngine):
         shift = 0
 
+        def __init__(self, model, used, options):
+            super().__init__(model, used, dataclasses.replace(options, ops="reference"))
+
         def generate(self, *args, **options):
             return [
                 [token + self.shift * (i == 2) for i, token in enumerate(row)]
                 for row in super().generate(*args, **options)
             ]
 
-    monkeypatch.setattr(fidelity, "DecodeEngine", partial(Engine, ops="reference"))
+    monkeypatch.setattr(fidelity, "DecodeEngine", Engine)
     equal = fidelity.compare_tokens(model, bundle, [rows[0][:4], rows[1][:5]], 6, "cpu")
     assert equal["tokens"] == 12 and equal["that_differ"] == 0
     monkeypatch.setattr(Engine, "shift", 1)
@@ -69,7 +78,7 @@ def test_other_tokens_than_gathers_are_counted(made, monkeypatch):
 def test_what_fp16_costs_is_told(made, monkeypatch):
     """Dense and sparse in fp16 stay near fp32, are not the same numbers, and a wrong bundle shows."""
     model, bundle, rows = made
-    monkeypatch.setattr(fidelity, "DecodeEngine", partial(DecodeEngine, ops="reference"))
+    monkeypatch.setattr(fidelity, "DecodeEngine", plain_torch)
     found = fidelity.compare_half(model, bundle, rows[:2], 2, "stream")
     assert found["tokens"] == 22
     for name in ("dense", "sparse"):
@@ -79,7 +88,7 @@ def test_what_fp16_costs_is_told(made, monkeypatch):
     monkeypatch.setattr(
         fidelity,
         "DecodeEngine",
-        lambda model, used, **options: DecodeEngine(model, other if used else None, ops="reference", **options),
+        lambda model, used, options: plain_torch(model, other if used else None, options),
     )
     wrong = fidelity.compare_half(model, bundle, rows[:2], 2, "stream")
     assert abs(wrong["sparse_difference_percent"]) > 3

@@ -23,6 +23,7 @@ from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest
 from dejavu_train.data.text import SampleConfig, TextSource
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
 from dejavu_train.pipeline import engine_writer
@@ -169,7 +170,7 @@ def test_the_engine_samples_as_transformers_does(tiny_opt):
     import torch
 
     model = load_opt(str(tiny_opt))
-    engine = DecodeEngine(model, batch=32, context=8, ops="reference")
+    engine = DecodeEngine(model, options=EngineOptions(batch=32, context=8, ops="reference"))
     write = engine_writer(engine, SampleConfig())
     rows = np.concatenate([np.array(write([[2]] * 32, 2, seed=seed)) for seed in range(60)])
     assert rows.shape == (1920, 2) and (np.array(write([[2]] * 32, 2, seed=7)) == rows[7 * 32 : 8 * 32]).all()

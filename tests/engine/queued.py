@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.options import EngineOptions
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 PLAIN = "!"  # behind the name of a kernel that is not launched as a dependent
@@ -97,7 +98,7 @@ _case("4 bits, a head of 4 bits, 2 rows", True, {}, packed_head=True, batch=2)
 def _engine(name: str, monkeypatch: Any) -> DecodeEngine:
     packed, options, settings, specs = CASES[name]
     settings = dict(settings)
-    monkeypatch.setattr("kernels.mlp.int4_fc2.PAYS_FROM", settings.pop("pays_from", 4096))
+    monkeypatch.setattr("dejavu_train.engine.plan.CODES_FROM", settings.pop("pays_from", 4096))
     model = random_opt(**WIDE)
     if packed:
         four_bits(model, settings.pop("packed_head", False))
@@ -124,16 +125,9 @@ def guard(bundle: Any) -> Any:
 
 def build(model: Any, bundle: Any, crossed: bool, monkeypatch: Any, **options: Any) -> DecodeEngine:
     """An engine of kernels on the CPU; crossed: that computes layers whole as a GPU would."""
-    import dejavu_train.engine.decode as decode
-
-    choose = decode.choose_execution
     with monkeypatch.context() as patched:
-        patched.setattr(
-            decode,
-            "choose_execution",
-            lambda predictors, d, batch, _, *rest: choose(predictors, d, batch, crossed, *rest),
-        )
-        return DecodeEngine(model, bundle, **options)
+        patched.setattr("dejavu_train.engine.plan.crossover_measured", lambda engine: crossed)
+        return DecodeEngine(model, bundle, EngineOptions(**options))
 
 
 def queue_of(name: str, monkeypatch: Any) -> str:

@@ -9,13 +9,11 @@ from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt,
 from decode_helpers import reference_engine as engine
 
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.dispatch import choose_execution, describe_execution, expected_union, heads_pay
+from dejavu_train.engine.facts import expected_union
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
-from kernels.common.launch import sparse_pays
 from kernels.formats.linear import Linear
 
 
@@ -185,13 +183,7 @@ def test_a_layer_that_computes_all_selects_the_same(model, options, monkeypatch)
     """Whatever the crossover says, the bundle's selection counts: scores at 1, 8 and 32 rows equal the mask."""
     bundle, rows = random_bundle(model, **options), rows_of(*range(3, 35))
     expected = [masked_nll(model, bundle, row) for row in rows]
-    monkeypatch.setattr(
-        "dejavu_train.engine.decode.choose_execution",
-        lambda predictors, d, batch, measured, *rest: {
-            key: dataclasses.replace(mode, sparse=batch == 1)
-            for key, mode in choose_execution(predictors, d, batch, True, *rest).items()
-        },
-    )
+    monkeypatch.setattr("dejavu_train.engine.plan.crossover_measured", lambda engine: True)
     for batch in (1, 8, 32):
         made = engine(model, bundle, batch=batch)
         assert ("computed whole and masked" in made.describe()) == (batch > 1)
@@ -315,35 +307,3 @@ def test_what_independent_rows_select_together():
     assert expected_union(0.1, 8, skewed) == pytest.approx(masks.any(1).float().mean().item(), rel=0.02)
     assert expected_union(0.3, 4, torch.zeros(10)) == pytest.approx(1 - 0.7**4)
     assert expected_union(0.3, 4, torch.tensor([1.0, *[0.0] * 9])) == pytest.approx(1 - 0.7**4)
-
-
-def test_several_rows_mask_their_heads(model):
-    assert heads_pay(1) and not heads_pay(2) and heads_pay(2, "stale")
-    assert not heads_pay(8, "always")
-
-
-def test_the_form_of_a_layer_follows_the_table(model, monkeypatch):
-    """The table decides by width, batch and expected union, before capture; the report says so."""
-    asked = []
-    monkeypatch.setattr(
-        "kernels.common.launch.sparse_pays", lambda d, union, batch: asked.append((d, batch)) or union < 0.9
-    )
-    bundle = random_bundle(model)
-    bundle.specs[1, "mlp"].density = 0.95
-    predictors = load_predictors(bundle, torch.float32, "cpu")
-    modes = choose_execution(predictors, 64, 2)
-    assert set(asked) == {(64, 2)}
-    assert modes[0, "mlp"].sparse and not modes[1, "mlp"].sparse
-    assert all(mode.sparse for mode in choose_execution(predictors, 64, 2, measured=False).values())
-    for batch, reads_a_list in ((2, True), (8, True), (9, False)):  # with 4-bit weights
-        packed = choose_execution(predictors, 64, batch, packed=True)
-        assert {mode.sparse for mode in packed.values() if mode.target == "mlp"} == {reads_a_list}
-    text = describe_execution(modes, 2)
-    assert "mlp: 2 of 2 layers sparse, density 0.725 a row" in text
-    assert "computed whole and masked: layers 1 (0.9" in text
-    assert all(mode.sparse for mode in engine(model, bundle, batch=2).modes.values()), "measured on a GPU only"
-
-
-def test_sparse_pays_below_the_measured_union():
-    assert sparse_pays(64, 0.99) and sparse_pays(4096, 1.0)
-    assert sparse_pays(9216, 0.263, 16) and not sparse_pays(9216, 0.9, 16) and not sparse_pays(2048, 0.1, 2)

@@ -14,6 +14,7 @@ from decode_helpers import masked_nll, mlp_ahead, random_bundle, random_opt, row
 from dejavu_train import Guard
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -49,7 +50,7 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
         bundle = None if options is None else random_bundle(model, rank=16, **options)
         bundle = mlp_ahead(bundle) if how == "fused" else bundle
         rows = rows_of(150, 40, 77)[:batch]
-        engine = DecodeEngine(model, bundle, batch=batch, device="cuda", crossover=False, look_ahead=how)
+        engine = DecodeEngine(model, bundle, EngineOptions(batch=batch, device="cuda", crossover=False, look_ahead=how))
         poison(engine)
         for row, nll in zip(rows, engine.score(rows), strict=True):
             margins: list[torch.Tensor] = []
@@ -74,7 +75,7 @@ def test_layers_that_compute_all_select_the_same(batch, options):
     """At this width several rows compute all units and mask them; what is selected stays the bundle's."""
     model = random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)
     bundle, rows = random_bundle(model, rank=16, **options), rows_of(*range(20, 20 + batch))
-    engine = DecodeEngine(model, bundle, batch=batch, device="cuda")
+    engine = DecodeEngine(model, bundle, EngineOptions(batch=batch, device="cuda"))
     poison(engine)
     assert "computed whole and masked" in engine.describe()
     for row, nll in zip(rows, engine.score(rows), strict=True):
@@ -88,7 +89,7 @@ def test_a_captured_engine_survives_others_on_the_same_weights():
     """The first one's graph reads tensors that the second one must neither free nor rewrite."""
     weights = DecodeWeights.from_model(random_opt(d_model=256, n_heads=4, positions=256), torch.float16, "cuda")
     bundle, rows = random_bundle(random_opt(d_model=256, n_heads=4, positions=256), rank=16), rows_of(100)
-    first = DecodeEngine(weights, bundle, crossover=False)
+    first = DecodeEngine(weights, bundle, EngineOptions(crossover=False))
     expected = first.score(rows)[0]
     for other in (None, random_bundle(random_opt(d_model=256, n_heads=4, positions=256), cascade=True)):
         DecodeEngine(weights, other).score(rows)
@@ -104,7 +105,7 @@ def test_another_device_than_the_current_one(options):
     made = []
     for device in ("cuda:0", "cuda:1"):
         assert torch.cuda.current_device() == 0
-        engine = DecodeEngine(model, bundle, batch=2, device=device)
+        engine = DecodeEngine(model, bundle, EngineOptions(batch=2, device=device))
         made.append(engine.generate(rows_of(9, 30), 40, stop_tokens=()))
     assert made[0] == made[1]
 
@@ -127,7 +128,7 @@ def test_capture_is_not_broken_by_another_thread():
     thread.start()
     try:
         for mode in (Sampling(), Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, top_k=5)):
-            engine = DecodeEngine(model, random_bundle(model, rank=16), device="cuda")
+            engine = DecodeEngine(model, random_bundle(model, rank=16), EngineOptions(device="cuda"))
             made = engine.generate(rows_of(9), 20, sampling=mode, stop_tokens=())
             assert len(made[0]) == 20
     finally:
@@ -166,7 +167,7 @@ def test_policies(policy):
     model = random_opt(d_model=256, n_heads=4, positions=256)
     bundle = random_bundle(model, threshold=1.5, targets=("heads",))
     row = rows_of(200)[0]
-    engine = DecodeEngine(model, bundle, device="cuda", kv_policy=policy, crossover=False)
+    engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", kv_policy=policy, crossover=False))
     nll = engine.score([row])[0]
     torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-3, rtol=1e-3)
 
@@ -180,13 +181,9 @@ def test_replay_equals_eager_bitwise(batch, lookahead, how):
         DecodeEngine(
             model,
             bundle,
-            batch=batch,
-            device="cuda",
-            dtype=torch.float16,
-            graph=graph,
-            pdl=pdl,
-            look_ahead=how,
-            crossover=False,
+            EngineOptions(
+                batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl, look_ahead=how, crossover=False
+            ),
         )  # fmt: skip
         for graph, pdl in ((True, True), (False, True), (True, False))
     ]
@@ -211,7 +208,9 @@ def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, 
     rows, made, guards = rows_of(*[90] * batch), [], []
     for ops, graph in (("triton", True), ("triton", False), ("reference", False)):
         engine = DecodeEngine(
-            load_opt(folder, device="cuda"), bundle, batch=batch, ops=ops, graph=graph, guard=Guard(every=4, memory=32)
+            load_opt(folder, device="cuda"),
+            bundle,
+            EngineOptions(batch=batch, ops=ops, graph=graph, guard=Guard(every=4, memory=32)),
         )
         made.append(engine.score(rows))
         guards.append([tensor.clone() for tensor in engine.guard.tensors()])
@@ -237,7 +236,7 @@ def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, 
 
 def test_dense_engine_follows_hugging_face():
     model = random_opt(d_model=256, n_heads=2, n_layers=3, positions=300).cuda()
-    engine = DecodeEngine(model, batch=1)
+    engine = DecodeEngine(model, options=EngineOptions(batch=1))
     for prompt in rows_of(12, 100):
         ids = torch.tensor([prompt], device="cuda")
         expected = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
@@ -246,7 +245,7 @@ def test_dense_engine_follows_hugging_face():
 
 def test_sampling_modes_run_and_repeat():
     model = random_opt(d_model=128, n_heads=4, positions=256)
-    engine = DecodeEngine(model, batch=2, device="cuda")
+    engine = DecodeEngine(model, options=EngineOptions(batch=2, device="cuda"))
     for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4), Sampling(0.8, 0.5, top_k=7)):
         first = engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
         assert first == engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())

@@ -12,11 +12,13 @@ from int4_helpers import random_rows
 from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.dispatch import fused_layers, late_layers
 from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.mlp import dense_fc2
 from dejavu_train.engine.ops import operations
-from dejavu_train.engine.predictors import load_predictors, read_as_codes
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import read_as_codes
+from dejavu_train.engine.planned import Place
+from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
@@ -60,9 +62,9 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
     kernels = {"dtype": torch.float16, "device": device, "graph": False}
     outputs = []
     for width in (9216, 256):
-        monkeypatch.setattr("kernels.mlp.int4_fc2.PAYS_FROM", width)
+        monkeypatch.setattr("dejavu_train.engine.plan.CODES_FROM", width)
         torch.testing.assert_close(engine(own).score([row])[0], masked_nll(own, None, row), atol=2e-5, rtol=1e-5)
-        core = DecodeEngine(own, context=16, **kernels).core
+        core = DecodeEngine(own, options=EngineOptions(context=16, **kernels)).core
         x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).to(device)
         outputs.append(torch.full_like(x, float("nan")))
         core.halves[1].body.run(x, outputs[-1])
@@ -101,7 +103,7 @@ def test_a_head_of_four_bits(lengths):
     made = engine(own, bundle, batch=len(rows), context=48)
     for nll, want in zip(made.score(rows), expected, strict=True):
         torch.testing.assert_close(nll, want, atol=2e-5, rtol=1e-5)
-    assert "LM head in 4 bits" in made.describe() and "LM head" not in whole.describe()
+    assert "LM head in int4" in made.describe() and "LM head in float32" in whole.describe()
     shape, plain = made.shape, engine(own, batch=len(rows), context=48)
     codes = shape.vocab_size * (shape.d_model // 2 + 2 * shape.d_model // 64)
     assert plain.memory["weights"] - whole.memory["weights"] == codes, "the embeddings are still there"
@@ -109,7 +111,9 @@ def test_a_head_of_four_bits(lengths):
     shared = DecodeWeights.from_model(own, torch.float32, "cpu", share=True)
     assert shared.lm_head.words.data_ptr() == own.lm_head.words.data_ptr()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kernels = DecodeEngine(own, batch=len(rows), context=8, dtype=torch.float16, device=device, graph=False)
+    kernels = DecodeEngine(
+        own, options=EngineOptions(batch=len(rows), context=8, dtype=torch.float16, device=device, graph=False)
+    )
     for each in (plain, kernels):  # the LM head's kernel alone
         each.core.x[-1].copy_(torch.randn(len(rows), shape.d_model, generator=torch.Generator().manual_seed(0)))
         each.core.tail("greedy", score=False)
@@ -198,7 +202,7 @@ def test_predictors_of_four_bits_are_nibbles(model, lookahead):
     assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
     row = rows_of(20)[0]
     made = engine(model, bundle)
-    assert "MLP predictors in int4, weights in 4 bits" in made.describe()
+    assert "weights in int4" in made.describe() and "predictor in int4" in made.describe()
     torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 
@@ -228,20 +232,22 @@ def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model
 
 
 def test_which_layers_are_fused(model):
-    mlp = engine(model, random_bundle(model, lookahead=1, targets=("mlp",))).predictors
-    assert fused_layers(mlp, 2, 1, packed=True) == {0, 1}
-    assert fused_layers(mlp, 2, 1, packed=False) == fused_layers(mlp, 2, 2, packed=True) == set()
-    both = engine(model, random_bundle(model, lookahead=1)).predictors  # heads of layer 1 read an earlier site
-    assert fused_layers(both, 2, 1, packed=True) == fused_layers(both, 2, 1, packed=False) == {0}
+    def fused(own, batch=1, **options):
+        halves = engine(own, random_bundle(own, lookahead=1, **options), batch=batch).plan.halves[1::2]
+        return [layer for layer, half in enumerate(halves) if half.place is Place.GRIDS]
+
+    assert fused(model, targets=("mlp",)) == [0, 1]
+    assert fused(random_opt(), targets=("mlp",)) == fused(model, batch=2, targets=("mlp",)) == []
+    assert fused(model) == fused(random_opt()) == [0], "heads of layer 1 read an earlier site"
 
 
 def test_layers_whose_input_the_mlp_before_makes(model):
     def late(batch=1, **options):
-        made = engine(model, random_bundle(model, lookahead=1, **options))
-        return late_layers(made.predictors, 2, batch)
+        halves = engine(model, random_bundle(model, lookahead=1, **options), batch=batch).plan.halves[::2]
+        return [layer for layer, half in enumerate(halves) if half.late]
 
-    assert late(int4=True) == late(int4=True, targets=("mlp",)) == {1}
-    assert late(int4=True, batch=2) == late(int8=True) == late(int4=True, relu=True) == set()
+    assert late(int4=True) == late(int4=True, targets=("mlp",)) == [1]
+    assert late(int4=True, batch=2) == late(int8=True) == late(int4=True, relu=True) == []
     bundle = random_bundle(model, lookahead=1, int4=True)
     made = engine(model, bundle)
     assert [getattr(half.body, "late", None) is not None for half in made.core.halves] == [False, False, True, False]
@@ -251,7 +257,7 @@ def test_layers_whose_input_the_mlp_before_makes(model):
     site = made.core.halves[2].body.late
     assert scratch == sum(each.nbytes for each in (site.gains, site.shifts, site.norm.factors))
     bundle.specs[1, "heads"].site, bundle.specs[1, "heads"].site_layer = "attn_in", 1  # heads at their own site
-    assert late_layers(engine(model, bundle).predictors, 2, 1) == set()
+    assert not any(half.late for half in engine(model, bundle).plan.halves)
 
 
 def test_layers_of_all_kinds_beside_each_other():
@@ -307,6 +313,11 @@ def test_what_is_not_done_is_refused(model):
     with pytest.raises(UserError, match=r"no second stage on 4-bit weights.*calibrate\.cascade null"):
         engine(model, random_bundle(model, cascade=True))
     with pytest.raises(UserError, match="float16 inputs in the decode engine, not float32"):
-        DecodeEngine(model, ops="triton", dtype=torch.float32, device="cuda" if torch.cuda.is_available() else None)
+        DecodeEngine(
+            model,
+            options=EngineOptions(
+                ops="triton", dtype=torch.float32, device="cuda" if torch.cuda.is_available() else None
+            ),
+        )
     with pytest.raises(UserError, match="up to 8 rows at once, not 9"):
         engine(model, random_bundle(model), batch=9)

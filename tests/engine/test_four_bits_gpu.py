@@ -10,6 +10,7 @@ from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 
@@ -41,7 +42,9 @@ def assert_as_close_as_plain_torch(model, bundle, rows, expected, where, **optio
     """
     offs = {}
     for ops in ("triton", "reference"):
-        engine = DecodeEngine(model, bundle, batch=len(rows), device="cuda", dtype=torch.float16, ops=ops, **options)
+        engine = DecodeEngine(
+            model, bundle, EngineOptions(batch=len(rows), device="cuda", dtype=torch.float16, ops=ops, **options)
+        )
         poison(engine)
         found = engine.score(rows)
         offs[ops] = torch.cat([(nll - want).abs() for nll, want in zip(found, expected, strict=True)])
@@ -89,7 +92,7 @@ def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
     for options in ({"int4": True}, {"int4": True, "means": True}, {"int4": True, "targets": ("mlp",)}):
         bundle = random_bundle(model, rank=16, lookahead=1, **options)
         for policy in ("backfill", "stale", "always") if head_dim == 64 and "targets" not in options else ("backfill",):
-            engine = DecodeEngine(model, bundle, device="cuda", dtype=torch.float16, kv_policy=policy)
+            engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16, kv_policy=policy))
             assert all(getattr(each.body, "late", None) is not None for each in engine.core.halves[2::2])
             expected = [masked_nll(model, bundle, row, stale=policy == "stale") for row in rows]
             where = f"late {options} {policy} head dim {head_dim}"
@@ -115,7 +118,7 @@ def test_policies_and_the_choice_of_batches(batch):
 def test_greedy_tokens_are_those_of_the_mask():
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
     bundle, prompt = random_bundle(model, rank=16), rows_of(20)[0]
-    engine = DecodeEngine(model, bundle, device="cuda", dtype=torch.float16)
+    engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16))
     row = list(prompt)
     for token in engine.generate([prompt], 40, stop_tokens=())[0]:
         logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
@@ -141,7 +144,9 @@ def test_replay_equals_eager_bit_for_bit(batch):
     late, nibbles = (random_bundle(model, rank=16, lookahead=ahead, int4=True) for ahead in (1, 0))
     for bundle in (None, random_bundle(model, rank=16), late, nibbles):
         made = [
-            DecodeEngine(model, bundle, batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl)
+            DecodeEngine(
+                model, bundle, EngineOptions(batch=batch, device="cuda", dtype=torch.float16, graph=graph, pdl=pdl)
+            )
             for graph, pdl in ((True, True), (False, True), (False, False))
         ]
         if bundle is nibbles and batch > 1:  # their kernels leave a list, by a count that each replay begins anew
@@ -157,7 +162,7 @@ def test_a_random_model_of_a_true_width_decodes():
     shape = ModelDims(4096, 16384, 2, 32, 1000, 256)
     weights = DecodeWeights.random(shape, torch.float16, "cuda", packed=True)
     engine = DecodeEngine(weights)
-    plain = DecodeEngine(weights, ops="reference")
+    plain = DecodeEngine(weights, options=EngineOptions(ops="reference"))
     rows = rows_of(24)
     torch.testing.assert_close(engine.score(rows)[0], plain.score(rows)[0], atol=2e-2, rtol=2e-3)
     assert len(engine.generate(rows, 20, sampling=Sampling(), stop_tokens=())[0]) == 20

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from dejavu_train import Guard, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.engine import decode, dispatch
+from dejavu_train.engine import plan
 from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError
 from dejavu_train.models.hooks import neuron_contribution
 from dejavu_train.models.opt import load_opt
@@ -134,7 +135,7 @@ def test_thresholds_are_state_of_the_model(folder, backend):
 
 def test_rows_that_have_ended_or_are_dense_are_not_measured(folder):
     bundle = bundle_of(folder)
-    engine = DecodeEngine(load_opt(folder), bundle, batch=4, ops="reference", guard=Guard(every=EVERY))
+    engine = DecodeEngine(load_opt(folder), bundle, EngineOptions(batch=4, ops="reference", guard=Guard(every=EVERY)))
     rows = [row.tolist() for row in tokens(2, 13)]
     engine.score([rows[0], rows[1][:7]], sparse_from=[6, 0])
     # steps 4, 8 and 12 are dense: position 3 (row 0 is dense anyway), 7 and 11 (row 1 has ended)
@@ -151,7 +152,9 @@ def test_backends_without_a_guard_say_so(folder):
 
 
 def test_a_capture_that_is_undone_leaves_the_guard_alone(folder):
-    engine = DecodeEngine(load_opt(folder), bundle_of(folder), ops="reference", guard=Guard(every=2, memory=2))
+    engine = DecodeEngine(
+        load_opt(folder), bundle_of(folder), EngineOptions(ops="reference", guard=Guard(every=2, memory=2))
+    )
     engine.score([tokens(1, 9)[0].tolist()])
     before = [tensor.clone() for tensor in engine.guard.tensors()]
     engine.begin([[2, 5]], [9], [0], [0], Sampling())
@@ -163,18 +166,22 @@ def test_a_capture_that_is_undone_leaves_the_guard_alone(folder):
 def test_scores_through_the_engine_are_causal(folder):
     """A token's score depends on nothing behind it, thresholds included."""
     bundle, ids = bundle_of(folder), tokens(1, 24)
-    engine = DecodeEngine(load_opt(folder), bundle, ops="reference", guard=Guard(every=EVERY, memory=8))
+    engine = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference", guard=Guard(every=EVERY, memory=8)))
     whole = engine.score([ids[0].tolist()])[0]
     engine.guard.reset()
     part = engine.score([ids[0, :15].tolist()])[0]
     assert torch.equal(whole[:14], part)
-    assert F.mse_loss(whole, DecodeEngine(load_opt(folder), bundle, ops="reference").score([ids[0].tolist()])[0]) > 0
+    assert (
+        F.mse_loss(
+            whole, DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).score([ids[0].tolist()])[0]
+        )
+        > 0
+    )
 
 
 def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
     """Fused as with 4-bit weights; their attention is dense, so that nothing of it is measured."""
-    of = dispatch.fused_layers
-    monkeypatch.setattr(decode, "fused_layers", lambda *given: of(*given[:3], packed=True))
+    monkeypatch.setattr(plan._Chooser, "_not_fused", plan._Chooser._not_beside_attention)
     bundle = bundle_of(folder, lookahead=True)
     dense = {"threshold": None, "keep_dense": True}
     specs = {
@@ -188,5 +195,5 @@ def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
             got[backend] = model(ids).logits, thresholds(model)
     for mine, theirs in zip(got["triton"], got["gather"], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    fused = DecodeEngine(load_opt(folder), bundle, ops="reference").core.halves[0].body
+    fused = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).core.halves[0].body
     assert isinstance(fused, FusedDenseAttention)

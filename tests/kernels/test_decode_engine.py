@@ -1,7 +1,6 @@
 """The whole decoding step through the kernels (interpreter on the CPU) against the masked forward pass."""
 
 import copy
-import dataclasses
 import functools
 
 import decode_helpers
@@ -11,9 +10,9 @@ from decode_helpers import masked_nll, random_bundle, random_opt
 from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.dispatch import choose_execution
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.mlp import ListedMlp
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.evaluation.timing import time_engine
 
 
@@ -48,7 +47,7 @@ rows_of = functools.partial(decode_helpers.rows_of, vocab=60)
 )
 def test_scores_equal_the_masked_forward_pass(model, device, options, engine_options):
     bundle = None if options is None else random_bundle(model, rank=5, **options)
-    engine = DecodeEngine(model, bundle, device=device, context=16, crossover=False, **engine_options)
+    engine = DecodeEngine(model, bundle, EngineOptions(device=device, context=16, crossover=False, **engine_options))
     kept = [tensor for cache in engine.core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
     for tensor in [*kept, engine.core.work.q, engine.core.work.heads_out, engine.core.x]:
         tensor.fill_(float("nan"))
@@ -66,7 +65,7 @@ def test_several_rows_with_4_bit_weights(device, options):
     found = {}
     for ops in ("triton", "reference"):
         engine = DecodeEngine(
-            model, bundle, device=device, context=16, batch=2, ops=ops, graph=False, dtype=torch.float16
+            model, bundle, EngineOptions(device=device, context=16, batch=2, ops=ops, graph=False, dtype=torch.float16)
         )  # fmt: skip
         found[ops] = engine.score(rows, 1)
     bodies = [half.body for half in engine.core.halves if isinstance(half.body, ListedMlp)]
@@ -81,19 +80,16 @@ def test_several_rows_with_4_bit_weights(device, options):
 @pytest.mark.parametrize("options", [{"means": True}, {"cascade": True, "relu": True}], ids=str)
 def test_layers_that_compute_all_select_the_same(model, device, options, monkeypatch):
     """The forms of several rows that a GPU takes where the union leaves little out."""
-    monkeypatch.setattr(
-        "dejavu_train.engine.decode.choose_execution",
-        lambda *args: {key: dataclasses.replace(form, sparse=False) for key, form in choose_execution(*args).items()},
-    )
+    monkeypatch.setattr("dejavu_train.engine.plan.crossover_measured", lambda engine: True)
     bundle = random_bundle(model, rank=5, **options)
-    engine = DecodeEngine(model, bundle, device=device, context=16, batch=2)
+    engine = DecodeEngine(model, bundle, EngineOptions(device=device, context=16, batch=2))
     rows = rows_of(4, 3)
     for row, nll in zip(rows, engine.score(rows, 1), strict=True):
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, 1), atol=1e-3, rtol=1e-3)
 
 
 def test_sampling_kernels(model, device):
-    engine = DecodeEngine(model, device=device, context=16)
+    engine = DecodeEngine(model, options=EngineOptions(device=device, context=16))
     prompt = rows_of(2)
     greedy = engine.generate(prompt, 2, stop_tokens=())
     assert engine.generate(prompt, 2, sampling=Sampling(1.0, 1e-6), stop_tokens=()) == greedy
@@ -112,13 +108,15 @@ def test_timing_of_the_engine(model, device):
 def test_a_screen_of_the_lm_head_changes_no_token(model, device):
     """Greedy tokens with stop tokens that must wait; logits, which need all of the LM head."""
     prompt = rows_of(4)
-    plain = DecodeEngine(model, device=device, context=16, ops="reference", screen=False)
-    screened = DecodeEngine(model, device=device, context=16, screen=True)
+    plain = DecodeEngine(model, options=EngineOptions(device=device, context=16, ops="reference", screen=False))
+    screened = DecodeEngine(model, options=EngineOptions(device=device, context=16, screen=True))
     first = plain.generate(prompt, 3, stop_tokens=())[0]
     asked = {"stop_tokens": first[:2], "min_new_tokens": 2}
     made = [engine.generate(prompt, 3, **asked) for engine in (plain, screened)]
     assert made[0] == made[1] and len(made[0][0]) >= 2 and first[0] not in made[0][0][:1]
     torch.testing.assert_close(screened.logits([prompt[0][:2]]), plain.logits([prompt[0][:2]]), atol=1e-3, rtol=1e-3)
-    assert "greedy tokens through a screen" in screened.describe() and "screen" not in plain.describe()
-    assert DecodeEngine(model, device=device, context=16, batch=2, screen=True).core.screen is None
-    assert DecodeEngine(model, device=device, context=16, ops="reference").core.screen is None
+    assert "greedy tokens through a screen" in screened.describe() and "through a screen" not in plain.describe()
+    assert (
+        DecodeEngine(model, options=EngineOptions(device=device, context=16, batch=2, screen=True)).core.screen is None
+    )
+    assert DecodeEngine(model, options=EngineOptions(device=device, context=16, ops="reference")).core.screen is None

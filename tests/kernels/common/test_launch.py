@@ -3,25 +3,12 @@
 import pytest
 import torch
 
-from kernels.common.launch import (
-    DRIVERS_CARVEOUT,
-    INT4_CARVEOUT,
-    SPARSE_CARVEOUT,
-    carveout,
-    padded_batch,
-    share_carveout,
-)
+from kernels.common.launch import padded_batch, share_carveout
+from kernels.common.limits import DRIVERS_CARVEOUT, SPARSE_CARVEOUT
 
 
 def test_padded_batch():
     assert [padded_batch(batch) for batch in (1, 2, 16, 17, 32)] == [16, 16, 16, 32, 32]
-
-
-def test_the_carveout_of_a_step():
-    assert carveout((), packed=False) == DRIVERS_CARVEOUT
-    assert carveout({"mlp"}, packed=False) == carveout({"mlp", "heads"}, packed=False) == SPARSE_CARVEOUT
-    assert carveout((), packed=True) == carveout({"mlp"}, packed=True) == SPARSE_CARVEOUT
-    assert carveout({"mlp", "heads"}, packed=True) == INT4_CARVEOUT
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to change")

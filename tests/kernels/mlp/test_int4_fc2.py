@@ -4,8 +4,9 @@ import pytest
 import torch
 from int4_helpers import random_rows, with_outliers
 
+from kernels.common.limits import takes_down
 from kernels.mlp import int4_fc2 as module
-from kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2, int4_fc2_reference, takes
+from kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2, int4_fc2_reference
 from kernels.mlp.sparse_fc2 import partial_sums
 
 NAN = float("nan")
@@ -101,12 +102,12 @@ def test_what_the_l2_is_asked_for_early_lies_within(device, monkeypatch):
 
 def test_what_does_not_fit_is_refused(device):
     narrow = random_rows(device, 32, 256, group=64)
-    assert takes(narrow, 1) and takes(narrow, 2) and not takes(narrow, 3) and not takes(narrow, 0)
-    assert not takes(random_rows(device, 32, 256, group=128), 9)
+    assert [takes_down(64, 256, rows) for rows in (0, 1, 2, 3)] == [False, True, True, False]
+    assert not takes_down(128, 256, 9)
     h, zero = torch.zeros(9, 32, device=device), torch.zeros(9, 256, device=device)
     for d, group in ((128, 128), (160, 32)):
         weight = random_rows(device, 32, d, group=group)
-        assert not takes(weight, 1)
+        assert not takes_down(group, d, 1)
         row = torch.zeros(1, d, device=device)
         with pytest.raises(ValueError, match=f"groups of {group} of {d} columns: .* even number of multiples of 32"):
             int4_fc2(h[:1], weight, row[0], row, row.clone())

@@ -1,0 +1,104 @@
+"""What a plan needs to know of predictors, read from a bundle without loading them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.bundle.spec import check_low_rank
+from dejavu_train.errors import UserError
+from dejavu_train.families import LayerInput, Site, Target, UnitKey
+
+
+@dataclass(frozen=True)
+class PredictorFacts:
+    """What a plan needs to know of the predictor of one (layer, target); no tensors.
+
+    Attributes:
+        site: layer and input that it reads. stored, format: in the bundle, and as the engine's kernels read it.
+        folds: its two matrices can be one. density, union: the share of units that one row and all rows select.
+        second_stage: its selection is tested once more.
+    """
+
+    site: Site
+    rank: int
+    format: str
+    stored: str = ""
+    top_k: int | None = None
+    folds: bool = False
+    density: float = 1.0
+    union: float = 1.0
+    second_stage: bool = False
+
+
+def check_calibrated(bundle: Any) -> None:
+    """Raise UserError for a predictor that is neither dense on purpose nor has a threshold, or is no low-rank one."""
+    check_low_rank(bundle.specs, "the decode engine")
+    for (layer, target), spec in bundle.specs.items():
+        if spec.threshold is None and spec.top_k is None and not spec.keep_dense and not spec.curve:
+            raise UserError(
+                f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
+                " run python train.py with the --config and --output that trained it: it calibrates what is trained"
+            )
+
+
+def folds(layer: int, target: str, spec: Any) -> bool:
+    """Whether a predictor is one matrix of h rows: of heads, without a nonlinearity, of its layer's attn_in, or of
+    mlp_in of the layer before. That is one stage instead of two, and fewer bytes wherever the rank exceeds h."""
+    if target != "heads" or spec.nonlinearity == "relu" or spec.top_k is not None:
+        return False
+    return Site(spec.site_layer, LayerInput(spec.site)).half in (2 * layer, 2 * layer - 1)
+
+
+def expected_union(density: float, batch: int, frequency: Tensor | None = None) -> float:
+    """The share of units that `batch` rows of this density select together.
+
+    Args:
+        frequency: (n,) how often each unit is needed; None = all alike.
+
+    >>> round(expected_union(0.1, 2), 4)
+    0.19
+    >>> expected_union(0.5, 32, torch.tensor([1.0, 0.0]))
+    0.5
+    """
+    if batch == 1 or not 0 < density < 1:
+        return density
+    rates = torch.full((1,), density) if frequency is None else _scaled(frequency.float().clamp_min(0), density)
+    return float((1 - (1 - rates) ** batch).mean())
+
+
+def _scaled(frequency: Tensor, density: float) -> Tensor:
+    """min(1, c * frequency) with the factor c that gives the mean `density`."""
+    low, high = 0.0, 1.0
+    if not frequency.any() or float((frequency > 0).float().mean()) < density:
+        return torch.full_like(frequency, density)
+    while float((frequency * high).clamp_max(1).mean()) < density and high < 1e30:
+        high *= 2
+    for _ in range(40):
+        middle = (low + high) / 2
+        if float((frequency * middle).clamp_max(1).mean()) < density:
+            low = middle
+        else:
+            high = middle
+    return (frequency * high).clamp_max(1)
+
+
+def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> dict[UnitKey, PredictorFacts]:
+    """Of a bundle's predictors in an engine of so many rows, without loading them; arguments as of `load_predictors`.
+
+    Raises:
+        UserError: thresholds that were never calibrated.
+    """
+    check_calibrated(bundle)
+    tested, found = bundle.cascades(), {}
+    for (layer, target), spec in bundle.specs.items():
+        if spec.threshold is not None or spec.top_k is not None:
+            union = expected_union(spec.density, rows, bundle.frequency(layer, target))
+            found[UnitKey(layer, Target(target))] = PredictorFacts(
+                Site(spec.site_layer, LayerInput(spec.site)),
+                spec.rank, spec.dtype if (layer, target) in codes else dtype, spec.dtype,
+                spec.top_k, folds(layer, target, spec), spec.density, union, target == "mlp" and layer in tested,
+            )  # fmt: skip
+    return found

@@ -1,0 +1,352 @@
+"""Who runs a decoding step: every choice between kernels, made once when an engine is built, each with its reason.
+
+A plan is made from sizes and from what is known of the predictors. It reads no weights and needs no GPU. One row reads
+what it selects. Several rows read what they select together, where that leaves enough out: `DENSE_FROM_BATCHES`. A
+layer that computes all of its units masks each row by its own selection, so which units count never depends on a plan.
+
+A second stage is never left out. At one row its kernel is slower than reading all candidates whole
+(`benchmarks/results/cascade.csv`), but what passes it is what is selected, and no other kernel finds that out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dejavu_train.engine.facts import PredictorFacts
+from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Early, Engine, Formats, HalfPlan, Kernels, Packer, Place, Run, StepPlan
+from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families.dims import Activation, Norm, Positions
+from dejavu_train.models.opt import DTYPES
+from kernels.common.limits import (
+    DRIVERS_CARVEOUT,
+    HEAD_DIMS,
+    INT4_CARVEOUT,
+    MOST_TOKENS,
+    SCREENED_WIDTHS,
+    SPARSE_CARVEOUT,
+    screen_bytes,
+    takes_down,
+    takes_nibbles,
+)
+
+# Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its
+# predictor (rank d / 16): benchmarks/results/sparse_mlp.csv. Measured at 4096 and 9216 up to unions of 75 %, where 8
+# rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step). What a step
+# adds, and more rows, leave less. Below 4096: not measured.
+DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
+CODES_FROM = 4096  # d from which a dense step of one row and 4-bit weights runs fc1 and fc2 apart. Not measured below.
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+SPARE = 2**31  # bytes that stay free beside a screen of the LM head, for weights that are still to be arranged
+
+
+def plan_step(
+    dims: ModelDims,
+    predictors: Mapping[UnitKey, PredictorFacts],
+    formats: Formats,
+    options: EngineOptions,
+    engine: Engine,
+) -> StepPlan:
+    """How an engine runs a decoding step.
+
+    Args:
+        predictors: of the (layer, target) that select; others compute all units.
+    Raises:
+        Unsupported: what the engine has no kernels for. UserError: a context that does not fit the model.
+    """
+    _check_dims(dims, engine)
+    limit = dims.max_positions
+    if options.context is not None and not 2 <= options.context <= limit:
+        raise UserError(
+            f"a context of {options.context} tokens does not fit: this model has positions for 2 to {limit}"
+        )
+    _check_formats(formats, predictors, engine)
+    chooser = _Chooser(dims, predictors, formats, options, engine)
+    halves = tuple(half for layer in range(dims.n_layers) for half in (chooser.attention(layer), chooser.mlp(layer)))
+    batch, context, coming = options.batch, options.context or limit, dict[str, int]()
+    plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down)
+    if engine is not Engine.CPU:
+        kept = sum(half.run is Run.SELECTED for half in halves[::2]) + plan.shares_inputs
+        ranks = [predictors[UnitKey(i // 2, Target.MLP)].rank for i, half in enumerate(halves) if half.late]
+        scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, ranks)
+        coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
+    return replace(plan, coming=coming, carveout=carveout(halves, formats.packed))
+
+
+def with_screen(plan: StepPlan, asked: bool | None, free: int | None) -> StepPlan:
+    """The plan with a screen of the LM head where that is asked for and fits.
+
+    Args:
+        free: bytes that the device has left beside weights and predictors; None = nobody looks.
+    """
+    dims, size = plan.dims, screen_bytes(plan.dims.vocab_size, plan.dims.d_model)
+    why = ""
+    if asked is False:
+        why = "no screen was asked for"
+    elif plan.batch > 1 or plan.formats.head not in DTYPE_BYTES or dims.d_model % SCREENED_WIDTHS:
+        why = f"a screen is for one row, numbers and a multiple of {SCREENED_WIDTHS} columns"
+    elif asked is None and plan.engine is not Engine.GPU:
+        why = "a screen is for GPUs"
+    elif asked is None and free is not None and sum(plan.coming.values()) + size + SPARE + SLACK > free:
+        why = "the GPU has no room for a screen"
+    if why:
+        return replace(plan, head_why=f"all logits, because {why}")
+    coming = {**plan.coming, "screen of the LM head": size}
+    return replace(plan, coming=coming, screened=True, head_why="greedy tokens through a screen")
+
+
+def _check_dims(dims: ModelDims, engine: Engine) -> None:
+    """Raise Unsupported for a layer that no kernel computes."""
+    name = "the CPU engine" if engine is Engine.CPU else "the decode engine"
+    for part, got, known in (
+        ("norm", dims.norm, Norm.LAYER_NORM),
+        ("positions", dims.positions, Positions.LEARNED),
+        ("activation", dims.activation, Activation.RELU),
+    ):
+        if got != known:
+            raise Unsupported(f"{name} has no kernels for {part} {got} (there are {known})")
+    if dims.gated:
+        raise Unsupported(f"{name} has no kernels for a gated MLP")
+    if dims.n_kv_heads != dims.n_heads:
+        raise Unsupported(f"{name} has no kernels for {dims.n_kv_heads} K/V heads of {dims.n_heads} heads (one a head)")
+    if engine in (Engine.GPU, Engine.INTERPRETER) and dims.head_dim not in HEAD_DIMS:
+        raise Unsupported(f"head dim {dims.head_dim} has no kernels (there are {', '.join(map(str, HEAD_DIMS))})")
+
+
+def _check_formats(formats: Formats, predictors: Mapping[UnitKey, PredictorFacts], engine: Engine) -> None:
+    """Raise Unsupported for weights that no kernel reads."""
+    if engine is Engine.CPU:
+        return
+    if formats.head == "int8":
+        raise Unsupported("the decode engine has no kernel for an LM head in int8; quantise with --lm_head int4")
+    if formats.dtype not in DTYPE_BYTES:
+        raise Unsupported(
+            f"the decode engine computes in {', '.join(DTYPE_BYTES)}, and this model is in {formats.dtype}"
+        )
+    if not formats.packed:
+        return
+    if any(facts.second_stage for facts in predictors.values()):
+        raise Unsupported(
+            "the decode engine runs no second stage on 4-bit weights, of which its test would read as much as fc1 is;"
+            " calibrate a bundle with calibrate.cascade null"
+        )
+    if engine is not Engine.REFERENCE and formats.dtype != "float16":
+        raise Unsupported(
+            f"4-bit weights meet float16 inputs in the decode engine, not {formats.dtype}; load them with float16"
+        )
+
+
+class _Chooser:
+    """Chooses how each half runs. Methods named `not_...` give the reason why not, or "" where it is so."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        predictors: Mapping[UnitKey, PredictorFacts],
+        formats: Formats,
+        options: EngineOptions,
+        engine: Engine,
+    ) -> None:
+        self.dims, self.predictors, self.formats, self.options, self.engine = dims, predictors, formats, options, engine
+        self.batch, self.packed = options.batch, formats.packed
+        self.codes_down = self.packed and takes_down(formats.group, dims.d_model, self.batch)
+        self.fused = {layer: self._not_fused(layer) for layer in range(dims.n_layers)}
+        self.late: dict[int, str] = {}
+        for layer in range(dims.n_layers):  # in order: a late layer's MLP is one of those that can make the next input
+            self.late[layer] = self._not_late(layer)
+            if not self.late[layer]:
+                self.fused[layer] = ""
+
+    def facts(self, layer: int, target: Target) -> PredictorFacts | None:
+        return self.predictors.get(UnitKey(layer, target))
+
+    def _not_beside_attention(self, layer: int) -> str:
+        """Of the MLP's predictor."""
+        mlp = self.facts(layer, Target.MLP)
+        if mlp is None:
+            return "no MLP predictor"
+        if self.options.look_ahead != "fused":
+            return f"look_ahead is {self.options.look_ahead}"
+        if self.batch > 1:
+            return "grids of attention carry a predictor of one row"
+        if mlp.top_k is not None:
+            return "grids of attention carry a predictor with a threshold, not an exact top k"
+        if mlp.site.half != 2 * layer:
+            return "grids of attention carry a predictor of their own attn_in"
+        return ""
+
+    def _not_fused(self, layer: int) -> str:
+        heads = self.facts(layer, Target.HEADS)
+        apart = self._not_beside_attention(layer)
+        if apart:
+            return apart
+        if heads is None and not self.packed:
+            # 6.7B on one H200: 1.83 ms a step, fused 1.87.
+            return "q/k/v of all heads is faster as a dense product, beside a predictor on a stream of its own"
+        if heads is not None and not self._own_matrix(layer, heads):
+            return "the heads' predictor is not one matrix of attn_in"
+        return ""
+
+    def _not_late(self, layer: int) -> str:
+        heads, mlp = self.facts(layer, Target.HEADS), self.facts(layer, Target.MLP)
+        if not self.packed:
+            return "a LayerNorm comes late for 4-bit weights"
+        if self.options.guarded:
+            return "a guard's dense steps make no input for the next layer"
+        apart = self._not_beside_attention(layer)
+        if apart or layer == 0:
+            return apart or "no MLP is before it"
+        if heads is not None and not (heads.folds and heads.site.half == 2 * layer - 1):
+            return "its heads are not selected by one matrix of the input of the MLP before"
+        if self.fused[layer - 1]:
+            return "the MLP before has no predictor in attention's grids"
+        if mlp is None or mlp.format != "int4":
+            return "its MLP's predictor is not read in int4"
+        return ""
+
+    def _own_matrix(self, layer: int, heads: PredictorFacts) -> bool:
+        return heads.folds and heads.site.half == 2 * layer
+
+    def _site(self, layer: int, target: Target, facts: PredictorFacts) -> tuple[int, Place]:
+        """(halves between the predictor's site and its target, where it runs as kernels of its own)."""
+        ahead = UnitKey(layer, target).site.half - facts.site.half
+        # Several rows with 4-bit weights fill every multiprocessor: a predictor beside them waits, and they for it.
+        how = self.options.look_ahead
+        beside = how == "stream" or (how == "fused" and not (self.packed and self.batch > 1))
+        return ahead, Place.STREAM if ahead and beside and self.engine is Engine.GPU else Place.SITE
+
+    def attention(self, layer: int) -> HalfPlan:
+        facts, fused, late = self.facts(layer, Target.HEADS), not self.fused[layer], not self.late[layer]
+        kernels = Kernels.QKV_SELECT if fused else Kernels.QKV_ALL
+        if self.engine is Engine.CPU:
+            kernels = Kernels.COMPILED
+        why = (f"its LayerNorm does not come late: {self.late[layer]}",) if self.packed and not late else ()
+        if facts is None:
+            return HalfPlan(Target.HEADS, Run.ALL, kernels, ("no predictor of its heads", *why), late=late)
+        ahead, place = self._site(layer, Target.HEADS, facts)
+        if late:
+            place = Place.BEFORE
+        elif self._own_matrix(layer, facts) and self.engine is not Engine.CPU:
+            place = Place.FOLDED
+        selected, reason = self._heads_selected()
+        if selected and kernels is Kernels.QKV_ALL:
+            kernels = Kernels.QKV_SELECTED
+        if selected and self.packed and self.batch > MOST_TOKENS:
+            raise UserError(
+                f"4-bit weights of selected heads are read for up to {MOST_TOKENS} rows at once, not {self.batch};"
+                " take fewer rows, or the policy backfill with crossover"
+            )
+        return HalfPlan(
+            Target.HEADS, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
+            facts.format, ahead, late, density=facts.density, union=facts.union,
+        )  # fmt: skip
+
+    def _heads_selected(self) -> tuple[bool, str]:
+        """Whether attention reads the selected heads only, instead of computing K/V of all heads and masking.
+
+        Every row of several brings its own missing positions: at 8 rows they cost what the skipped heads saved from
+        20 % (d = 4096: 65 us against 66) or 31 % of the heads a row on (9216: 215 against 217).
+        """
+        if self.batch == 1:
+            return True, "one row reads the heads that it selects"
+        if self.options.kv_policy == "stale":
+            return True, "the policy stale needs to know what was skipped"
+        if not (self.options.crossover and crossover_measured(self.engine)):
+            return True, "crossover is off, or was not measured here"
+        return False, "several rows would compute K/V of missing positions, each of its own"
+
+    def mlp(self, layer: int) -> HalfPlan:
+        facts = self.facts(layer, Target.MLP)
+        if self.engine is Engine.CPU:
+            kernels = Kernels.COMPILED
+        elif self.batch > 1:
+            kernels = Kernels.PRODUCTS
+        elif self.packed and not (self.codes_down and self.dims.d_model >= CODES_FROM):
+            kernels = Kernels.LISTED_GRID
+        else:
+            kernels = Kernels.ROWS
+        if facts is None:
+            return HalfPlan(Target.MLP, Run.ALL, kernels, ("no predictor of its neurons",))
+        ahead, place = self._site(layer, Target.MLP, facts)
+        apart = bool(self.fused[layer]) and self.engine is not Engine.CPU
+        why = [f"not in attention's grids: {self.fused[layer]}"] if apart else []
+        if not self.fused[layer]:
+            place = Place.GRIDS
+        selected, reason = self._neurons_selected(facts.union)
+        packer, early = None, None
+        if self.engine is Engine.CPU:
+            pass
+        elif self.batch == 1:
+            kernels = Kernels.SECOND_STAGE if facts.second_stage else Kernels.LISTED_GRID
+            packer = Packer.ATTENTION if place is Place.GRIDS else Packer.KERNEL
+            # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before
+            # its own: x where the predictor normalised it and its list was packed after that, or the list itself where
+            # the predictor ran beside attention.
+            if not facts.second_stage:
+                early = Early.X if ahead == 0 else Early.LIST if place is Place.GRIDS else None
+        elif selected and self.packed:
+            # Only between its own MLP and itself: every layer's list lies in the same place.
+            listed = ahead == 0 and facts.format == "int4" and facts.top_k is None
+            kernels, packer = Kernels.LISTED_CODES, Packer.PREDICTOR if listed else Packer.KERNEL
+        elif selected:
+            kernels = Kernels.LISTED_BATCH
+        if facts.stored not in (facts.format, ""):
+            why.append(f"{facts.stored} is read as codes by one row, or int4 in float16 by 2 to {MOST_TOKENS} rows")
+        return HalfPlan(
+            Target.MLP, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
+            facts.format, ahead, False, facts.second_stage, packer, early, facts.density, facts.union,
+        )  # fmt: skip
+
+    def _neurons_selected(self, union: float) -> tuple[bool, str]:
+        if self.batch == 1:
+            return True, "one row reads the neurons that it selects"
+        if self.packed:
+            if self.batch <= MOST_TOKENS:
+                return True, f"up to {MOST_TOKENS} rows of 4-bit weights never read more than all neurons"
+            return False, f"4-bit weights have no kernel that reads a list for more than {MOST_TOKENS} rows"
+        if not (self.options.crossover and crossover_measured(self.engine)):
+            return True, "crossover is off, or was not measured here"
+        limit = dense_from(self.dims.d_model)
+        return union < limit, f"rows select {union:.2f} together; computing all is faster from {limit:.2f} on"
+
+
+def crossover_measured(engine: Engine) -> bool:
+    """Whether it is known from which density on computing all units is faster."""
+    return engine is Engine.GPU
+
+
+def dense_from(d: int) -> float:
+    """The density of what several rows select together from which an MLP of width d is computed whole.
+
+    Between two widths, the narrower decides.
+    """
+    return [limit for width, limit in DENSE_FROM_BATCHES if width <= d][-1]
+
+
+def read_as_codes(bundle: Any, dtype: torch.dtype, rows: int) -> frozenset[UnitKey]:
+    """The (layer, target) of which an engine of so many rows reads codes; others become numbers of the dtype.
+
+    One row reads codes of int8 and int4. Two to eight rows in fp16 read those of int4 whose widths their kernels take.
+    """
+    found = set()
+    for key, spec in bundle.specs.items():
+        nibbles = spec.dtype == "int4" and dtype == torch.float16
+        if spec.dtype not in DTYPES and (rows == 1 or (nibbles and takes_nibbles(rows, spec.rank, spec.d_in))):
+            found.add(key)
+    return frozenset(found)
+
+
+def carveout(halves: Sequence[HalfPlan], packed: bool) -> int:
+    """Percent of shared memory that is best for a step, by whole steps at four widths (`launch.share_carveout`).
+
+    One H200, 85 % of the heads: 6.7B takes 1.42 ms at 50 % and 1.31 at 75 %, 66B 6.49 at both; dense 6.7B 1.90 ms at
+    50 % and 2.05 at 75 %.
+    """
+    heads = any(half.place is not None or half.kernels is Kernels.QKV_SELECT for half in halves[::2])
+    if packed:
+        return INT4_CARVEOUT if heads else SPARSE_CARVEOUT
+    return SPARSE_CARVEOUT if heads or any(half.place for half in halves) else DRIVERS_CARVEOUT

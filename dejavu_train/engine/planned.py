@@ -1,0 +1,191 @@
+"""What a plan of a decoding step holds: how each half of a layer runs, and where its predictor does."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dejavu_train.families import ModelDims, Site, Target, UnitKey
+from kernels.common.limits import DRIVERS_CARVEOUT
+
+
+class Engine(StrEnum):
+    """What executes a plan: kernels on a GPU or in the interpreter, plain torch, or the compiled engine for CPUs."""
+
+    GPU = "gpu"
+    INTERPRETER = "interpreter"
+    REFERENCE = "reference"
+    CPU = "cpu"
+
+
+class Run(StrEnum):
+    """Which units half a layer computes."""
+
+    ALL = "all units"
+    SELECTED = "the selected units"
+    MASKED = "computed whole and masked"
+
+
+class Place(StrEnum):
+    """Where a predictor runs."""
+
+    FOLDED = "as one matrix in front of q/k/v"
+    SITE = "as kernels at its site"
+    STREAM = "on a second stream from its site on"
+    GRIDS = "in the grids of q/k/v and attention"
+    BEFORE = "in the grid of the MLP before"
+
+
+class Kernels(StrEnum):
+    """The kernels of half a layer."""
+
+    QKV_ALL = "q/k/v of all heads"
+    QKV_SELECTED = "q/k/v of selected heads"
+    QKV_SELECT = "q/k/v beside the MLP's predictor"
+    ROWS = "fc1, then fc2"
+    LISTED_GRID = "fc1 and fc2 in one grid over a list"
+    SECOND_STAGE = "a second stage, then fc2"
+    LISTED_BATCH = "fc1, then fc2, over the list of several rows"
+    LISTED_CODES = "fc1 over the list of several rows, then fc2"
+    PRODUCTS = "fc1, then fc2, as products of several rows"
+    COMPILED = "compiled for CPUs"
+
+
+class Packer(StrEnum):
+    """What closes the gaps of the list of selected neurons."""
+
+    KERNEL = "a kernel"
+    ATTENTION = "attention's grid"
+    PREDICTOR = "the predictor's kernels"
+
+
+class Early(StrEnum):
+    """What the MLP's kernel reads before it waits for the kernel before it. Both are older than two launches."""
+
+    X = "x"
+    LIST = "list"
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How the weights lie: float32, float16, bfloat16 or int4, of the LM head int8 as well.
+
+    Attributes:
+        layers, head: of the layers' matrices and of the LM head. dtype: of what is no matrix, and of the caches.
+        group: columns of fc2 that share a scale, of int4.
+    """
+
+    layers: str
+    head: str
+    dtype: str
+    group: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether the layers' matrices lie in 4 bits."""
+        return self.layers == "int4"
+
+
+@dataclass(frozen=True)
+class HalfPlan:
+    """How half a layer runs.
+
+    Attributes:
+        run, kernels: which units, by what. site, place, format: of its predictor, or None.
+        ahead: halves between the predictor's site and this one. late: the MLP before makes this half's input, and its
+            LayerNorm comes with the products. second_stage: the predictor's selection is tested once more.
+        packer, early: of an MLP's list, or None. density, union: the share of units that one row and all rows select.
+        why: reasons, also of what is not done.
+    """
+
+    target: Target
+    run: Run
+    kernels: Kernels
+    why: tuple[str, ...]
+    site: Site | None = None
+    place: Place | None = None
+    format: str | None = None
+    ahead: int = 0
+    late: bool = False
+    second_stage: bool = False
+    packer: Packer | None = None
+    early: Early | None = None
+    density: float = 1.0
+    union: float = 1.0
+
+    @property
+    def own(self) -> bool:
+        """Whether the predictor reads what the half itself reads."""
+        return self.site is not None and self.ahead == 0
+
+    def __str__(self) -> str:
+        parts = [self.run.value, self.kernels.value]
+        if self.place is not None:
+            assert self.site is not None
+            where = f"{self.site.input} {self.ahead} half layers before" if self.ahead else self.site.input
+            parts.append(f"predictor in {self.format} of {where}, {self.place.value}")
+        parts += ["its LayerNorm comes late"] * self.late + ["a second stage"] * (
+            self.second_stage and self.kernels is not Kernels.SECOND_STAGE
+        )
+        parts += [f"list packed by {self.packer.value}"] if self.packer is not None else []
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a decoding step runs.
+
+    Attributes:
+        halves: attention and MLP of each layer in turn. head_why: of the LM head. screened: greedy tokens go through a
+            screen of it. coming: bytes that an engine takes beside weights and predictors, by what they are for.
+        codes_down: fc2 of few rows is multiplied from its codes. carveout: percent of shared memory.
+    """
+
+    engine: Engine
+    dims: ModelDims
+    batch: int
+    context: int
+    kv_policy: str
+    formats: Formats
+    halves: tuple[HalfPlan, ...]
+    codes_down: bool
+    carveout: int = DRIVERS_CARVEOUT
+    screened: bool = False
+    head_why: str = "all logits"
+    coming: Mapping[str, int] = field(default_factory=dict)
+
+    def half(self, layer: int, target: Target | str) -> HalfPlan:
+        return self.halves[2 * layer + (target == Target.MLP)]
+
+    @property
+    def selecting(self) -> dict[UnitKey, HalfPlan]:
+        """The halves with a predictor."""
+        return {UnitKey(i // 2, half.target): half for i, half in enumerate(self.halves) if half.place is not None}
+
+    @property
+    def streams(self) -> bool:
+        """Whether a predictor runs on a second stream."""
+        return any(half.place is Place.STREAM for half in self.halves)
+
+    @property
+    def shares_inputs(self) -> bool:
+        """Whether attention of all heads keeps its input, in one place for all layers, for the MLP's predictor."""
+        return any(half.kernels is Kernels.QKV_SELECT and half.place is None for half in self.halves)
+
+    def describe(self) -> str:
+        """How every layer runs, equal ones together, and why."""
+        lines = [
+            f"{self.batch} row{'s' * (self.batch > 1)} of {self.context} tokens, K/V of skipped heads: {self.kv_policy}"
+        ]
+        lines.append(f"weights in {self.formats.layers}, LM head in {self.formats.head}: {self.head_why}")
+        for target, name in ((Target.HEADS, "attention"), (Target.MLP, "MLP")):
+            mine = enumerate(half for half in self.halves if half.target == target)
+            for (text, why), group in itertools.groupby(mine, key=lambda pair: (str(pair[1]), pair[1].why)):
+                alike = list(group)
+                numbers = f"s {alike[0][0]}-{alike[-1][0]}" if len(alike) > 1 else f" {alike[0][0]}"
+                lines.append(f"{name} of layer{numbers}: {text}")
+                if alike[0][1].place is not None:
+                    row, union = (sum(getattr(h, n) for _, h in alike) / len(alike) for n in ("density", "union"))
+                    lines.append(f"    density {row:.3f} a row, {union:.3f} together")
+                lines += [f"    {reason}" for reason in why]
+        return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""What kernels take: sizes, rows and formats. Loads no Triton, so that a plan can be made where there is none."""
+
+HEAD_DIMS = (16, 32, 64, 80, 128)
+MOST_TOKENS = 8  # rows of a batch that multiply with 4-bit rows, or with nibbles of a predictor, as they are
+MOST_WORDS = 96  # of 4-bit rows of a predictor, for a lane
+SCREENED_WIDTHS = 16  # columns of a screened LM head are a multiple: a thread reads sixteen codes at once
+TILE_ROWS = 16  # of q/k/v
+TILED_FROM = 5121  # model dimensions from which all tiles of q/k/v are not there at once
+
+SPARSE_CARVEOUT = 50  # percent of shared memory, see `launch.share_carveout`
+INT4_CARVEOUT = 75  # where heads are selected and rows have 4 bits, whose queues lie in shared memory
+DRIVERS_CARVEOUT = -1
+
+
+def word_vector(words: int) -> int:
+    """V: words of a row that a lane reads at once."""
+    return 4 if words % 16 == 0 else 2 if words % 2 == 0 else 1
+
+
+def tokens_at_once(batch: int) -> int:
+    """1, 2 or 4: tokens of a set of columns of fc2."""
+    return 1 if batch == 1 else 2 if batch == 2 else 4
+
+
+def takes_down(group: int, d: int, batch: int) -> bool:
+    """Whether `int4_fc2` multiplies rows of d columns in such groups: lane groups of as many tokens as a set has share
+    a scale, and scales lie in pairs."""
+    return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
+
+
+def takes_nibbles(rows: int, rank: int, d: int) -> bool:
+    """Whether `nibbles_batch` predicts for so many rows, with nibbles of a predictor of this rank."""
+    vector = word_vector(rank // 8)
+    up = 2 * vector * -(-rank // (32 * vector))
+    return 2 <= rows <= MOST_TOKENS and d % 8 == 0 and rank % 8 == 0 and up <= MOST_WORDS
+
+
+def screen_bytes(n: int, d: int) -> int:
+    """What a screen of n rows of d columns takes."""
+    return n * (d + 12)

@@ -1,0 +1,198 @@
+"""Plans of a decoding step, from sizes alone: which half runs how, where its predictor runs, and what is refused."""
+
+import pytest
+
+from dejavu_train.engine.facts import PredictorFacts
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_screen
+from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan
+from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims, Site, Target, UnitKey
+from dejavu_train.models.int4_sizes import row_sizes
+from kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
+
+OPT_66B = ModelDims(9216, 36864, 64, 72, 50272, 2048)
+OPT_6B = ModelDims(4096, 16384, 32, 32, 50272, 2048)
+HALF = Formats("float16", "float16", "float16")
+INT4 = Formats("int4", "float16", "float16", row_sizes(OPT_66B)["fc2"].group)
+
+
+def facts(dims=OPT_66B, ahead=0, heads=True, own_heads=False, union=0.2, **given):
+    """Predictors of all layers that read `ahead` halves before their own inputs."""
+    found = {}
+    for layer in range(dims.n_layers):
+        for target in (Target.MLP, Target.HEADS) if heads else (Target.MLP,):
+            half = max(0, 2 * layer + (target == Target.MLP) - ahead * (target == Target.MLP or not own_heads))
+            site = Site.at(half)
+            values = {"rank": 576, "format": "int4", "density": 0.1, "union": union} | given
+            folds = target == Target.HEADS and half in (2 * layer, 2 * layer - 1)
+            found[UnitKey(layer, target)] = PredictorFacts(site, folds=folds and not values.get("top_k"), **values)
+    return found
+
+
+def plan(predictors=None, formats=INT4, dims=OPT_66B, engine=Engine.GPU, **options) -> StepPlan:
+    return plan_step(dims, predictors or {}, formats, EngineOptions(**options), engine)
+
+
+def kinds(made: StepPlan, layer: int = 5) -> tuple:
+    heads, mlp = made.half(layer, Target.HEADS), made.half(layer, Target.MLP)
+    return heads.run, heads.kernels, heads.place, mlp.run, mlp.kernels, mlp.place
+
+
+ALL, SELECTED, MASKED = Run.ALL, Run.SELECTED, Run.MASKED
+K, P = Kernels, Place
+DENSE_HEADS = ALL, K.QKV_ALL, None
+
+
+@pytest.mark.parametrize(
+    ("formats", "predictors", "options", "expected"),
+    [
+        (INT4, None, {}, (*DENSE_HEADS, ALL, K.ROWS, None)),
+        (HALF, None, {"batch": 2}, (*DENSE_HEADS, ALL, K.PRODUCTS, None)),
+        (HALF, {}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_GRID, P.SITE)),
+        (INT4, {}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_GRID, P.SITE)),
+        (HALF, {"second_stage": True}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.SECOND_STAGE, P.SITE)),
+        (HALF, {"top_k": 9}, {}, (SELECTED, K.QKV_SELECTED, P.SITE, SELECTED, K.LISTED_GRID, P.SITE)),
+        # look-ahead: of 66B in 4 bits everything but the first layer's heads runs in the grids of other kernels
+        (INT4, {"ahead": 1}, {}, (SELECTED, K.QKV_SELECT, P.BEFORE, SELECTED, K.LISTED_GRID, P.GRIDS)),
+        (INT4, {"ahead": 1, "heads": False}, {}, (ALL, K.QKV_SELECT, None, SELECTED, K.LISTED_GRID, P.GRIDS)),
+        (INT4, {"ahead": 1, "format": "float16"}, {},
+         (SELECTED, K.QKV_SELECTED, P.STREAM, SELECTED, K.LISTED_GRID, P.STREAM)),
+        (INT4, {"ahead": 1}, {"look_ahead": "stream"},
+         (SELECTED, K.QKV_SELECTED, P.STREAM, SELECTED, K.LISTED_GRID, P.STREAM)),
+        (INT4, {"ahead": 1}, {"look_ahead": "inline"},
+         (SELECTED, K.QKV_SELECTED, P.SITE, SELECTED, K.LISTED_GRID, P.SITE)),
+        (HALF, {"ahead": 1, "own_heads": True}, {},
+         (SELECTED, K.QKV_SELECT, P.FOLDED, SELECTED, K.LISTED_GRID, P.GRIDS)),
+        (HALF, {"ahead": 1, "heads": False}, {}, (*DENSE_HEADS, SELECTED, K.LISTED_GRID, P.STREAM)),
+        # several rows
+        (HALF, {"union": 0.5}, {"batch": 8}, (MASKED, K.QKV_ALL, P.FOLDED, SELECTED, K.LISTED_BATCH, P.SITE)),
+        (HALF, {"union": 0.7}, {"batch": 8}, (MASKED, K.QKV_ALL, P.FOLDED, MASKED, K.PRODUCTS, P.SITE)),
+        (HALF, {"union": 0.7}, {"batch": 8, "crossover": False},
+         (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_BATCH, P.SITE)),
+        (HALF, {}, {"batch": 8, "kv_policy": "stale"},
+         (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_BATCH, P.SITE)),
+        (INT4, {"union": 0.9}, {"batch": 8}, (MASKED, K.QKV_ALL, P.FOLDED, SELECTED, K.LISTED_CODES, P.SITE)),
+        (INT4, {"format": "float16"}, {"batch": 9}, (MASKED, K.QKV_ALL, P.FOLDED, MASKED, K.PRODUCTS, P.SITE)),
+        (INT4, {"ahead": 1}, {"batch": 2}, (MASKED, K.QKV_ALL, P.SITE, SELECTED, K.LISTED_CODES, P.SITE)),
+        (HALF, {"ahead": 1}, {"batch": 2}, (MASKED, K.QKV_ALL, P.STREAM, SELECTED, K.LISTED_BATCH, P.STREAM)),
+    ],
+)  # fmt: skip
+def test_how_a_layer_runs(formats, predictors, options, expected):
+    made = plan(None if predictors is None else facts(**predictors), formats, **options)
+    assert kinds(made) == expected
+    assert made.streams == (P.STREAM in expected)
+    assert all(half.why for half in made.halves), "each choice has a reason"
+
+
+def test_a_66b_shape_in_four_bits_needs_neither_weights_nor_a_gpu():
+    """Heads of layer 0 read their own site. From layer 1 on the MLP before makes the input."""
+    made = plan(facts(ahead=1))
+    assert [made.half(layer, Target.HEADS).late for layer in (0, 1, 63)] == [False, True, True]
+    assert made.half(0, Target.HEADS).place is P.FOLDED
+    assert made.half(3, Target.MLP).packer is Packer.ATTENTION and made.half(3, Target.MLP).early is Early.LIST
+    assert made.carveout == INT4_CARVEOUT
+    assert made.coming["kept inputs"] == 64 * 2048 * 9216 * 2
+    text = made.describe()
+    assert "attention of layer 0: the selected units" in text and "attention of layers 1-63:" in text
+    assert "in the grid of the MLP before; its LayerNorm comes late" in text
+    assert "MLP of layers 0-63: the selected units; fc1 and fc2 in one grid over a list" in text
+
+
+def test_a_guard_makes_no_input_ahead_and_says_so():
+    made = plan(facts(ahead=1), guard=object())
+    assert not any(half.late for half in made.halves) and made.half(0, Target.MLP).place is P.GRIDS
+    assert "a guard's dense steps make no input for the next layer" in made.describe()
+
+
+def test_a_chain_of_late_layers_ends_where_one_is_not():
+    predictors = facts(ahead=1)
+    del predictors[UnitKey(4, Target.MLP)]
+    made = plan(predictors)
+    assert [half.late for half in made.halves[::2]][:8] == [False, True, True, True, False, False, False, False]
+    assert "the MLP before has no predictor in attention's grids" in " ".join(made.half(5, Target.HEADS).why)
+
+
+def test_what_the_lists_and_early_reads_are():
+    own, ahead = plan(facts()).half(5, Target.MLP), plan(facts(ahead=1), look_ahead="stream").half(5, Target.MLP)
+    assert (own.packer, own.early) == (Packer.KERNEL, Early.X)
+    assert (ahead.packer, ahead.early) == (Packer.KERNEL, None)
+    several = plan(facts(), batch=2).half(5, Target.MLP)
+    assert (several.packer, several.early) == (Packer.PREDICTOR, None)
+    assert plan(facts(top_k=9), batch=2).half(5, Target.MLP).packer is Packer.KERNEL
+
+
+def test_narrow_dense_steps_of_four_bits_run_in_one_grid():
+    small = ModelDims(2048, 8192, 24, 32, 50272, 2048)
+    formats = Formats("int4", "float16", "float16", row_sizes(small)["fc2"].group)
+    assert plan(None, formats, small).half(0, Target.MLP).kernels is K.LISTED_GRID
+    assert plan(None, HALF, small).half(0, Target.MLP).kernels is K.ROWS
+
+
+def test_the_carveout_of_a_step():
+    def of(predictors, formats):
+        return carveout(plan(predictors, formats).halves, formats.packed)
+
+    assert of(None, HALF) == DRIVERS_CARVEOUT
+    assert of(facts(heads=False), HALF) == of(facts(), HALF) == SPARSE_CARVEOUT
+    assert of(None, INT4) == of(facts(heads=False), INT4) == SPARSE_CARVEOUT
+    assert of(facts(), INT4) == of(facts(ahead=1, heads=False), INT4) == INT4_CARVEOUT
+
+
+def test_the_measured_union_from_which_all_is_computed():
+    assert [dense_from(d) for d in (64, 4096, 7168, 9216, 12288)] == [0.0, 0.6, 0.6, 0.65, 0.65]
+    assert plan(facts(union=0.9), HALF, engine=Engine.INTERPRETER, batch=2).half(0, Target.MLP).run is SELECTED
+
+
+def test_a_screen_needs_room():
+    assert with_screen(plan(None, HALF), None, None).screened
+    needed = sum(plan(None, HALF).coming.values())
+    assert not with_screen(plan(None, HALF), None, needed).screened
+    assert with_screen(plan(None, HALF), True, needed).screened
+    for made in (plan(None, HALF, batch=2), plan(None, Formats("int4", "int4", "float16", 128))):
+        assert not with_screen(made, True, None).screened
+    assert not with_screen(plan(None, HALF, engine=Engine.REFERENCE), None, None).screened
+
+
+REFUSED = [
+    ({"norm": "rms_norm"}, "no kernels for norm rms_norm"),
+    ({"positions": "rotary"}, "no kernels for positions rotary"),
+    ({"activation": "silu"}, "no kernels for activation silu"),
+    ({"gated": True}, "no kernels for a gated MLP"),
+    ({"n_kv_heads": 8}, "no kernels for 8 K/V heads of 32 heads"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), [*REFUSED, ({"head_dim": 24}, "head dim 24 has no kernels")])
+@pytest.mark.parametrize("engine", [Engine.GPU, Engine.CPU])
+def test_what_there_are_no_kernels_for_is_refused_in_one_line(engine, values, message):
+    dims = ModelDims(4096, 16384, 2, 32, 100, 64, **values)
+    if engine is Engine.CPU and "head_dim" in values:
+        assert plan(None, HALF, dims, engine).halves, "of any head dim"
+        return
+    with pytest.raises(UserError, match=message) as caught:
+        plan(None, HALF, dims, engine)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("the CPU engine" if engine is Engine.CPU else ("the decode engine", "head dim"))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: plan(facts(second_stage=True)), "no second stage on 4-bit weights"),
+        (lambda: plan(None, Formats("int4", "float32", "float32", 128)), "float16 inputs in the decode engine, not"),
+        (lambda: plan(None, Formats("float16", "int8", "float16")), "no kernel for an LM head in int8"),
+        (lambda: plan(facts(), batch=9, crossover=False), "up to 8 rows at once, not 9"),
+        (lambda: plan(context=4096), "4096 tokens does not fit: this model has positions for 2 to 2048"),
+        (lambda: plan(batch=33), "1 to 32 rows"),
+        (lambda: plan(look_ahead="often"), "look_ahead must be one of fused, stream, inline"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(made, message):
+    with pytest.raises(UserError, match=message):
+        made()
+
+
+def test_a_plan_of_the_engine_for_cpus():
+    made = plan(facts(OPT_6B, format="int8"), Formats("float32", "float32", "float32"), OPT_6B, Engine.CPU, batch=2)
+    assert kinds(made) == (SELECTED, K.COMPILED, P.SITE, SELECTED, K.COMPILED, P.SITE)
