@@ -79,6 +79,11 @@ def describe(error: OSError) -> str:
     return " ".join(f"{path}{reason}; {remedy}".split())
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says first, or its class where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
 class Unsupported(UserError):
     """Something that the decode engine does not do and the backend ``gather`` does."""
 

@@ -25,7 +25,7 @@ from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
 from dejavu_train.bundle.spec import PredictorSpec, check_spec, tensor_name
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.config_values import read_values, refuse_foreign
@@ -370,9 +370,7 @@ class Bundle:
         try:
             validate_repo_id(repo_id)
         except HFValidationError as error:
-            raise UserError(
-                f"{repo_id!r} is no repository of the hub ({_first_line(error)}); give OWNER/NAME"
-            ) from None
+            raise UserError(f"{repo_id!r} is no repository of the hub ({first_line(error)}); give OWNER/NAME") from None
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder), published_name(self.model))
             if dry_run:
@@ -385,13 +383,9 @@ class Bundle:
                 return str(commit)
             except (HTTPError, OSError) as error:
                 raise UserError(
-                    f"cannot push the bundle to {repo_id}: {_first_line(error)}; check the network, the token"
+                    f"cannot push the bundle to {repo_id}: {first_line(error)}; check the network, the token"
                     " (hf auth login) and HF_HUB_OFFLINE, or save_pretrained it and upload the folder from elsewhere"
                 ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:

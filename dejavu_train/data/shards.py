@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dejavu_train.data.config import Storage
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import BlockParts, ModelDims
 from dejavu_train.families.block import activate_
 from dejavu_train.families.dims import Activation
@@ -347,8 +347,3 @@ class LayerWeights:
                 return cls(**tensors, activation=Activation(about.get(_LABELS, "relu")))
         except (OSError, SafetensorError) as error:
             refuse_unreadable(error, path, f"{path} is missing or damaged")
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.class_path import bound_arguments, import_named
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.files import replacing, sha256_file, sha256_text
 from dejavu_train.ranges import COUNT, SEED, SHARE, Range, check_ranges
 
@@ -282,8 +282,7 @@ def _hub_documents(source: TextSource, name: str) -> list[Document]:
         )
         rows = list(itertools.islice(stream.shuffle(seed=source.seed, buffer_size=10_000), count))
     except Exception as error:  # the hub client raises many classes for one thing: not to be had
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot read {name}: no such file, and as a hub dataset: {first}") from None
+        raise UserError(f"cannot read {name}: no such file, and as a hub dataset: {first_line(error)}") from None
     if rows and source.field not in rows[0]:
         raise UserError(f"the dataset {name} has no field {source.field!r}; it has {', '.join(rows[0])}")
     return [Document(sha256_text(row[source.field])[:16], row[source.field]) for row in rows]

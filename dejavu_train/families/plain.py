@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families.base import BlockParts, blocks_of, dims_of, family_of
 from dejavu_train.families.dims import engine_refusal
 
@@ -184,7 +184,7 @@ def _merged(name: str, adapter: Any) -> nn.Linear:
         elif not made.merged:
             made.merge()
     except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
-        raise NotPlain(name, f"is an adapter that cannot be merged ({str(error).splitlines()[0]})") from None
+        raise NotPlain(name, f"is an adapter that cannot be merged ({first_line(error)})") from None
     base = made.get_base_layer()
     return base.requires_grad_(False).eval()
 

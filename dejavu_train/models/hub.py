@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "predictors/*")  # with a tokenizer and a bundle beside the model
 KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_download")  # as in transformers
@@ -41,8 +41,7 @@ def fetch(name: str, patterns: Iterable[str], failure: str, hub: Mapping[str, An
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
     except (HTTPError, OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(f"{failure} {name}: {reason}") from None
+        raise UserError(f"{failure} {name}: {first_line(error)}") from None
 
 
 def within(subfolder: str, files: Iterable[str]) -> list[str]:

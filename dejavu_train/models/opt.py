@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
@@ -162,7 +162,7 @@ def load_with_info(
         dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, info = dense.from_pretrained(folder, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"cannot load the weights of {name}: {_first_line(error)}") from None
+        raise UserError(f"cannot load the weights of {name}: {first_line(error)}") from None
     except SafetensorError as error:
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
     model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
@@ -213,15 +213,11 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise UserError(f"cannot load a tokenizer from {name}: {_first_line(error)}") from None
+        raise UserError(f"cannot load a tokenizer from {name}: {first_line(error)}") from None
     except Exception as error:  # so the package tokenizers, which is compiled, refuses what it cannot read
         if type(error) is not Exception:
             raise
-        raise UserError(f"cannot load a tokenizer from {name}: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"cannot load a tokenizer from {name}: {first_line(error)}") from None
 
 
 def _canonical(name: str, dtype: str) -> tuple[str, str]:

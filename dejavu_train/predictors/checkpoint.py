@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.files import read_sealed, sha256_file
 from dejavu_train.models.opt import torch_dtype
 from dejavu_train.predictors.custom import PredictorClass, build_custom, chosen_classes, custom_tensors, load_custom
@@ -60,9 +60,7 @@ def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | N
     except Exception as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(
-            f"the predictor in {folder} is damaged ({str(error).splitlines()[0]}); train it again"
-        ) from None
+        raise UserError(f"the predictor in {folder} is damaged ({first_line(error)}); train it again") from None
     return Stored(metadata, predictor.requires_grad_(False).eval())
 
 

@@ -40,7 +40,7 @@ from dejavu_train.config import RunConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed, write_text
 from dejavu_train.locks import Held, claim, ours
@@ -278,7 +278,7 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
     except (MisconfigurationException, ValueError) as error:
         if isinstance(error, ValueError) and "`val_check_interval`" not in str(error):
             raise
-        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
     except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         if resume is None or trainer.global_step > 0:
             raise

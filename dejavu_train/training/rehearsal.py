@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from dejavu_train.config import RunConfig
 from dejavu_train.data.shards import LayerWeights, pack_bits
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.callbacks import AtomicCheckpointIO
@@ -69,7 +69,7 @@ def rehearse(config: RunConfig, job: UnitKey) -> None:
         except UserError:
             raise
         except (MisconfigurationException, ModuleNotFoundError, RuntimeError, ValueError) as error:
-            raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+            raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
 
 
 def _module() -> LitPredictor:

@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError
+from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import UnitKey
 from dejavu_train.parser import WRONG_VALUE, Parser
 from dejavu_train.training.callbacks import AtomicCheckpointIO
@@ -209,7 +209,7 @@ def build_trainer(
     except UserError:
         raise
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
-        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
 
 
 def count_epochs(trainer: lightning.Trainer, batches: int) -> int:
@@ -234,7 +234,7 @@ def _made(arguments: dict[str, Any], **ours: Any) -> lightning.Trainer:
     try:
         return lightning.Trainer(**arguments, **ours)
     except TypeError as error:  # so Lightning refuses a number of devices
-        raise UserError(f"the trainer's arguments do not fit: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
 
 
 def _build(value: Any) -> Any:
