@@ -86,10 +86,6 @@ def _collect(
     revision: str | None,
 ) -> ActivationManifest:
     shape = read_dims(model_name, revision)
-    if config.window > shape.max_positions:
-        raise UserError(
-            f"collect.window is {config.window}, but {model_name} has {shape.max_positions} positions; choose less"
-        )
     request = config.request(seed)
     tokenizer = load_tokenizer(model_name, revision)
     cut_by = hash_of(tokenizer)

@@ -1,5 +1,6 @@
 """What pictures share: styles of lines, and how a figure becomes files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,25 @@ BLUE, GREEN, PINK, ORANGE, RED, BLACK = "#0072B2", "#009E73", "#CC79A7", "#E69F0
 STYLES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (PINK, "D", ":"), (ORANGE, "v", "-"))
 
 
-def save(figure: Any, stem: Path) -> None:
-    """Write ``stem``.svg (the same bytes for the same rows) and ``stem``.png, and close the figure."""
-    import matplotlib
-    import matplotlib.pyplot as plt
+def pyplot() -> Any:
+    """``matplotlib.pyplot``, which draws into files alone. None where it is not installed."""
+    try:
+        import matplotlib
 
+        matplotlib.use("Agg")
+        import matplotlib.pyplot
+    except ImportError:
+        return None
+    return matplotlib.pyplot
+
+
+def save(figure: Any, stem: Path, kinds: Sequence[str] = ("svg", "png")) -> None:
+    """Write ``stem``.svg (the same bytes for the same rows) and ``stem``.png, and close the figure."""
+    import matplotlib.pyplot
+
+    options: dict[str, dict[str, Any]] = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 150}}
     with matplotlib.rc_context({"svg.hashsalt": stem.name}):
-        for kind, options in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 150})):
+        for kind in kinds:
             with replacing(stem.with_suffix(f".{kind}")) as temporary:
-                figure.savefig(temporary, format=kind, **options)
-    plt.close(figure)
+                figure.savefig(temporary, format=kind, **options[kind])
+    matplotlib.pyplot.close(figure)

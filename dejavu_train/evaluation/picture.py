@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from dejavu_train.files import replacing
+from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, PINK, RED, pyplot, save
 
-# selection -> colour, marker, line, label. Colours of Okabe and Ito, which differ for colour-blind people too.
+# selection -> colour, marker, line, label
 CURVES = {
-    "predicted": ("#0072B2", "o", "-", "predicted"),
-    "oracle": ("#009E73", "s", "--", "oracle (knows this token's activations)"),
-    "noncontextual": ("#CC79A7", "D", "-.", "non-contextual (embedding only)"),
-    "static": ("#E69F00", "^", "-", "static (most often active)"),
-    "random": ("#D55E00", "v", ":", "random"),
-    "as calibrated": ("black", "*", "", "the bundle as calibrated (its heads too)"),
+    "predicted": (BLUE, "o", "-", "predicted"),
+    "oracle": (GREEN, "s", "--", "oracle (knows this token's activations)"),
+    "noncontextual": (PINK, "D", "-.", "non-contextual (embedding only)"),
+    "static": (ORANGE, "^", "-", "static (most often active)"),
+    "random": (RED, "v", ":", "random"),
+    "as calibrated": (BLACK, "*", "", "the bundle as calibrated (its heads too)"),
 }
 _YARDSTICKS = ("noncontextual", "static", "random")
 COLUMNS = 3
@@ -36,12 +36,8 @@ def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
         path: of the file; its ending says the format, png or svg.
     Returns: False without matplotlib, nothing is drawn then.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
     scored = [row for row in found["quality"] if row["sparse_from"] == 0]
     rows = [row for row in scored if row["asked_head_density"] == 1 and not row.get("as_calibrated")]
@@ -79,12 +75,7 @@ def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
     )
     figure.supxlabel("share of MLP neurons selected per token (all heads)", fontsize=10)
     figure.suptitle(f"{Path(found['model']).name}: perplexity of the sparse model over the dense one", fontsize=11)
-    kind = Path(path).suffix.removeprefix(".")
-    # The same rows make the same bytes: no date, and ids that do not change.
-    options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 150}
-    with matplotlib.rc_context({"svg.hashsalt": "curve"}), replacing(path) as temporary:
-        figure.savefig(temporary, format=kind, **options)
-    plt.close(figure)
+    save(figure, Path(path).with_suffix(""), [Path(path).suffix.removeprefix(".")])
     return True
 
 

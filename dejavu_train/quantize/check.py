@@ -51,7 +51,7 @@ def check(config: QuantizeConfig) -> ModelDims:
     method = quant_method(values)
     if method is None:
         check_folder(config.model, shape)
-    elif config.quantizer == "gptq" and config.text.source == SELF:
+    elif config.gptq and config.text.source == SELF:
         raise UserError(
             f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
             " --quantizer rtn"
@@ -73,7 +73,7 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
         f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
         f" ({8 * matrices / weights:.2f} bits a weight)"
     ]
-    if config.quantizer == "gptq":
+    if config.gptq:
         tokens = config.calibration_tokens(shape)
         held = 4 * (2 * tokens * shape.d_model + 6 * shape.d_ffn**2 + 2 * weights)
         lines.append(

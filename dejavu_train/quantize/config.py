@@ -13,18 +13,6 @@ DEFAULT_TOKENS = 128_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Solver:
-    """How a matrix is rounded: to the nearest codes, or by GPTQ with these settings; see :class:`QuantizeConfig`."""
-
-    gptq: bool = True
-    damp_mean: float = 0.01
-    damp_own: float = 0.0
-    act_order: bool = False
-    out_per_head: bool = False
-    correct_bias: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class QuantizeConfig:
     """A model's matrices in 4 bits, written as a model folder of its own."""
 
@@ -73,22 +61,15 @@ class QuantizeConfig:
         if self.window > shape.max_positions:
             raise UserError(f"--window is {self.window}, but {self.model} has {shape.max_positions} positions")
         needed = LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn)
-        if self.quantizer == "gptq" and self.calibration_tokens(shape) < needed:
+        if self.gptq and self.calibration_tokens(shape) < needed:
             raise UserError(
                 f"--tokens is {self.tokens}: gptq needs {LEAST_PER_INPUT} tokens for each input of a matrix,"
                 f" {needed:,} for {self.model}; give more, or --quantizer rtn"
             )
 
-    def solver(self) -> Solver:
-        """How matrices are rounded."""
-        return Solver(
-            gptq=self.quantizer == "gptq",
-            damp_mean=self.damp_mean,
-            damp_own=self.damp_own,
-            act_order=self.act_order,
-            out_per_head=self.out_hessian == "per_head",
-            correct_bias=self.correct_bias,
-        )
+    @property
+    def gptq(self) -> bool:
+        return self.quantizer == "gptq"
 
     def calibration_tokens(self, shape: ModelDims) -> int:
         return self.tokens or max(DEFAULT_TOKENS, LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn))

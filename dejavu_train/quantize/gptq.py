@@ -21,24 +21,16 @@ paper's code sets it to zero. Other texts may use it.
 Letters: n outputs, m inputs, g outputs or inputs of a group.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
+from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.rounding import best_scales, group_scales, round_to
 
 BLOCK = 128  # columns whose updates of those behind them are applied at once
-
-
-@dataclass(frozen=True)
-class Damping:
-    """What is added to H's diagonal before it is factorised: a share of the diagonal's mean, and one of each entry."""
-
-    mean: float = 0.01
-    own: float = 0.0
 
 
 class Grid(Protocol):
@@ -100,18 +92,18 @@ class OutputGroups:
         return self.scales[index].repeat_interleave(self.group)
 
 
-def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: Damping) -> Tensor:
+def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, config: QuantizeConfig) -> Tensor:
     """Codes (n, m) int8 of weight (n, m) fp32, columns in the order in which they stand; ``grid`` gets their scales.
 
     Args:
         weight: changed in place, to what the columns were when they were reached.
         hessian: (m, m) fp32, X' X over the calibration tokens, or a multiple; used up.
-        damping: see :class:`Damping`.
+        config: its ``damp_mean`` and ``damp_own``.
     Raises:
         UserError: the damped matrix cannot be factorised.
     """
     n, m = weight.shape
-    factor = inverse_factor(hessian, damping)
+    factor = inverse_factor(hessian, config)
     codes = torch.empty(n, m, dtype=torch.int8, device=weight.device)
     for start in range(0, m, grid.block):
         stop = min(start + grid.block, m)
@@ -128,7 +120,7 @@ def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, damping: Dampi
     return codes
 
 
-def inverse_factor(hessian: Tensor, damping: Damping) -> Tensor:
+def inverse_factor(hessian: Tensor, config: QuantizeConfig) -> Tensor:
     """U (m, m), upper triangular, of H^-1 = U' U; inputs that never were anything but zero have 1 on its diagonal.
 
     ``hessian`` is damped in place. Two more matrices of its size exist on the way.
@@ -136,7 +128,7 @@ def inverse_factor(hessian: Tensor, damping: Damping) -> Tensor:
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
     mean = diagonal[~dead].mean() if bool((~dead).any()) else torch.ones((), device=hessian.device)
-    diagonal += damping.own * diagonal + damping.mean * mean
+    diagonal += config.damp_own * diagonal + config.damp_mean * mean
     diagonal[dead] = 1.0
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if int(failed):

@@ -9,9 +9,9 @@ from torch import nn
 from dejavu_train.families.opt import EMBEDDING
 from dejavu_train.models.int4 import Int4Rows, Int8Rows
 from dejavu_train.models.int4_sizes import RowSizes
-from dejavu_train.quantize.config import Solver
-from dejavu_train.quantize.gptq import Damping, InputGroups, quantise_columns
-from dejavu_train.quantize.layer import Batch, MatrixErrors, Moments, squared
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.gptq import InputGroups, quantise_columns
+from dejavu_train.quantize.layer import Batch, MatrixErrors, Moments
 from dejavu_train.quantize.rounding import round_nearest, round_nearest_8
 from dejavu_train.quantize.source import StoredTensors
 
@@ -23,7 +23,7 @@ def quantised_head(
     source: StoredTensors,
     values: Mapping[str, Any],
     sizes: RowSizes,
-    solver: Solver,
+    config: QuantizeConfig,
     batches: list[Batch],
     device: torch.device,
 ) -> tuple[Int4Rows | Int8Rows, MatrixErrors]:
@@ -43,20 +43,14 @@ def quantised_head(
     rows: Int4Rows | Int8Rows
     if sizes.bits == 8:
         rows = Int8Rows.of(*round_nearest_8(weight, sizes.group))
-    elif batches and solver.gptq:
+    elif batches and config.gptq:
         grid = InputGroups(sizes.rows, sizes.columns, sizes.group, device)
-        damping = Damping(solver.damp_mean, solver.damp_own)
-        codes = quantise_columns(weight.clone(), moments.products(), grid, damping)
+        codes = quantise_columns(weight.clone(), moments.products(), grid, config)
         rows = Int4Rows.of(codes, grid.scales)
     else:
         rows = Int4Rows.of(*round_nearest(weight, sizes.group))
-    lost = rows.dequantised() - weight
-    error = float(lost.square().sum() / weight.square().sum().clamp_min(1e-30))
-    output = None
-    if batches:
-        products = moments.products()
-        output = squared(lost, products) / max(squared(weight, products), 1e-30)
-    return rows, MatrixErrors(error, output)
+    products = moments.products() if batches else None
+    return rows, MatrixErrors.of(rows.dequantised() - weight, weight, products)
 
 
 def _final_norm(source: StoredTensors, values: Mapping[str, Any], d: int) -> nn.Module:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.quantize.config import Solver
-from dejavu_train.quantize.gptq import Damping, InputGroups, OutputGroups, StaticGroups, quantise_columns
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.gptq import InputGroups, OutputGroups, StaticGroups, quantise_columns
 from dejavu_train.quantize.rounding import round_nearest
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -41,6 +41,13 @@ class MatrixErrors:
     output_error: float | None
     exact: bool = False
 
+    @classmethod
+    def of(cls, lost: Tensor, weight: Tensor, products: Tensor | None, exact: bool = False) -> "MatrixErrors":
+        """Of a weight (n, m) that lost (n, m), with the ``products`` (m, m) of its inputs where there was text."""
+        error = float(lost.square().sum() / weight.square().sum().clamp_min(1e-30))
+        output = None if products is None else squared(lost, products) / max(squared(weight, products), 1e-30)
+        return cls(error, output, exact)
+
 
 @dataclass(frozen=True)
 class MatrixResult:
@@ -56,14 +63,14 @@ class LayerQuantizer:
     Args:
         block: an ``OPTDecoderLayer`` with scaled-dot-product attention, causal.
         layouts: of its matrices.
-        solver: how they are rounded.
+        config: how they are rounded.
         given: matrices that are in 4 bits already, in the same groups, and stay as they are.
     """
 
     def __init__(
-        self, block: Any, layouts: Mapping[str, RowLayout], solver: Solver, given: Mapping[str, Int4Rows]
+        self, block: Any, layouts: Mapping[str, RowLayout], config: QuantizeConfig, given: Mapping[str, Int4Rows]
     ) -> None:
-        self.block, self.layouts, self.solver, self.given = block, layouts, solver, given
+        self.block, self.layouts, self.config, self.given = block, layouts, config, given
         self.results: dict[str, MatrixResult] = {}
 
     @torch.no_grad()
@@ -115,23 +122,20 @@ class LayerQuantizer:
             rows = self.given.get(part) or solved[part]
             made = self.layouts[part].from_rows(rows.dequantised())
             lost = made - linear.weight
-            error = float(lost.square().sum() / linear.weight.square().sum().clamp_min(1e-30))
-            output = None
-            if moments is not None and spread is not None:
-                output = squared(lost, spread) / max(squared(linear.weight, spread), 1e-30)
-                if corrects and part not in self.given:
-                    linear.bias -= lost @ moments.mean
+            errors = MatrixErrors.of(lost, linear.weight, spread, part in self.given)
+            if moments is not None and corrects and part not in self.given:
+                linear.bias -= lost @ moments.mean
             linear.weight.data = made
-            self.results[part] = MatrixResult(rows, MatrixErrors(error, output, part in self.given))
+            self.results[part] = MatrixResult(rows, errors)
 
     def _corrects(self, linear: Any) -> bool:
         """Whether the bias takes over what rounding does to the mean output."""
-        return self.solver.gptq and self.solver.correct_bias and linear.bias is not None
+        return self.config.gptq and self.config.correct_bias and linear.bias is not None
 
     def _solve(self, parts: list[str], hessian: Tensor | None) -> dict[str, Int4Rows]:
         weights = [self.block.get_submodule(part).weight for part in parts]
         layouts = [self.layouts[part] for part in parts]
-        if hessian is None or not self.solver.gptq:
+        if hessian is None or not self.config.gptq:
             return {
                 part: Int4Rows.of(*round_nearest(layout.to_rows(weight).contiguous(), layout.sizes.group))
                 for part, layout, weight in zip(parts, layouts, weights, strict=True)
@@ -148,9 +152,9 @@ class LayerQuantizer:
     def _gptq(self, part: str, weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (n, m) int8 of weight (n, m), and the scales of their grid."""
         (n, m), group, device = weight.shape, self.layouts[part].sizes.group, weight.device
-        if part == OUT and self.solver.out_per_head:
+        if part == OUT and self.config.out_hessian == "per_head":
             hessian = torch.block_diag(*(hessian[i : i + group, i : i + group] for i in range(0, m, group)))
-        by_moment = part == FC2 or self.solver.act_order
+        by_moment = part == FC2 or self.config.act_order
         order = (
             hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
         )
@@ -160,8 +164,7 @@ class LayerQuantizer:
             grid = StaticGroups(weight, group, order)
         else:
             grid = InputGroups(n, m, group, device)
-        damping = Damping(self.solver.damp_mean, self.solver.damp_own)
-        codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, damping)
+        codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, self.config)
         back = order.argsort()
         return codes[:, back], grid.scales[back] if part == FC2 else grid.scales
 

@@ -51,7 +51,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
     digest = weight_hash(config.model, revision=config.revision)
     text: dict[str, Any] = {}
     batches = []
-    if config.quantizer == "gptq":
+    if config.gptq:
         windows, text = calibration_windows(config, shape, digest)
         batches = embed(source, windows, config.batch_size, device)
     layouts, head = row_layouts(shape, config.model), head_sizes(shape, config.lm_head, config.model)
@@ -61,7 +61,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
         kept = [name for name in source if ".layers." not in name and (head is None or name != HEAD)]
         folder.add({source.stored_name(name): source[name] for name in kept})
         start = source.stored_name("decoder.embed_tokens.weight").removesuffix("decoder.embed_tokens.weight")
-        layers = quantised_layers(source, reader, opt, layouts, config.solver(), batches, device)
+        layers = quantised_layers(source, reader, opt, layouts, config, batches, device)
         for layer, (others, made) in enumerate(layers):
             prefix = f"{start}decoder.layers.{layer}."
             tensors = {prefix + name: tensor for name, tensor in others.items()}
@@ -72,7 +72,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
             progress.update()
         head_errors: dict[str, MatrixErrors] = {}
         if head is not None:
-            rows, head_errors["lm_head"] = quantised_head(source, values, head, config.solver(), batches, device)
+            rows, head_errors["lm_head"] = quantised_head(source, values, head, config, batches, device)
             folder.add({"lm_head.weight": rows.words, "lm_head.scales": rows.scales})
             values = {**values, "tie_word_embeddings": False}
         report: dict[str, Any] = {

@@ -12,7 +12,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from dejavu_train.families import dims_of
 from dejavu_train.families.opt import POSITIONS_OFFSET, layer_prefix
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.quantize.config import Solver
+from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.layer import Batch, LayerQuantizer, MatrixResult
 from dejavu_train.quantize.source import StoredTensors
@@ -39,15 +39,15 @@ def embed(source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int,
 def quantised_layers(
     source: StoredTensors,
     reader: MatrixReader,
-    config: OPTConfig,
+    opt: OPTConfig,
     layouts: dict[str, RowLayout],
-    solver: Solver,
+    config: QuantizeConfig,
     batches: list[Batch],
     device: torch.device,
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, MatrixResult]]]:
     """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits."""
-    config._attn_implementation = "sdpa"  # causal without a mask
-    for layer in range(dims_of(config).n_layers):
+    opt._attn_implementation = "sdpa"  # causal without a mask
+    for layer in range(dims_of(opt).n_layers):
         prefix = layer_prefix(layer)
         others, given, weights = {}, {}, {}
         for part in layouts:
@@ -57,8 +57,8 @@ def quantised_layers(
         for name in list(source):
             if name.startswith(prefix) and not reader.is_part(name):
                 others[name.removeprefix(prefix)] = source[name]
-        block = load_block(config, {**weights, **others}, device)
-        quantizer = LayerQuantizer(block, layouts, solver, given)
+        block = load_block(opt, {**weights, **others}, device)
+        quantizer = LayerQuantizer(block, layouts, config, given)
         made = quantizer.run(batches)
         biases = {f"{part}.bias": block.get_submodule(part).bias for part in layouts}
         changed = {name: bias.to(others[name]) for name, bias in biases.items() if name in others}

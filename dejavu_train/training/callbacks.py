@@ -1,6 +1,5 @@
 """What watches a training run: resumable checkpoints, progress, and rows per second of loader and step."""
 
-import io
 import logging
 import signal
 import sys
@@ -15,7 +14,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from dejavu_train import progress, signals
-from dejavu_train.files import check_zip, replacing
+from dejavu_train.files import check_zip
+from dejavu_train.training.state import save_state
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints are written aside and renamed: a kill while saving leaves the one before."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        buffer = io.BytesIO()  # writing to a file, torch does not say what the operating system refused
-        torch.save(checkpoint, buffer)
-        with replacing(path) as temporary:
-            temporary.write_bytes(buffer.getbuffer())
+        save_state(path, checkpoint)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         check_zip(path)

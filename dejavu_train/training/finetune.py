@@ -202,7 +202,6 @@ def finetune(
         UserError: nothing to tune, a bundle without thresholds, no windows, or a state that is damaged.
         Interrupted: a signal came; the state was saved.
     """
-    config.check()
     sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == Target.MLP and not spec.dense}
     if not sparse:
         raise UserError("tune.steps: every MLP of the bundle is dense, there is nothing to tune; ask for fewer bytes")

@@ -321,30 +321,19 @@ def export(
 
 def summary_rows(output: str | Path, jobs: Sequence[UnitKey]) -> tuple[list[str], list[list[Any]]]:
     """Columns and one row per finished predictor, for tables."""
-    columns = [
-        "layer",
-        "target",
-        "rank",
-        "active",
-        "density",
-        "recall",
-        "at most",
-        "precision",
-        "retained mass",
-        "steps",
-        "seconds",
-    ]
-    columns += ["loader rows/s", "step rows/s"]
-    names = ["active_density", "density", "recall", "at_most", "precision", "retained_mass", "steps", "seconds"]
+    headings = {
+        "active_density": "active", "density": "density", "recall": "recall", "at_most": "at most",
+        "precision": "precision", "retained_mass": "retained mass", "steps": "steps", "seconds": "seconds",
+        "loader_rows_per_s": "loader rows/s", "step_rows_per_s": "step rows/s",
+    }  # fmt: skip
     rows = []
     for job in jobs:
         if has_predictor(output, job):
             metadata = read_sealed(job_folder(output, job) / "predictor.json", "a finished predictor")
             metrics = dict(metadata["metrics"])
             metrics["at_most"] = most_recall(metrics["density"], metrics["active_density"])
-            rates = [metrics["loader_rows_per_s"], metrics["step_rows_per_s"]]
-            rows.append([job.layer, str(job.target), metadata["rank"], *(metrics[name] for name in names), *rates])
-    return columns, rows
+            rows.append([job.layer, str(job.target), metadata["rank"], *(metrics[name] for name in headings)])
+    return ["layer", "target", "rank", *headings.values()], rows
 
 
 def mean_metrics(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, float]:

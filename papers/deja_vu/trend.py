@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.figure import save
+from dejavu_train.evaluation.figure import pyplot, save
 from dejavu_train.evaluation.picture import CURVES
 
 COLUMNS = 3
@@ -22,12 +22,8 @@ def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
     shown = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
     if not shown:
         return False
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
     panels = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in shown))
     panels.sort()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dejavu_train.errors import UserError
+from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import (
-    Damping,
     InputGroups,
     OutputGroups,
     StaticGroups,
@@ -16,7 +16,7 @@ from dejavu_train.quantize.layer import Moments
 from dejavu_train.quantize.rounding import best_scales, group_scales, round_nearest, round_to
 
 GROUP = 32
-DAMPING = Damping(mean=0.01, own=0.02)
+DAMPING = QuantizeConfig(damp_mean=0.01, damp_own=0.02)
 
 
 def problem(n=64, m=96, tokens=1500, dead=None):
@@ -131,7 +131,7 @@ def test_codes_and_scales_are_what_4_bits_hold():
 
 def test_moments_that_cannot_be_factorised_are_one_line():
     with pytest.raises(UserError, match="damp_mean"):
-        inverse_factor(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), Damping(0, 0))
+        inverse_factor(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), QuantizeConfig(damp_mean=0, damp_own=0))
 
 
 def test_moments_of_inputs_far_from_zero():

@@ -28,7 +28,7 @@ from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream
 from dejavu_train.quantize.check import check_output
-from dejavu_train.quantize.config import QuantizeConfig, Solver
+from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.folder import folder_aside
 from dejavu_train.quantize.run import calibration_windows, quantise
@@ -157,7 +157,7 @@ def test_layers_see_what_the_quantised_model_computes(settings):
     reader = stream.MatrixReader(source, read_values(settings.model))
     model = OPTForCausalLM.from_pretrained(settings.model).eval()
     layers = stream.quantised_layers(
-        source, reader, config, run.row_layouts(shape), Solver(), batches, torch.device("cpu")
+        source, reader, config, run.row_layouts(shape), QuantizeConfig(), batches, torch.device("cpu")
     )
     for block, (others, made) in zip(model.model.decoder.layers, layers, strict=True):
         for part, result in made.items():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.figure import STYLES, save
+from dejavu_train.evaluation.figure import STYLES, pyplot, save
 
 BLOCK = 16  # positions that a point of a curve over positions averages
 
@@ -15,12 +15,8 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
     Args:
         rows: of :class:`run.GenerationRow`. positions: of :class:`run.PositionRow`.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
     decodings = list(dict.fromkeys(row.decoding for row in rows))
     guarded = any(row.guard_every for row in rows)

@@ -145,11 +145,6 @@ def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
     return made
 
 
-def find_backend(config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle) -> str:
-    """:func:`choose_backend` for a model that is loaded."""
-    return choose_backend(config, dense.config.max_position_embeddings, dense.device, bundle)
-
-
 def choose_backend(config: GenerationConfig, positions: int, device: torch.device, bundle: Bundle) -> str:
     """The backend of all models.
 
@@ -159,7 +154,6 @@ def choose_backend(config: GenerationConfig, positions: int, device: torch.devic
     Raises:
         UserError: too few positions, a device without the backend, or a bundle that cannot do what is asked.
     """
-    config.check()
     if config.prompt + config.new_tokens > positions:
         raise UserError(f"--prompt {config.prompt} and --new_tokens {config.new_tokens} exceed the model's"
                         f" {positions} positions")  # fmt: skip
@@ -175,17 +169,15 @@ def choose_backend(config: GenerationConfig, positions: int, device: torch.devic
 
 
 def compare_generation(
-    config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle, prompts: Tensor
+    config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle, prompts: Tensor, backend: str
 ) -> Iterator[tuple[list[GenerationRow], list[PositionRow]]]:
     """Generate with the dense model and with every variant, whose rows come as they are made.
 
     Args:
         dense: in evaluation mode, on its device; the backend lays some of its weights out anew, in place.
         prompts: (P, T) ids.
-    Raises:
-        UserError: what :func:`find_backend` raises.
+        backend: of :func:`choose_backend`.
     """
-    backend = find_backend(config, dense, bundle)
     asked = variants(config, bundle)
     with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
         reference = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
@@ -315,12 +307,13 @@ def write_generation(
     """Measure, and write the rows as they come; the folder and its rows.
 
     Raises:
-        UserError: what :func:`find_backend` and :func:`load_prompts` raise.
+        UserError: what :func:`choose_backend` and :func:`load_prompts` raise.
     """
     folder = Path(config.output) / FOLDER
     if Path(config.output).is_file() or folder.is_file():
         raise UserError(f"--output {config.output} must be a folder in which the folder {FOLDER} can be made")
-    find_backend(config, dense, bundle)  # before anything slow: what the bundle lacks is told here
+    # Before anything slow: what the bundle lacks is told here.
+    backend = choose_backend(config, dense.config.max_position_embeddings, dense.device, bundle)
     text, prompts = load_prompts(config, tokenizer, bundle)
     about = {
         "schema": SCHEMA,
@@ -341,7 +334,7 @@ def write_generation(
         about["rows"] = [dataclasses.asdict(row) for row in rows]
         write_json(folder / "generation.json", about | {"picture": drawn})
 
-    for more, places in compare_generation(config, dense, bundle, prompts):
+    for more, places in compare_generation(config, dense, bundle, prompts, backend):
         rows += more
         positions += places
         write(drawn=False)
