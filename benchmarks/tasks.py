@@ -19,8 +19,9 @@ import numpy as np
 from benchmarks.rows import append_row, device_name, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.further_config import TasksConfig
 from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
-from dejavu_train.evaluation.lm_eval.run import TasksConfig, all_questions, read_config, tasks, versions
+from dejavu_train.evaluation.lm_eval.run import all_questions, asked_model, read_config, tasks, versions
 from dejavu_train.evaluation.lm_eval.tasks import quiet
 from dejavu_train.families import Target
 from dejavu_train.models.opt import resolve_device
@@ -61,7 +62,7 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     for backend in (DENSE, "mask", config.backend):  # the engine last: it lays weights out anew
-        lm = DejavuLM.load(dataclasses.replace(config.asked, backend=backend))
+        lm = DejavuLM.load(dataclasses.replace(asked_model(config), backend=backend))
         lm.encoded = encoded
         tokens = np.array([len(lm._encode_pair(*instance.args)[1]) for instance in instances])
         lm.loglikelihood(instances[:8], disable_tqdm=True)  # compiles and captures

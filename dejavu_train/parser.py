@@ -5,7 +5,7 @@
     --mlp.rank 32                            every field is a flag, fields of a section with a dot
     --densities 0.1,0.2                      a list, with commas or repeated; a list of texts: --text a.txt b.txt
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
-    --generation                             a mapping that may be null: an empty one
+    --generation                             a section that may be null: with its defaults
 
 Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
 """
@@ -20,7 +20,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -81,9 +81,15 @@ class _ConfigParser(Parser):
         self.kind = kind
         self.help_about: Sequence[str] = ()  # what follows --help
         self.sections, self.types = _fields(kind)
+        self.optional = {name: inner for name, hint in _hints(kind) if (inner := _section(hint)) not in (None, hint)}
         self.gone: Mapping[str, str] = getattr(kind, "GONE", {})  # keys of earlier versions: what to give instead
         self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
-        self.add_class_arguments(kind, None, sub_configs=False)
+        self.add_class_arguments(kind, None, sub_configs=False, skip=set(self.optional))
+
+    def add_sections(self, names: Iterable[str]) -> None:
+        """Have these of the sections that may be null."""
+        for name in names:
+            self.add_class_arguments(self.optional[name], name, sub_configs=False)
         for action in self._actions:
             if action.dest in self.sections:  # no flag of ours takes a whole section
                 action.help = SUPPRESS
@@ -163,6 +169,8 @@ class _ConfigParser(Parser):
         for key, value in values.items():
             name = f"{prefix}{key}"
             if name in self.sections:
+                if value is None and name in self.optional:
+                    continue
                 if not isinstance(value, dict):
                     raise UserError(f"the config file {path}: {name} must hold keys and values, got {value}")
                 self._check_keys(value, f"{name}.", path)
@@ -175,7 +183,8 @@ class _ConfigParser(Parser):
         instead = self.gone.get(name.partition(".")[0])
         if instead is not None:
             return f", which is no longer there; {instead}"
-        close = difflib.get_close_matches(name, self.types, 1)
+        last = name.rpartition(".")[2]
+        close = [last] if last in self.types else difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -192,9 +201,11 @@ class _ConfigParser(Parser):
             if name == "config":
                 for path in given or [""]:
                     values = merged(values, self.file(Path(path)))
-            elif section and (given or name == section and type(None) in typing.get_args(self.types[section])):
+            elif name in self.optional and (not given or given == ["null"]):
+                mappings[name] = None if given else {}
+            elif section and given:
                 keys = [part for part in name.removeprefix(section).split(".") if part]
-                self._lay(mappings, section, keys, given[-1] if given else "{}")
+                self._lay(mappings, section, keys, given[-1])
             elif name in self.types:
                 flags.setdefault(name, [])
                 flags[name] = flags[name] + given if _is_list(self.types[name]) else given[-1:]
@@ -252,6 +263,11 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
             raise UserError(f"{ascii(flag)} is not UTF-8; neither texts nor paths of another encoding are taken")
     parser = _ConfigParser(kind, description, prog=prog)
     values, flags = parser.read(argv)
+    given = {name for name in parser.optional if values.get(name) is not None}
+    given |= {flag[2:].partition(".")[0] for flag in flags}
+    absent = [name for name in parser.optional if name not in given and "--help" not in flags]
+    parser.add_sections(parser.optional.keys() - set(absent))
+    values = {name: value for name, value in values.items() if name not in absent}
     # What a free mapping holds is taken as it was read: jsonargparse would read texts in it, such as 10:00:00, again,
     # and import the classes that it names.
     free = {name: values.get(name, {}) for name, hint in parser.types.items() if hint == dict[str, Any]}
@@ -259,10 +275,12 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
         values = {name: value for name, value in values.items() if name not in free}
     written = yaml.safe_dump(values, default_flow_style=True, width=math.inf)
     instances = parser.instantiate(parser.parse_args([f"--config={written}", *flags]))
-    fields = {field.name: instances[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    config = kind(**fields | free)
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in absent]  # type: ignore[arg-type]
+    config = kind(**{name: instances[name] for name in names} | dict.fromkeys(absent) | free)
     for name, hint in parser.types.items():  # jsonargparse lets a null of YAML pass for a text
-        if type(None) not in typing.get_args(hint) and functools.reduce(getattr, name.split("."), config) is None:
+        if name.partition(".")[0] in absent or type(None) in typing.get_args(hint):
+            continue
+        if functools.reduce(getattr, name.split("."), config) is None:
             raise UserError(f"--{name} must be {_described(hint)}, got null")
     _check_finite(dataclasses.asdict(config), "")  # type: ignore[call-overload]
     return config
@@ -289,14 +307,23 @@ def _fields(kind: type[Any], prefix: str = "") -> tuple[set[str], dict[str, Any]
     """The dotted names of a dataclass's sections, and of its other fields with their types."""
     sections: set[str] = set()
     found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            inner = _fields(hint, f"{prefix}{name}.")
+    for name, hint in _hints(kind):
+        if (section := _section(hint)) is not None:
+            inner = _fields(section, f"{prefix}{name}.")
             sections |= {prefix + name, *inner[0]}
             found |= inner[1]
         else:
             found[prefix + name] = hint
     return sections, found
+
+
+def _hints(kind: type[Any]) -> Iterable[tuple[str, Any]]:
+    return typing.get_type_hints(kind).items()
+
+
+def _section(hint: Any) -> Any:
+    """The dataclass that a field holds, where it is a section: always, or unless it is null."""
+    return next((part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)), None)
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

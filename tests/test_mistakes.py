@@ -27,7 +27,7 @@ from dejavu_train.errors import UserError, describe, exit_on_user_error
 from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.generation.config import GenerationConfig
+from dejavu_train.evaluation.further_config import GenerationConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims
 from dejavu_train.models.stored import check_folder

@@ -12,6 +12,7 @@ from dejavu_train import SparseOPTForCausalLM, machine
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation import further, html_report, picture
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.further_config import TasksOptions
 from dejavu_train.models.opt import load_opt
 
 
@@ -70,7 +71,7 @@ def test_accelerate(hide, tiny_opt):
 def test_lm_eval(hide):
     hide("lm_eval", "dejavu_train.evaluation.lm_eval.")
     with pytest.raises(UserError, match=r"--tasks needs lm-eval: pip install 'dejavu-train\[eval\]'"):
-        further.plan(InferConfig(tasks="x"))
+        further.plan(InferConfig(tasks=TasksOptions()))
 
 
 def test_wandb(hide):

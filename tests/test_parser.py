@@ -17,6 +17,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.cli import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.further import plan
+from dejavu_train.evaluation.further_config import GenerationOptions, TasksOptions
 from dejavu_train.evaluation.generation.run import read_config as read_generation
 from dejavu_train.parser import merged, parse
 from papers.deja_vu.observe.__main__ import read_config as read_observe
@@ -108,7 +109,7 @@ def test_every_command_of_the_documentation_parses():
 def test_every_command_of_evaluation_in_the_documentation_parses():
     parsers = {r"papers\.deja_vu\.observe": read_observe, r"dejavu_train\.evaluation\.generation": read_generation}
     try:
-        from dejavu_train.evaluation.lm_eval.run import TasksConfig
+        from dejavu_train.evaluation.further_config import TasksConfig
         from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
         from papers.deja_vu.tables import read_config as read_tables
     except ImportError:
@@ -125,7 +126,7 @@ def test_every_command_of_evaluation_in_the_documentation_parses():
 
 def test_commands_of_task_rows_in_the_documentation_parse():
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    from dejavu_train.evaluation.lm_eval.run import TasksConfig
+    from dejavu_train.evaluation.further_config import TasksConfig
     from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
 
     commands = _commands(r"-m benchmarks\.tasks")
@@ -142,12 +143,15 @@ def test_names_come_with_commas_or_repeated_and_none_is_empty():
     assert read_observe(["--parts=[residual, union]"]).parts == ("residual", "union")
 
 
-def test_a_mapping_that_may_be_null_is_switched_on_by_its_name(write):
-    assert read_config([]).generation is None and read_config(["--generation"]).generation == {}
-    assert read_config(["--generation", "--generation.prompts", "9"]).generation == {"prompts": 9}
-    asked = write("asked.yaml", "tasks: {}")
-    assert read_config(["--config", asked]).tasks == {}
-    assert read_config(["--config", asked, "--tasks", "null"]).tasks is None
+def test_a_section_that_may_be_null_is_switched_on_by_its_name(write):
+    assert read_config([]).generation is None and read_config(["--generation"]).generation == GenerationOptions()
+    asked = read_config(["--generation", "--generation.prompts", "9", "--generation.densities=0.1,0.2"]).generation
+    assert asked == GenerationOptions(prompts=9, densities=(0.1, 0.2))
+    file = write("asked.yaml", "tasks: {}\ngeneration: {every: [8]}")
+    read = read_config(["--config", file, "--generation.prompts=9"])
+    assert (read.tasks, read.generation) == (TasksOptions(), GenerationOptions(prompts=9, every=(8,)))
+    assert read_config(["--config", file, "--tasks", "null"]).tasks is None
+    assert read_config(["--config", write("null.yaml", "tasks: null")]).tasks is None
 
 
 def test_an_option_that_moved_names_its_command(write):
@@ -261,8 +265,9 @@ def test_help_shows_examples_and_common_options_first_and_groups_by_name(kind, c
 
 def _leaves(kind, prefix=""):
     for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _leaves(hint, f"{prefix}{name}.")
+        section = next((part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)), None)
+        if section is not None:
+            yield from _leaves(section, f"{prefix}{name}.")
         else:
             yield prefix + name
 

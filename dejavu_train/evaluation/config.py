@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.further_config import GenerationOptions, TasksOptions
 from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
 
@@ -94,9 +95,9 @@ class InferConfig(TextConfig):
     """Tokens of the prompt while timing."""
     new_tokens: int = 64
     """Tokens that are timed, and that are generated."""
-    generation: dict[str, Any] | None = None
+    generation: GenerationOptions | None = None
     """Options of python -m dejavu_train.evaluation.generation: dense and sparse continuations as well; null: none."""
-    tasks: dict[str, Any] | None = None
+    tasks: TasksOptions | None = None
     """Options of python -m dejavu_train.evaluation.lm_eval: downstream tasks as well; null: none."""
     wandb: str | None = None
     """A project of Weights & Biases to log the tables and pictures to; WANDB_MODE=offline keeps them here."""

@@ -5,9 +5,8 @@ folder, where report.html finds it. lm-eval is imported only where ``tasks`` is 
 """
 
 import dataclasses
-import json
 import logging
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,23 +15,21 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.generation.config import GenerationConfig
+from dejavu_train.evaluation.further_config import GenerationConfig, TasksConfig
 from dejavu_train.evaluation.generation.run import choose_backend, table, write_generation
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.parser import parse
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SHARED = ("model", "revision", "bundle", "device", "device_map", "dtype", "text_cache")
 
 
 @dataclasses.dataclass(frozen=True)
 class Further:
-    """What is asked for, checked; None is not. ``tasks`` is a TasksConfig."""
+    """What is asked for, checked. None is not."""
 
     generation: GenerationConfig | None
-    tasks: Any
+    tasks: TasksConfig | None
 
 
 def plan(config: InferConfig) -> Further:
@@ -42,10 +39,9 @@ def plan(config: InferConfig) -> Further:
         UserError: an option that the command does not have or would refuse, a text or a folder of tasks that is not
             there, an unknown task, or lm-eval is not installed.
     """
-    tasks: Any = None
+    tasks = None
     if config.tasks is not None:
         try:
-            from dejavu_train.evaluation.lm_eval.run import TasksConfig
             from dejavu_train.evaluation.lm_eval.tasks import find_tasks
         except ModuleNotFoundError as error:
             if error.name != "lm_eval":
@@ -53,9 +49,10 @@ def plan(config: InferConfig) -> Further:
             raise UserError("--tasks needs lm-eval: pip install 'dejavu-train[eval]'") from None
         tasks = _of_run(TasksConfig, config, "tasks", f"{config.output}/tasks")
         if tasks.folder is not None:
-            find_tasks((*tasks.tasks, *tasks.texts), tasks.where)
-    generation = _of_run(GenerationConfig, config, "generation", config.output)
-    if generation is not None:
+            find_tasks((*tasks.tasks, *tasks.texts), tasks)
+    generation = None
+    if config.generation is not None:
+        generation = _of_run(GenerationConfig, config, "generation", config.output)
         check_source(generation.source(generation.text))
     return Further(generation, tasks)
 
@@ -87,21 +84,13 @@ def measure(asked: Further, dense: PreTrainedModel, tokenizer: Any, bundle: Bund
         logger.info("wrote %s", folder)
 
 
-def _of_run(kind: type[T], config: InferConfig, name: str, output: str) -> T | None:
-    """The options ``--name`` of another command, with what the run shares; None where it is not asked for."""
-    given: dict[str, Any] | None = getattr(config, name)
-    if given is None:
-        return None
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    values = {key: getattr(config, key) for key in SHARED if key in known} | {"output": output}
-    taken = sorted(values.keys() & given.keys())
-    if taken:
-        raise UserError(f"--{name}.{taken[0]} is that of the run; give --{taken[0]}")
-    flags = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
-    flags += [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
+def _of_run(kind: Any, config: InferConfig, name: str, output: str) -> Any:
+    """The options ``--name`` of another command, checked, with what the run shares."""
+    options = vars(getattr(config, name))
+    known = {field.name for field in dataclasses.fields(kind)}
+    made = kind(**options, **{key: getattr(config, key) for key in SHARED if key in known}, output=output)
     try:
-        made: Any = parse(kind, flags, "infer.py", str(kind.__doc__))
         made.check()
     except UserError as error:
         raise UserError(f"--{name}: {error}") from None
-    return made  # type: ignore[no-any-return]
+    return made

@@ -26,8 +26,6 @@ class ModelConfig:
     """Name of the device: auto, cpu, cuda or cuda:N."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Type of the weights."""
-    seed: int = 0
-    """Of what is drawn at random, and of the order of documents."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -37,21 +35,29 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextConfig(ModelConfig):
-    """Which text is read besides."""
+class TextOptions:
+    """Which text is read."""
 
-    revision: str | None = None
-    """Commit or tag of a hub model."""
+    seed: int = 0
+    """Of what is drawn at random, and of the order of documents."""
     text_config: str | None = None
     """Configuration of a hub dataset, for instance en."""
     text_revision: str | None = None
     """Commit or tag of a hub dataset."""
     text_field: str = "text"
     """Field that holds the text, of a hub dataset or a JSONL line."""
-    text_cache: str = "checkpoints/text"
-    """Folder where installed texts are cached."""
     text_set: TextSet = "test"
     """Which set is read of a text that is split: of training, installed-docs, hub datasets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig(TextOptions, ModelConfig):
+    """A model and a text."""
+
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    text_cache: str = "checkpoints/text"
+    """Folder where installed texts are cached."""
 
     def source(self, text: str | dict[str, Any]) -> TextSource:
         """A text as the readers of text want it."""

@@ -24,9 +24,11 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import require_model
 from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.evaluation.further_config import AskedOptions
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import AskedConfig, all_questions, versions
+from dejavu_train.evaluation.lm_eval.run import all_questions, versions
 from dejavu_train.evaluation.lm_eval.tasks import TaskRow, ask, change_of, compare, mean_rows, quiet
+from dejavu_train.evaluation.shared_config import ModelConfig
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
@@ -43,7 +45,7 @@ DENSITIES = {Target.MLP: "mlp_density", Target.HEADS: "head_density"}  # of a va
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperConfig(AskedConfig):
+class PaperConfig(AskedOptions, ModelConfig):
     """Which tables, on which tasks."""
 
     RESULTS = "paper"

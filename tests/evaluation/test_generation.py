@@ -12,8 +12,8 @@ from bundles import make_bundle
 from conftest import make_text
 
 from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.evaluation.further_config import GenerationConfig
 from dejavu_train.evaluation.generation import measures
-from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.redraw import redraw
 from dejavu_train.evaluation.generation.run import compare_generation, load_prompts, main, variants
 from dejavu_train.models.opt import load_opt, load_tokenizer

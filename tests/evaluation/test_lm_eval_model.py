@@ -18,11 +18,11 @@ from lm_eval.api.registry import get_model
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.evaluation.further_config import TASKS, TasksConfig
 from dejavu_train.evaluation.lm_eval import run as run_module
 from dejavu_train.evaluation.lm_eval.model import Asked, DejavuLM
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
-from dejavu_train.evaluation.lm_eval.run import TasksConfig, read_config
-from dejavu_train.evaluation.lm_eval.tasks import TASKS
+from dejavu_train.evaluation.lm_eval.run import read_config
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.masked import masking
 

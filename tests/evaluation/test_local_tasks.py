@@ -16,8 +16,9 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.further_config import TASKS, AskedOptions
 from dejavu_train.evaluation.lm_eval.local_files import read_records
-from dejavu_train.evaluation.lm_eval.tasks import TASKS, Where, find_tasks
+from dejavu_train.evaluation.lm_eval.tasks import find_tasks
 
 HARNESS = Path(lm_eval.tasks.__file__).parent
 OWN = {
@@ -67,7 +68,9 @@ def own_task(name, docs):
 
 
 def local_task(name, folder):
-    manager, chosen = find_tasks([name], Where(str(folder), str(REPOSITORY / "configs/tasks")))
+    manager, chosen = find_tasks(
+        [name], AskedOptions(folder=str(folder), include_path=str(REPOSITORY / "configs/tasks"))
+    )
     return manager.load(list(chosen.values()))["tasks"][chosen[name]]
 
 

@@ -26,8 +26,8 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.calibrated import described, moved
+from dejavu_train.evaluation.further_config import GenerationConfig
 from dejavu_train.evaluation.generation import measures
-from dejavu_train.evaluation.generation.config import GenerationConfig
 from dejavu_train.evaluation.generation.picture import draw
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions

@@ -21,28 +21,14 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.further_config import TASKS, TEXTS, AskedOptions
 from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.lm_eval.paired import flip_rate, mcnemar
 from dejavu_train.evaluation.perplexity import increase
 
-# Deja Vu's seven and HellaSwag; lm-eval's names of those that are called otherwise.
-TASKS = ("cb", "copa", "lambada", "openbookqa", "piqa", "rte", "winogrande", "hellaswag")
-TEXTS = ("wikitext", "c4", "prose")
+# lm-eval's names of tasks that are called otherwise.
 HUB_NAMES = {"lambada": "lambada_openai", "rte": "sglue_rte"}
 ACCURACIES = ("acc", "acc_norm")
-
-
-@dataclasses.dataclass(frozen=True)
-class Where:
-    """Where tasks come from.
-
-    Attributes:
-        folder: holds the files that the YAMLs in ``include_path`` name; None: the hub.
-        include_path: folder of task YAMLs.
-    """
-
-    folder: str | None = None
-    include_path: str = "configs/tasks"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +64,25 @@ class TaskRun:
     seconds: float
 
 
-def find_tasks(names: Sequence[str], where: Where) -> tuple[TaskManager, dict[str, str]]:
+def find_tasks(names: Sequence[str], options: AskedOptions) -> tuple[TaskManager, dict[str, str]]:
     """lm-eval's manager of tasks, and for each of our names its own.
 
     Raises:
         UserError: an unknown task, or no such folder.
     """
-    for folder in (where.folder, where.include_path if where.folder else None):
+    for folder in (options.folder, options.include_path if options.folder else None):
         if folder is not None and not Path(folder).is_dir():
             raise UserError(f"there is no folder {folder}; give the folder of the task files")
-    ours = where.folder is not None
+    ours = options.folder is not None
     chosen = {n: f"local_{n}" if ours and n in (*TASKS, *TEXTS) else HUB_NAMES.get(n, n) for n in names}
-    metadata: dict[str, Any] = {"folder": where.folder}
+    metadata: dict[str, Any] = {"folder": options.folder}
     # Reading lm-eval's own index of some ten thousand files takes longer than a small run.
     manager = TaskManager(
-        include_path=where.include_path if ours else None, include_defaults=not ours, metadata=metadata
+        include_path=options.include_path if ours else None, include_defaults=not ours, metadata=metadata
     )
     for name, own in chosen.items():
         if own not in manager.all_tasks:
-            others = where.include_path if ours else "lm-eval"
+            others = options.include_path if ours else "lm-eval"
             raise UserError(f"there is no task {name}; known are {', '.join((*TASKS, *TEXTS))} and those of {others}")
     return manager, chosen
 
@@ -112,18 +98,14 @@ class Questions:
         return [Questions(self.shots, {name: task}) for name, task in self.tasks.items()]
 
 
-def build_questions(
-    names: Sequence[str], where: Where, shots: int, limit: int | None = None, seed: int = 1234
-) -> Questions:
+def build_questions(names: Sequence[str], options: AskedOptions, shots: int) -> Questions:
     """The requests of the tasks' examples, the first ``limit`` of each.
 
-    Args:
-        seed: of the few-shot examples.
     Raises:
         UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched, or one with
             too few records for the examples.
     """
-    manager, chosen = find_tasks(names, where)
+    manager, chosen = find_tasks(names, options)
     try:
         loaded = manager.load(list(chosen.values()))["tasks"]
     except (ConnectionError, FileNotFoundError) as error:  # datasets' errors for a set that it cannot reach
@@ -138,8 +120,8 @@ def build_questions(
                 f"--shots {shots}: {names_of.get(own, own)} takes its examples from {known} records; ask for fewer"
             )
         task.set_config(key="num_fewshot", value=shots)
-        task.set_fewshot_seed(seed=seed)
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        task.set_fewshot_seed(seed=options.seed)
+        task.build_all_requests(limit=options.limit, rank=0, world_size=1)
     return Questions(shots, {name: loaded[own] for name, own in chosen.items()})
 
 
