@@ -46,8 +46,10 @@ class InferConfig(TextConfig):
             "What is timed",
             ("timing_backends", "timing_mlp_density", "timing_head_density", "batch", "prompt"),
         ),
-        "further": ("Further measurements, and where results go", ("generation", "tasks", "wandb")),
-        "run": ("Of the model and this invocation", ("revision", "predictor", "verify", "seed", "device_map")),
+        "run": (
+            "Of the model and this invocation",
+            ("revision", "predictor", "verify", "seed", "device_map", "wandb"),
+        ),
     }
     GONE = {
         "curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities",
