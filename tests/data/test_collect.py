@@ -128,11 +128,6 @@ def test_another_request_or_model_is_refused(tiny_opt, text_file, tmp_path):
     refused(tiny_opt, TextSource(source=str(changed)), config, folder, "changed")
 
 
-def test_text_shorter_than_a_window_and_window_too_long(tiny_opt, text_file, tmp_path):
-    config = CollectConfig(**COLLECT | {"window": 1000})
-    refused(tiny_opt, TextSource(source=str(text_file)), config, tmp_path / "a", "512 positions")
-
-
 def test_text_shorter_than_one_sequence(tiny_opt, tmp_path):
     path = tmp_path / "short.jsonl"
     path.write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(40)))

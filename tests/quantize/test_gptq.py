@@ -30,7 +30,7 @@ def problem(n=64, m=96, tokens=1500, dead=None):
 
 def damped(hessian):
     hessian = hessian.double().clone()
-    return hessian + torch.diag(DAMPING.own * hessian.diagonal() + DAMPING.mean * hessian.diagonal().mean())
+    return hessian + torch.diag(DAMPING.damp_own * hessian.diagonal() + DAMPING.damp_mean * hessian.diagonal().mean())
 
 
 def plain(weight, hessian, scales_of):
