@@ -57,9 +57,15 @@ class EngineBackend(EnginePool):
         super().__init__(model, bundle)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
-            raise Unsupported("the decode engine runs on one device, and device_map has spread this model over several")
+            raise Unsupported(
+                "the decode engine runs on one device, and device_map has spread this model over several; pass"
+                " device='cuda' instead of device_map to stay on it"
+            )
         if ops == "triton" and not runs_on(self.device):
-            raise Unsupported(f"the decode engine needs a GPU, and this model is on {self.device}")
+            raise Unsupported(
+                f"the decode engine needs a GPU, and this model is on {self.device}; pass device='cuda' to stay on it,"
+                " or backend='cpu'"
+            )
         dtype = engine_dtype(model, ops)
         facts = facts_of(bundle, read_as_codes(bundle, dtype, 1), dtype_name(dtype), 1)
         options = EngineOptions(kv_policy=kv_policy, ops=ops, guard=guard)

@@ -180,7 +180,10 @@ def _sampling(config: GenerationConfig) -> Sampling:
         raise UserError(f"temperature must be above 0 when sampling, got {temperature}; for greedy use do_sample=False")
     top_p = 1.0 if config.top_p is None else min(1.0, float(config.top_p))  # above 1 it is off in transformers too
     if top_p == 0:
-        raise Unsupported("generate(top_p=0), the likeliest token alone, is not for the decode engine")
+        raise Unsupported(
+            "generate(top_p=0), the likeliest token alone, is not for the decode engine; pass do_sample=False to"
+            " stay on it"
+        )
     # The seed comes from torch's generator, so torch.manual_seed makes a text repeatable.
     return Sampling(temperature, top_p, top_k=int(config.top_k or 0), seed=int(torch.randint(SEEDS, ())))
 

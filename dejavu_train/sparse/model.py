@@ -312,7 +312,7 @@ class SparseCausalLM(_Dense):
     def _log_once(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
         text = str(refusal).removesuffix("; use backend='gather'")
-        self._log_line(f"{text}: the backend gather runs instead, several times slower")
+        self._log_line(f"{text}: the backend gather runs instead, some 50 times slower for a small model")
 
     def _log_line(self, line: str) -> None:
         if line not in self._logged:

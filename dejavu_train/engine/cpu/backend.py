@@ -35,14 +35,16 @@ class CpuBackend(EnginePool):
         self, model: Any, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
     ) -> None:
         if guard is not None:
-            raise Unsupported("the CPU engine has no guard: its thresholds are constants")
+            raise Unsupported(
+                "the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it"
+            )
         load_engine()
         from dejavu_train.engine.cpu.engine import MAX_BATCH, SUPPORTED
 
         check_low_rank(bundle.specs, "the CPU engine")
         super().__init__(model, bundle)
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-            raise Unsupported("the CPU engine decodes models that are on the CPU")
+            raise Unsupported("the CPU engine decodes models that are on the CPU; pass device='cpu' to stay on it")
         if kv_policy != "backfill":
             raise Unsupported(
                 f"the CPU engine knows the policy backfill only, got {kv_policy}; pass kv_policy='backfill' to stay"
