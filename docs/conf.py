@@ -1,9 +1,15 @@
 """Sphinx's configuration of the site: ``make docs``, then open build/docs/index.html. It opens without a network."""
 
+import dataclasses
+import importlib
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from docstring_parser import parse_from_object
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,6 +30,8 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+smartquotes = False
 
 html_theme = "furo"
 html_title = f"dejavu_train {release}"
@@ -47,11 +55,28 @@ def name_files_outside(_app: Any, page: str, source: list[str]) -> None:
     source[0] = LINK.sub(named, source[0])
 
 
-def hide_fields(_app: Any, what: str, name: str, *_rest: Any) -> tuple[str, str] | None:
-    """A configuration's signature is its list of keys, which follows with an explanation of each."""
-    return ("", "") if what == "class" and name.endswith(("Config", "TextSource", "PredictorSpec")) else None
+class Keys(SphinxDirective):
+    """``keys:: CLASS PREFIX``: the keys of a configuration class with defaults and what each is, as --help has them."""
+
+    required_arguments, optional_arguments = 1, 1
+
+    def run(self) -> list[nodes.Node]:
+        module, _, name = self.arguments[0].rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        prefix = f"{self.arguments[1]}." if len(self.arguments) > 1 else ""
+        said = {param.arg_name: param.description or "" for param in parse_from_object(kind).params}
+        lines = ["| key | default | meaning |", "| --- | --- | --- |"]
+        for field in dataclasses.fields(kind):
+            default = (
+                "" if dataclasses.is_dataclass(field.default) or field.default is dataclasses.MISSING else field.default
+            )
+            meaning = " ".join(
+                said.get(field.name, "").replace("``", "`").replace("|", "or").replace("<", "&lt;").split()
+            )
+            lines.append(f"| `{prefix}{field.name}` | {f'`{default}`' if default != '' else ''} | {meaning} |")
+        return self.parse_text_to_nodes("\n".join(lines))
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-signature", hide_fields)
+    app.add_directive("keys", Keys)
     app.connect("source-read", name_files_outside)
