@@ -32,7 +32,8 @@ class PredictorConfig:
     bias: bool = True
     """One offset per unit."""
     init: Literal["random", "small", "svd", "whitened_svd"] = "whitened_svd"
-    """First values: random, small, the SVD of fc1, or that SVD weighed with the inputs' second moment (mlp only)."""
+    """First values: random, small, the SVD of the map into the neurons, or that SVD weighed with the inputs' second
+    moment. The last two are of mlp only."""
     lookahead: int = 0
     """Half-blocks that the predictor reads ahead: 0 its own block's input, 1 the half-block before it, and so on."""
     lookahead_nearest: bool = False

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
 from dejavu_train.config import RunConfig
@@ -19,8 +18,9 @@ from dejavu_train.data.collect import record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
+from dejavu_train.models.config_values import read_values
 from dejavu_train.models.hooks import output_gram
-from dejavu_train.models.opt import resolve_device, torch_dtype
+from dejavu_train.models.opt import random_model, resolve_device, torch_dtype
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.trainer import start_device
@@ -122,18 +122,10 @@ def _recorded_block(
     config: RunConfig, shape: ModelDims, device: torch.device, rows: int, length: int
 ) -> Callable[[], object]:
     """A pass of ``rows`` windows through one block of the model's shape, as collecting makes it."""
-    sizes = OPTConfig(
-        vocab_size=16,
-        hidden_size=shape.d_model,
-        word_embed_proj_dim=shape.d_model,
-        ffn_dim=shape.d_ffn,
-        num_hidden_layers=1,
-        num_attention_heads=shape.n_heads,
-        max_position_embeddings=shape.max_positions,
-        dropout=0.0,
-    )
+    values = {**read_values(config.model, config.revision), "num_hidden_layers": 1, "vocab_size": 16}
+    values.pop("quantization_config", None)
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        model = OPTForCausalLM(sizes).to(torch_dtype(config.collect.dtype)).eval()
+        model = random_model(values).to(torch_dtype(config.collect.dtype)).eval()
     gram = output_gram(blocks_of(model)[0].out.weight.detach(), shape.n_heads)
     mean = torch.zeros(shape.n_heads, shape.head_dim, device=device)
     windows = [Window(0, np.full(length, 3)) for _ in range(rows)]

@@ -222,8 +222,8 @@ def cascade_bytes(
 ) -> float:
     """Bytes of neurons that a cascade reads per token. Its planes of ``up`` have 16 bits, whatever the model has.
 
-    Of the candidates (``density``) the upper four bits of ``up``, with a step and a threshold each; of what passes
-    (``selected``) the other twelve, with a scale; ``down`` as ever.
+    Of the candidates (``density``) it reads the upper four bits of ``up``, with a step and a threshold each. Of what
+    passes (``selected``) it reads the other twelve with a scale, and ``down`` as ever.
     """
     upper, rest = plane_bytes(d_model)
     return n_units * (density * upper + selected * rest + min(selected, recall * active_density) * unit.down)

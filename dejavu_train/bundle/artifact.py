@@ -59,7 +59,7 @@ class Bundle:
             replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
             An int8 spec has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32; an int4 spec the same
             with scales in fp16 and two weights a byte, see ``quantization``. A cascade also has ``.fc1_scale`` fp32 and
-            ``.fc1_steps`` int16, the grid of fc1's planes, and ``.stage2_threshold`` fp32, all (n_out). A custom
+            ``.fc1_steps`` int16, the grid of ``up``'s planes, and ``.stage2_threshold`` fp32, all (n_out). A custom
             predictor has its ``state_dict`` under ``.predictor.`` in place of ``.down``, ``.up`` and ``.bias``.
         metadata: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
         classes: of custom predictors, by the name that their specs give.
@@ -114,18 +114,17 @@ class Bundle:
         return row_codes(stored, spec.d_in if part == "down" else spec.rank), scale
 
     def cascades(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """By layer (scale, steps, threshold), each (d_ffn,): the grid of fc1's planes and the thresholds of the second
-        stage."""
+        """By layer (scale, steps, threshold), each (d_ffn,): the grid of ``up``'s planes, the second stage's test."""
         parts = ("fc1_scale", "fc1_steps", "stage2_threshold")
         layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
         return {i: tuple(self.tensors[tensor_name(i, Target.MLP, part)] for part in parts) for i in layers}  # type: ignore[misc]
 
     def second_stages(self, ups: Sequence[Any]) -> dict[int, SecondStage]:
-        """By layer the second stage of its cascade; ``ups``: of every layer the linear map into the neurons (fc1)."""
+        """By layer the second stage of its cascade, of every layer's linear map into the neurons."""
         return {layer: self.second_stage(layer, ups[layer]) for layer in self.cascades()}
 
     def second_stage(self, layer: int, up: Any) -> SecondStage:
-        """The second stage of a layer with a cascade; ``up``: its linear map into the neurons (fc1)."""
+        """The second stage of a layer with a cascade, of its linear map into the neurons."""
         return build_second_stage(up.weight, up.bias, *self.cascades()[layer])
 
     def frequency(self, layer: int, target: Target) -> Tensor:

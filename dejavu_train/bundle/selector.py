@@ -80,7 +80,7 @@ class Predicted:
         return {e.reads for e in self.bundle.specs.values() if not e.dense} | staged
 
     def up(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """(n, d) and (n), what a layer with a cascade multiplies with, by its planes; None: the model's own map."""
+        """(n, d) and (n), what a layer with a cascade multiplies with, by its planes. None is the model's own map."""
         stage = self._second_stage(layer)
         if stage is None:
             return None

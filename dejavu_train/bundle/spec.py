@@ -31,8 +31,8 @@ class PredictorSpec:
     ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold. ``replacement`` says what stands
     in for a skipped head: nothing (``none``) or the mean of its output (``mean``).
 
-    A ``cascade`` (MLP only) is a low-rank predictor whose selection, the candidates, is tested once more on the upper
-    plane of fc1 (see ``bit_planes``); what passes is selected. Its density is that of the candidates,
+    A ``cascade`` (MLP only) is a low-rank predictor whose selection is tested once more on the upper plane of ``up``,
+    see ``bit_planes``. What it selects are the candidates, and what passes is selected. Its density is the candidates',
     ``stage2_retained_mass`` the share of the contribution that the second stage lets through, and its curve has a
     column ``selected``.
 

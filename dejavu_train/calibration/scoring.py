@@ -73,8 +73,8 @@ def fit_second_stage(
     """The second stage of a layer that lets ``retained_mass`` of the contribution through, and what a bundle stores of
     it.
 
-    One threshold for the layer on pre-activation x norm of the column of ``down``, by the test's own four bits, so that
-    their error is allowed for.
+    A layer has one threshold, on pre-activation x norm of the column of ``down``. The pre-activation is that of the
+    test's own four bits, so that their error is allowed for.
 
     Args:
         weights: ``LayerWeights`` of a layer without a gate.

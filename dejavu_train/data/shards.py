@@ -5,10 +5,13 @@
     activations/layer_07/weights.safetensors  what a loss needs of the layer: see LayerWeights
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
-Datasets of a shard: ``attn_in``, ``mlp_in`` (tokens, d_model) float16, or bfloat16 stored as uint16; ``mlp_active``
-(tokens, ceil(d_ffn / 8)) uint8, bits as of ``numpy.packbits``, set where a neuron gives another number than zero;
-``head_norm`` (tokens, n_heads) float16, what each head contributes; ``token``, ``document``, ``position`` (tokens)
-int32.
+Datasets of a shard, a row for each token:
+
+- ``attn_in``, ``mlp_in`` (tokens, d_model): float16, or bfloat16 stored as uint16.
+- ``mlp_active`` (tokens, ceil(d_ffn / 8)) uint8: bits as of ``numpy.packbits``, set where a neuron gives no zero.
+- ``head_norm`` (tokens, n_heads) float16: what each head contributes.
+- ``token``, ``document``, ``position`` (tokens) int32.
+
 Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
 """
 
@@ -269,9 +272,14 @@ _LABELS = "activation"  # in the file's metadata: what a neuron's label comes fr
 
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """Of a layer, float32: the map into its neurons (n, d) with its bias (n), the norms of the columns of the map out
-    of them (n), and the mean of each head's output (n_heads, head_dim), from which ``head_norm`` is the distance. Of a
-    gated MLP also the gate (n, d) with its bias (n)."""
+    """What a loss needs of a layer, in float32.
+
+    Attributes:
+        up_weight, up_bias: (n, d) and (n,), the map into the neurons. gate_weight, gate_bias: the same of a gate.
+        down_norm: (n,), the norms of the columns of the map out of the neurons.
+        head_mean: (n_heads, head_dim), the mean of each head's output, from which ``head_norm`` is the distance.
+        activation: of ``up``, or of the gate where there is one.
+    """
 
     up_weight: Tensor
     up_bias: Tensor
@@ -283,7 +291,7 @@ class LayerWeights:
 
     @classmethod
     def of(cls, block: BlockParts, activation: Activation, head_mean: Tensor) -> "LayerWeights":
-        """Of a layer's modules; maps in their own dtype."""
+        """Of a layer's modules, with maps in their own dtype."""
         parts: dict[str, Tensor] = {}
         for name, linear in (("up", block.up), ("gate", block.gate)):
             if linear is not None:

@@ -16,14 +16,14 @@ class BlockParts:
     """The modules of one decoder layer.
 
     Attributes:
-        name: of the layer in the model, such as ``model.decoder.layers.3``.
+        name: of the layer in the model, such as ``model.layers.3``.
         whole: the layer itself; attention: the module that holds q, k, v and out.
         q, k, v, out, up, down: linear maps, or adapters around them, with ``weight`` (out, in) and ``bias`` or None.
         activate: of the output of ``gate``, or of ``up`` where there is none, element by element.
         kinds: the classes that ``whole`` and ``attention`` have where nobody exchanged them.
         n_heads, head_dim: of the queries; scaling: what queries are multiplied with.
-        gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with; None: an MLP without one.
-        rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned; None: they stay as they are.
+        gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with, or None.
+        rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
     """
 
     name: str
@@ -86,8 +86,10 @@ class Family(Protocol):
         ...
 
     def stored_tensors(self, values: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of what a checkpoint holds, by name and without ``model.`` before it; ``lm_head.weight`` only
-        where it is not the embedding. Of a config.json whose weights are numbers."""
+        """The shapes of what a checkpoint of this config.json holds, whose weights are numbers.
+
+        Names have no ``model.`` before them. ``lm_head.weight`` is there only where it is not the embedding.
+        """
         ...
 
     def blocks(self, model: Any) -> list[BlockParts]:

@@ -141,7 +141,7 @@ class ModelDims:
 
 
 def engine_refusal(dims: ModelDims) -> str | None:
-    """Why the engines, whose arithmetic is an OPT's, do not run such a model; None: they do."""
+    """Why the engines, whose arithmetic is an OPT's, do not run such a model. None where they do."""
     others = {name: value for name, value in dims.stored().items() if name not in SIZES}
     found = ", ".join(f"{name} {value}" for name, value in others.items())
     return f"the engines compute what an OPT does, and this model has {found}" if others else None

@@ -10,7 +10,7 @@ from dejavu_train.families.dims import ModelDims
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
 
-OPT = "opt"
+OPT, ARCHITECTURE = "opt", "OPTForCausalLM"
 EMBEDDING = "decoder.embed_tokens.weight"
 POSITIONS_OFFSET = 2  # rows of the position embedding before that of the first position
 
@@ -103,7 +103,7 @@ class OPTFamily:
         return made
 
     def blocks(self, model: Any) -> list[BlockParts]:
-        return [_block(f"model.decoder.layers.{i}", layer) for i, layer in enumerate(model.model.decoder.layers)]
+        return [block_parts(f"model.decoder.layers.{i}", layer) for i, layer in enumerate(model.model.decoder.layers)]
 
     def embed(self, model: Any, inputs: "Tensor", positions: "Tensor") -> "Tensor":
         import torch
@@ -120,7 +120,8 @@ class OPTFamily:
         return model.model.decoder.final_layer_norm
 
 
-def _block(name: str, layer: Any) -> BlockParts:
+def block_parts(name: str, layer: Any) -> BlockParts:
+    """The modules of one of transformers' ``OPTDecoderLayer``."""
     # transformers loads this module while it loads its own.
     from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoderLayer
 

@@ -39,9 +39,10 @@ Hook = Callable[..., Any]
 
 
 def at_place(block: BlockParts, place: str, act: Act, wrap: Callable[[Hook], Hook] = lambda hook: hook) -> Any:
-    """A hook at one of ``PLACES`` of a layer, or at its ``layer_out``; returns its handle.
+    """The handle of a new hook at one of ``PLACES`` of a layer, or at its ``layer_out``.
 
-    The shape is what the model gives the module: leading dimensions may be (B, T) or (B * T). wrap: of the hook itself.
+    The shape is what the model gives the module: leading dimensions may be (B, T) or (B * T).
+    ``wrap`` makes of the hook what is registered.
     """
     part, side = _PARTS[place]
     return at_module(getattr(block, part), side, act, wrap)
@@ -64,7 +65,7 @@ def at_module(module: nn.Module, side: str, act: Act, wrap: Callable[[Hook], Hoo
 
 @contextmanager
 def hooked(handles: Iterable[Any]) -> Iterator[None]:
-    """Within the context the hooks of ``handles`` act; afterwards they are removed."""
+    """Remove the hooks of ``handles`` at the end of the context."""
     handles = list(handles)
     try:
         yield

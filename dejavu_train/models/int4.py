@@ -6,9 +6,9 @@ Rows are units or parts of one, so that what is skipped takes its codes and its 
 
     matrix            stored by torch   rows here             a group is
     q, k, v           (d, d)            as stored             128 inputs
-    fc1               (ffn, d)          as stored             128 inputs
+    up                (ffn, d)          as stored             128 inputs
     out-projection    (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
-    fc2               (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
+    down              (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
     LM head           (V, d)            as stored             128 inputs
 
 Eight codes are a word of 32 bits: columns 8 w + 2 i + s of a row lie in word w at bit 4 i + 16 s, as code + 8. Rows are
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.families import ModelDims
+from dejavu_train.families.opt import DOWN, OUT
 from dejavu_train.families.plain import RowLinear
 from dejavu_train.models.int4_sizes import RowSizes, row_sizes
 from kernels.formats.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
@@ -46,7 +47,7 @@ def row_layouts(shape: ModelDims, name: str = "this model") -> dict[str, RowLayo
     """The layouts of a layer's six matrices, by the names of ``MATRICES``; raises as :func:`row_sizes`."""
     heads = partial(_by_head, shape.n_heads), partial(_from_heads, shape.n_heads)
     turned: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
-    turned = {"self_attn.out_proj": heads, "fc2": (_transposed, _transposed)}
+    turned = {OUT: heads, DOWN: (_transposed, _transposed)}
     return {part: RowLayout(size, *turned.get(part, (_same, _same))) for part, size in row_sizes(shape, name).items()}
 
 

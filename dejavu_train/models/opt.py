@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -157,9 +157,7 @@ def load_with_info(
     placed = resolve_device("cpu" if device is None else device)
     folder = str(model_folder(name, revision=revision))
     try:
-        kind = dense_type(values["model_type"])
-        config = CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
-        dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        dense, config = _dense(values)
         model, info = dense.from_pretrained(folder, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"cannot load the weights of {name}: {first_line(error)}") from None
@@ -171,6 +169,19 @@ def load_with_info(
     if device_map is None:
         model.to(placed)
     return model, info
+
+
+def random_model(values: Mapping[str, Any]) -> PreTrainedModel:
+    """A dense model of a config.json's values, with the first values that transformers gives its weights."""
+    dense, config = _dense(values)
+    return dense(config)
+
+
+def _dense(values: Mapping[str, Any]) -> tuple[Any, PreTrainedConfig]:
+    """The class and the configuration of a dense model, or of the dense one that was saved with a bundle."""
+    kind = dense_type(values["model_type"])
+    config = CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
 
 
 def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
@@ -299,7 +310,7 @@ def _digest(rows: Mapping[str, bytes], full: bool) -> str:
 def weight_hash(name: str, full: bool = False, revision: str | None = None) -> str:
     """A name for the exact weights: SHA-256 over the sorted (name, dtype, shape, sampled bytes) of the stored tensors.
 
-    Names are those of transformers' model, dtypes are spelled as safetensors does, whatever the files have, and an LM
+    Names are those of transformers' model, and dtypes are spelled as safetensors does, whatever the files have. An LM
     head that equals the embedding is left out. So any container and sharding of the same tensors has the same hash.
     With ``full`` every byte is read (``--verify full``); the two kinds differ and are only compared with their own.
 

@@ -191,7 +191,7 @@ def full_name(own: str) -> str:
 
 
 def embedding_name(names: Iterable[str]) -> str:
-    """The name of a family's embedding that is among ``own_names``; without one, that of an OPT's."""
+    """The name of a family's embedding that is among ``own_names``, without one that of an OPT's."""
     known = [family.embedding for family in families().values()]
     return next(filter(set(names).__contains__, known), known[0])
 

@@ -12,8 +12,12 @@ from dejavu_train.models.int4_sizes import row_sizes
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of one unit's weights: what leads into a neuron (``up``, with its gate), what leads out of it (``down``), a
-    ``head``'s part of its four matrices."""
+    """Bytes of one unit's weights.
+
+    Attributes:
+        up: what leads into a neuron, its gate included. down: what leads out of it.
+        head: a head's part of the four matrices.
+    """
 
     up: float
     down: float

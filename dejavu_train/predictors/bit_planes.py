@@ -1,4 +1,6 @@
-"""fc1 as two planes: 4 bits a weight that the second stage of a cascade reads for every candidate, 12 for what passes.
+"""The map into the neurons as two planes.
+
+The second stage of a cascade reads the 4 bits a weight of the first for every candidate, and 12 for what passes.
 
 A weight of row i is scale_i * q with an integer q = steps_i * u + l: u in -7..7 is the upper plane, l in -2048..2047
 the lower one. steps says how finely: with 4095 all weights of a row lie within 7.5 steps, with fewer the largest are
@@ -61,7 +63,7 @@ class BitPlanes:
         """
         n, d = weight.shape
         if d % 8:
-            raise UserError(f"a cascade reads fc1 in planes and needs a model width that is a multiple of 8, got {d}")
+            raise UserError(f"a cascade reads up in planes and needs a model width that is a multiple of 8, got {d}")
         scale, count = scale.to(weight.device), steps.to(weight.device).float()
         parts = [
             _pack(weight[i : i + ROWS_AT_ONCE], scale[i : i + ROWS_AT_ONCE, None], count[i : i + ROWS_AT_ONCE, None])
@@ -136,7 +138,7 @@ class SecondStage:
     stage2_threshold: Tensor
 
     def scores(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Pre-activations (..., r) fp32 by the upper plane, for x (..., d), what fc1 reads."""
+        """Pre-activations (..., r) fp32 by the upper plane, for x (..., d), what the MLP reads."""
         bias, step = (t if rows is None else t[rows] for t in (self.bias, self.planes.step))
         levels, unit = input_levels(x.to(self.bias.device))
         return F.linear(levels, self.planes.codes(rows)) * step * unit + bias
@@ -149,7 +151,7 @@ class SecondStage:
 def build_second_stage(
     weight: Tensor, bias: Tensor | None, scale: Tensor, steps: Tensor, stage2_threshold: Tensor
 ) -> SecondStage:
-    """The test for a layer's fc1, weight (n, d) and bias (n), on its device."""
+    """The test for a layer's map into neurons, weight (n, d) and bias (n), on its device."""
     weight = weight.detach()
     bias = torch.zeros(len(weight), device=weight.device) if bias is None else bias.detach().float()
     return SecondStage(BitPlanes.of(weight, scale, steps), bias, stage2_threshold.to(weight.device))

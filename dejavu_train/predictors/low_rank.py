@@ -67,7 +67,7 @@ def svd_init(
 
     Args:
         predictor: changed in place.
-        weight: (n_out, d_in), for the MLP the weight of fc1.
+        weight: (n_out, d_in), for the MLP that of the map into its neurons.
         weight_bias: (n_out,) or None.
         covariance: (d_in, d_in) second moment of the inputs. With it the error is minimised over the inputs'
             distribution, ||(W - W_r) C^(1/2)||, instead of over all directions alike. Computed on the weight's device.

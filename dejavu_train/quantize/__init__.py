@@ -8,14 +8,14 @@
     (run.py)                            (stream.py)
 
 A layer is read from disk, quantised and written before the next one is read; the calibration text's hidden states go
-along. So a model is never in memory as a whole, in any dtype; what is needed at once is one layer in fp32, two hidden
-states a token, and some copies of the second moments of fc2's inputs.
+along. So a model is never in memory as a whole, in any dtype. What is needed at once is one layer in fp32, two hidden
+states a token, and some copies of the second moments of neurons.
 
 Which rows the six matrices are made of stands in ``models/int4.py``: units of the sparse model are rows, so that what
 is skipped takes its codes and scales with it. That is why the quantisers are our own. The libraries that quantise for
-transformers (gptqmodel, llm-compressor with compressed-tensors, torchao) put groups along a matrix's inputs only. fc2's
-groups lie along its outputs here, where a column's scales are chosen as GPTQ reaches it; scales may be negative; the
-out-projection's group is a head. Their checkpoints are read, see ``foreign.py``.
+transformers (gptqmodel, llm-compressor with compressed-tensors, torchao) put groups along a matrix's inputs only.
+Here the groups of the map out of the neurons lie along its outputs. A column's scales are chosen as GPTQ reaches it.
+Scales may be negative. The out-projection's group is a head. Their checkpoints are read, see ``foreign.py``.
 
 Loading is transformers' own work: ``models/int4_quantizer.py`` tells it how.
 """

@@ -38,8 +38,8 @@ class QuantizeConfig:
     damp_own: float = 0.0
     """Of gptq: this share of itself is added to each entry of that diagonal."""
     act_order: bool = False
-    """Of gptq: inputs with large second moments first, with scales chosen beforehand. For fc2, whose scales are each
-    neuron's own, it is always so."""
+    """Of gptq: inputs with large second moments first, with scales chosen beforehand. For the map out of
+    the neurons, whose scales are each neuron's own, it is always so."""
     out_hessian: Literal["full", "per_head"] = "full"
     """Of gptq: whether an error in one head of the out-projection may be undone by other heads."""
     correct_bias: bool = True

@@ -5,9 +5,9 @@
     qweight (m / 8, n) int32   stored, packed along inputs     scales (m / g, n) fp16, positive
     qzeros  (m / g, n / 8) int32   zero, packed along outputs; less one in format gptq (v1)      g_idx (m,) int32
 
-A matrix whose scales are the same for g inputs that follow one another comes over exactly: q, k, v and fc1 always, the
-out-projection where a head's width divides into groups of g, which is chosen so where it can be. fc2's groups lie along
-outputs, which GPTQ has no place for: it is rounded anew, to nearest.
+A matrix whose scales are the same for g inputs that follow one another comes over exactly. Those are q, k, v and up.
+The out-projection is one of them where a head's width divides into groups of g, which is chosen so where it can be. The
+groups of down lie along outputs, which GPTQ has no place for: it is rounded anew, to nearest.
 
 Our scales may be negative, theirs are not: code * scale is then -code * |scale|, and -(-8) does not fit around a zero
 of 8. It does around 7: stored = 7 - code. So groups have a zero of 8 or 7, and the folder says ``sym: false``. An LM
@@ -136,7 +136,9 @@ def _packed(nibbles: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Export, and say which matrices lost what. Raises :class:`UserError` for what the user can mend."""
-    about = "Write a model's 4-bit rows as a GPTQ checkpoint, which vLLM reads; fc2 is rounded anew."
+    about = (
+        "Write a model's 4-bit rows as a GPTQ checkpoint, which vLLM reads. The last matrix of a layer is rounded anew."
+    )
     config = parse(
         ExportConfig, sys.argv[1:] if argv is None else argv, "python -m dejavu_train.quantize.export", about
     )

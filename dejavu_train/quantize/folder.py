@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dejavu_train.families.opt import OPT
+from dejavu_train.families.opt import ARCHITECTURE, OPT
 from dejavu_train.files import share, write_json
 from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.models.stored import INDEX
@@ -65,5 +65,5 @@ class ModelFolder:
         else:
             load_tokenizer(model, revision).save_pretrained(self.folder)
         write_json(self.folder / "quantization.json", dict(report))
-        alone = {**values, "model_type": OPT, "architectures": ["OPTForCausalLM"]}  # a bundle beside it stays behind
+        alone = {**values, "model_type": OPT, "architectures": [ARCHITECTURE]}  # a bundle beside it stays behind
         (self.folder / "config.json").write_text(json.dumps(alone, indent=2, sort_keys=True) + "\n")

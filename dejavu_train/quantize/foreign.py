@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import MATRICES
+from dejavu_train.families.opt import DOWN, MATRICES, UP, layer_prefix
 from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.quantize.check import check_readable
@@ -74,7 +74,7 @@ class MatrixReader:
                     " codes; quantise it with the others left out"
                 )
         self._held: dict[str, dict[str, str]] = {}
-        for prefix in (f"decoder.layers.{i}.{part}" for i in range(self._shape.n_layers) for part in MATRICES):
+        for prefix in (layer_prefix(i) + part for i in range(self._shape.n_layers) for part in MATRICES):
             held = {name.removeprefix(f"{prefix}."): name for name in source if name.startswith(f"{prefix}.")}
             held.pop("bias", None)
             alone = WEIGHT in held and not codes & held.keys()  # left out of the quantisation
@@ -101,7 +101,7 @@ class MatrixReader:
         alone = parts.keys() == {WEIGHT}
         decoded = Decoded(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
         d, f = self._shape.d_model, self._shape.d_ffn
-        size = {"fc1": (f, d), "fc2": (d, f)}.get(prefix.rpartition(".")[2], (d, d))
+        size = {UP: (f, d), DOWN: (d, f)}.get(prefix.rpartition(".")[2], (d, d))
         if tuple(decoded.weight.shape) != size or not decoded.weight.is_floating_point():
             how = "stored as" if alone else f"by {self.method} with 4 bits"
             found = f"{str(decoded.weight.dtype).removeprefix('torch.')} {list(decoded.weight.shape)}"

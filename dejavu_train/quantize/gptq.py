@@ -13,7 +13,7 @@ Three grids, one for each way in which groups lie on a matrix:
   taken over the errors of those before; the order is the inputs' own.
 - ``StaticGroups``: the same groups, scales chosen beforehand, so that inputs may be taken in any order.
 - ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too, because a column's
-  grid is its own. It is what fc2 has, whose rows of 4 bits are its columns here.
+  grid is its own. It is what the map out of the neurons has, whose rows of 4 bits are its columns here.
 
 An input that never was anything but zero is coupled with nothing: its column keeps the nearest codes, where the
 paper's code sets it to zero. Other texts may use it.

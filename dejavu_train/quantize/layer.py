@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu_train.families.block import causal, mix_heads
+from dejavu_train.families.opt import DOWN, OUT, QKV, UP, block_parts
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import InputGroups, OutputGroups, StaticGroups, quantise_columns
 from dejavu_train.quantize.rounding import round_nearest
-
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUT, FC1, FC2 = "self_attn.out_proj", "fc1", "fc2"
 
 
 @dataclass
@@ -61,7 +60,7 @@ class LayerQuantizer:
     """Works on one block of transformers' OPT in fp32, whose weights it exchanges for what their codes say.
 
     Args:
-        block: an ``OPTDecoderLayer`` with scaled-dot-product attention, causal.
+        block: an ``OPTDecoderLayer``.
         layouts: of its matrices.
         config: how they are rounded.
         given: matrices that are in 4 bits already, in the same groups, and stay as they are.
@@ -71,45 +70,43 @@ class LayerQuantizer:
         self, block: Any, layouts: Mapping[str, RowLayout], config: QuantizeConfig, given: Mapping[str, Int4Rows]
     ) -> None:
         self.block, self.layouts, self.config, self.given = block, layouts, config, given
+        self.parts = block_parts("the layer", block)
         self.results: dict[str, MatrixResult] = {}
 
     @torch.no_grad()
     def run(self, batches: list[Batch]) -> dict[str, MatrixResult]:
         """The six matrices by name; without ``batches`` all are rounded to the nearest codes."""
-        block, attention = self.block, self.block.self_attn
+        parts = self.parts
         if not batches:
             for part in self.layouts:
                 self._quantise([part], None)
             return self.results
         moments = Moments()
         for batch in batches:
-            moments.add(block.self_attn_layer_norm(batch.hidden), batch.real)
+            moments.add(parts.norm_attn(batch.hidden), batch.real)
         self._quantise(list(QKV), moments)
 
         moments, outputs = Moments(), []
         for batch in batches:
-            mixed = _mixed_heads(attention, block.self_attn_layer_norm(batch.hidden))
+            mixed = mix_heads(parts, parts.norm_attn(batch.hidden), causal)
             moments.add(mixed, batch.real)
             outputs.append(mixed)
         self._quantise([OUT], moments)
 
         moments = Moments()
         for batch, mixed in zip(batches, outputs, strict=True):
-            batch.hidden = batch.hidden + attention.out_proj(mixed)
-            moments.add(block.final_layer_norm(batch.hidden), batch.real)
+            batch.hidden = batch.hidden + parts.out(mixed)
+            moments.add(parts.norm_mlp(batch.hidden), batch.real)
         del outputs
-        self._quantise([FC1], moments)
+        self._quantise([UP], moments)
 
         moments = Moments()
         for batch in batches:
-            moments.add(self._activation(batch), batch.real)
-        self._quantise([FC2], moments)
+            moments.add(parts.neurons(parts.norm_mlp(batch.hidden)), batch.real)
+        self._quantise([DOWN], moments)
         for batch in batches:
-            batch.hidden = batch.hidden + block.fc2(self._activation(batch))
+            batch.hidden = batch.hidden + parts.down(parts.neurons(parts.norm_mlp(batch.hidden)))
         return self.results
-
-    def _activation(self, batch: Batch) -> Tensor:
-        return torch.relu(self.block.fc1(self.block.final_layer_norm(batch.hidden)))
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
         """Round matrices that read the same inputs, and put what their codes say in their places."""
@@ -141,8 +138,8 @@ class LayerQuantizer:
                 for part, layout, weight in zip(parts, layouts, weights, strict=True)
             }
         codes, scales = self._gptq(parts[0], torch.cat(weights), hessian)
-        if parts == [FC2]:  # its scales lie by neuron already
-            return {FC2: Int4Rows.of(codes.T.contiguous(), scales)}
+        if parts == [DOWN]:  # its scales lie by neuron already
+            return {DOWN: Int4Rows.of(codes.T.contiguous(), scales)}
         if parts == [OUT]:  # (d, h) -> a row for each head and output
             return {OUT: Int4Rows.of(layouts[0].to_rows(codes), scales.T.reshape(-1, 1))}
         n = [len(weight) for weight in weights]
@@ -154,11 +151,11 @@ class LayerQuantizer:
         (n, m), group, device = weight.shape, self.layouts[part].sizes.group, weight.device
         if part == OUT and self.config.out_hessian == "per_head":
             hessian = torch.block_diag(*(hessian[i : i + group, i : i + group] for i in range(0, m, group)))
-        by_moment = part == FC2 or self.config.act_order
+        by_moment = part == DOWN or self.config.act_order
         order = (
             hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
         )
-        if part == FC2:
+        if part == DOWN:
             grid: Any = OutputGroups(n, m, group, device)
         elif by_moment:
             grid = StaticGroups(weight, group, order)
@@ -166,7 +163,7 @@ class LayerQuantizer:
             grid = InputGroups(n, m, group, device)
         codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, self.config)
         back = order.argsort()
-        return codes[:, back], grid.scales[back] if part == FC2 else grid.scales
+        return codes[:, back], grid.scales[back] if part == DOWN else grid.scales
 
 
 class Moments:
@@ -212,14 +209,3 @@ class Moments:
 def squared(weight: Tensor, products: Tensor) -> float:
     """The sum of squares of all outputs X W' of weight (n, m), for products X' X (m, m) of their inputs."""
     return float(((weight @ products) * weight).sum())
-
-
-def _mixed_heads(attention: Any, attn_in: Tensor) -> Tensor:
-    """What the out-projection reads, (B, T, d), for attn_in (B, T, d)."""
-    got: list[Tensor] = []
-    handle = attention.out_proj.register_forward_pre_hook(lambda _module, args: got.append(args[0]))
-    try:
-        attention(hidden_states=attn_in, attention_mask=None)
-    finally:
-        handle.remove()
-    return got[0]

@@ -19,7 +19,7 @@ WEIGHTS_AT_ONCE = 1 << 18
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """On the device once: a copy for each column of fc2 would have the host wait for it."""
+    """On the device once: a copy for each of many columns would have the host wait for it."""
     return torch.tensor(FACTORS, device=device)
 
 

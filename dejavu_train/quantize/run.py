@@ -17,6 +17,7 @@ from dejavu_train.data.text import SELF, load_sets
 from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families.opt import EMBEDDING, layer_prefix
 from dejavu_train.models.config_values import INT4, quant_method, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
@@ -60,10 +61,10 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
     with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
         kept = [name for name in source if ".layers." not in name and (head is None or name != HEAD)]
         folder.add({source.stored_name(name): source[name] for name in kept})
-        start = source.stored_name("decoder.embed_tokens.weight").removesuffix("decoder.embed_tokens.weight")
+        start = source.stored_name(EMBEDDING).removesuffix(EMBEDDING)
         layers = quantised_layers(source, reader, opt, layouts, config, batches, device)
         for layer, (others, made) in enumerate(layers):
-            prefix = f"{start}decoder.layers.{layer}."
+            prefix = start + layer_prefix(layer)
             tensors = {prefix + name: tensor for name, tensor in others.items()}
             for part, result in made.items():
                 tensors |= {f"{prefix}{part}.weight": result.rows.words, f"{prefix}{part}.scales": result.rows.scales}

@@ -10,7 +10,7 @@ from transformers import OPTConfig
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import POSITIONS_OFFSET, layer_prefix
+from dejavu_train.families.opt import EMBEDDING, POSITIONS_OFFSET, layer_prefix
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
@@ -22,7 +22,7 @@ PAD_TOKEN = 1
 
 def embed(source: StoredTensors, windows: Sequence[np.ndarray], batch_size: int, device: torch.device) -> list[Batch]:
     """Token ids, each window (T,), as what the first layer reads."""
-    table, positions = source["decoder.embed_tokens.weight"], source["decoder.embed_positions.weight"]
+    table, positions = source[EMBEDDING], source["decoder.embed_positions.weight"]
     made = []
     ordered = sorted(windows, key=len, reverse=True)
     for start in range(0, len(ordered), batch_size):
@@ -46,7 +46,6 @@ def quantised_layers(
     device: torch.device,
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, MatrixResult]]]:
     """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits."""
-    opt._attn_implementation = "sdpa"  # causal without a mask
     for layer in range(dims_of(opt).n_layers):
         prefix = layer_prefix(layer)
         others, given, weights = {}, {}, {}

@@ -40,8 +40,7 @@ class SparseLayer(CacheLayerMixin):
         self.valid: Tensor | None = None
 
     def extend(self, attn_in: Tensor, positions: Tensor, n_heads: int, head_dim: int) -> int:
-        """Keep ``attn_in`` (B, T, d) and ``positions`` (B, T) as the next T columns, make room for their K and V;
-        returns the first column."""
+        """The first of T new columns. They keep ``attn_in`` (B, T, d) and ``positions`` (B, T), K and V have room."""
         rows, new, width = attn_in.shape
         if self.attn_in is None:
             self.attn_in = attn_in.new_zeros(rows, 0, width)

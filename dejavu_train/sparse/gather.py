@@ -1,13 +1,13 @@
 """The backend ``gather``: reads the selected rows of the weights and no others, one token at a time.
 
 The reference for the semantics of sparse decoding, in plain torch, for any device. Weights are laid out so that a unit
-is a row: the maps into the neurons as stored, the one out of them and the output projection transposed once (the
-model's own parameters become views of the transposed memory, nothing is kept twice), q, k and v as stored, where a
-head's rows lie together. The union of the batch's selections decides what is read; each row is masked by its own
-selection. Where heads share K and V, these are computed as soon as one of the heads is selected.
+is a row. The maps into the neurons are as stored. The one out of them and the output projection are transposed once.
+The model's own parameters become views of the transposed memory, and nothing is kept twice. q, k and v are as stored,
+where a head's rows lie together. The union of the batch's selections decides what is read. Each row is masked by its
+own selection. Where heads share K and V, these are computed as soon as one of the heads is selected.
 
-Letters: B batch rows, T columns, S columns in the cache, d model width, h heads, g heads of K and V, e head width,
-u units in the union.
+Letters: B batch rows, T columns, S columns in the cache, d model width. There are h heads, g of K and V, each e wide,
+and u units in the union.
 """
 
 from collections.abc import Callable
@@ -177,7 +177,7 @@ class GatherDecoder:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, scale=1.0)
 
     def _whole(self, number: int) -> BlockParts:
-        """A layer to be called; where it has a cascade ``up`` multiplies by the planes."""
+        """A layer to be called. Where it has a cascade, ``up`` multiplies by the planes."""
         block = self.blocks[number]
         if number not in self.second_stages:
             return block
@@ -308,7 +308,7 @@ class GatherDecoder:
         layer.watermark[skipped] = layer.length
 
     def _write_kv(self, block: BlockParts, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
-        """Compute K and V of ``heads`` (u of g) from column ``low`` on; keep them for rows that need and lack them."""
+        """Compute K and V of ``heads`` (u of g) from column ``low`` on, for the rows that need and lack them."""
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
         assert layer.watermark is not None and layer.valid is not None and layer.positions is not None
         source = layer.attn_in[:, low : layer.length]  # (B, L, d)
@@ -350,7 +350,7 @@ def _cascade(
 
 
 def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The MLP over the selected neurons: mlp_in (B, d), keep (B, n) -> (B, d); rows: those of ``up``, if read."""
+    """The MLP (B, d) over the selected neurons, for mlp_in (B, d) and keep (B, n). rows: those of ``up``, if read."""
     units = keep.any(dim=0).nonzero().flatten()
 
     def selected(linear: Any, rows: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -6,8 +6,10 @@ from dejavu_train.families.base import SAVED_TOGETHER, families
 
 
 def register_types() -> None:
-    """Let ``AutoConfig`` know the type of every family's models that are saved with a bundle, one that is new included:
-    the dense model's configuration, but for its type."""
+    """Let ``AutoConfig`` know the type of models that are saved with a bundle, of every family that there is now.
+
+    Its configuration is the dense model's, but for the type.
+    """
     for kind in families():
         if SAVED_TOGETHER + kind not in CONFIG_MAPPING:
             dense = CONFIG_MAPPING[kind]

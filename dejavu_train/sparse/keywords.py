@@ -97,7 +97,7 @@ class Asked:
 
 
 def refuse_keywords(keywords: Mapping[str, Any], name: str) -> None:
-    """Raise :class:`UserError` for a keyword of ``REFUSED``; ``name``: of the class, to show."""
+    """Raise :class:`UserError` for a keyword of ``REFUSED``, in the name of a class."""
     for key, value in keywords.items():
         if key in REFUSED and _says_something(key, value):
             raise UserError(f"{name}.from_pretrained takes no {key}; {REFUSED[key].format(name=name)}")

@@ -83,7 +83,7 @@ class SparseCausalLM(_Dense):
     this one and from the dense model's: see :func:`sparse_class`.
 
     Attributes:
-        dense_class: of transformers; None of this class alone, whose models take the class that suits the dense one.
+        dense_class: of transformers. None in this class alone, whose models take the class that suits the dense one.
         sparse_from: may be changed between calls.
         kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
     """
@@ -468,7 +468,7 @@ class SparseOPTForCausalLM(SparseCausalLM, OPTForCausalLM):
 
 
 def sparse_class(dense: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of sparse models whose dense class is ``dense``, of transformers; made when it is first needed."""
+    """The class of sparse models whose dense class is ``dense``, of transformers. It is made when first needed."""
     name = f"Sparse{dense.__name__}"
     if name not in globals():  # where pickle finds it
         own = {"__module__": __name__, "__doc__": f"A sparse {dense.__name__}.", "dense_class": dense}

@@ -82,9 +82,9 @@ class LitPredictor(lightning.LightningModule):
         """Take the layer's weights (for contributions) and set the first values of the predictor.
 
         Args:
-            init: ``random``; ``small`` (logits near the bias at first); ``svd`` of the map that decides which neurons
-                are active; ``whitened_svd``, weighed with the inputs' second moment ``covariance`` (d_in, d_in). It is
-                of a low-rank predictor; any other keeps the values that it was made with.
+            init: of a low-rank predictor, any other keeps the values that it was made with. ``random``. ``small``:
+                logits near the bias at first. ``svd``: of the map that decides which neurons are active.
+                ``whitened_svd``: that one weighed with the inputs' second moment ``covariance`` (d_in, d_in).
             site_to_mlp_in: (d, d_in), for look-ahead the linear guess of what it reads, from the predictor's input.
 
         Raises:

@@ -23,6 +23,7 @@ from dejavu_train.data.shards import (
 )
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.families.dims import Activation
 from dejavu_train.files import read_json, write_json
 
 
@@ -251,3 +252,28 @@ def test_many_rows_are_checked(copied):
     with pytest.raises(UserError, match="layer 0 is damaged.*shard_0001.h5 ends at byte"):
         for name in ("attn_in", "mlp_in", "head_norm"):
             reader.read_rows(name, [(0, reader.rows)], CPU)
+
+
+def test_weights_of_a_gated_layer_are_kept_and_give_contributions(tmp_path):
+    gated = LayerWeights(
+        torch.randn(6, 4), torch.zeros(6), torch.rand(6), torch.zeros(2, 2), torch.randn(6, 4), torch.randn(6),
+        Activation.RELU2,
+    )  # fmt: skip
+    gated.save(tmp_path, 0, "hash", torch.float32)
+    read = LayerWeights.load(tmp_path, 0, "hash")
+    x = torch.randn(5, 4)
+    gate = (x @ gated.gate_weight.T + gated.gate_bias).relu().square()
+    expected = (gate * (x @ gated.up_weight.T)).abs() * gated.down_norm
+    torch.testing.assert_close(read.contribution(x), expected)
+    assert read.activation == "relu2" and torch.equal(read.deciding[0], gated.gate_weight)
+
+
+def test_names_in_the_file_of_a_layers_weights_are_those_of_before(tmp_path):
+    from safetensors import safe_open
+
+    LayerWeights(torch.ones(6, 4), torch.zeros(6), torch.ones(6), torch.zeros(2, 2)).save(
+        tmp_path, 0, "h", torch.float16
+    )
+    with safe_open(tmp_path / "layer_00" / "weights.safetensors", "pt") as file:
+        assert set(file.keys()) == {"fc1_weight", "fc1_bias", "fc2_norm", "head_mean"}
+        assert file.metadata() == {"model": "h"}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dejavu_train import signals
 from dejavu_train.data.text import (
@@ -35,8 +35,9 @@ from dejavu_train.data.text import (
 from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
 from dejavu_train.families.block import causal, forward_block, positions_like
+from dejavu_train.families.opt import OPT
 from dejavu_train.files import write_json
-from dejavu_train.models.opt import load_tokenizer, resolve_device
+from dejavu_train.models.opt import load_tokenizer, random_model, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress, progress
 from dejavu_train.training.state import load_state, save_state
@@ -124,26 +125,27 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def make_model(config: PretrainConfig, vocab_size: int) -> OPTForCausalLM:
+def make_model(config: PretrainConfig, vocab_size: int) -> PreTrainedModel:
     """A random pre-norm OPT with embeddings tied to the LM head."""
     torch.manual_seed(config.seed)
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=vocab_size,
-            hidden_size=config.d_model,
-            word_embed_proj_dim=config.d_model,
-            ffn_dim=config.d_ffn,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            max_position_embeddings=config.max_positions,
-            do_layer_norm_before=True,
-            activation_function="relu",
-            dropout=0.0,
-            init_std=0.02,
-            bos_token_id=START_TOKEN,
-            eos_token_id=START_TOKEN,
-            pad_token_id=1,
-        )
+    return random_model(
+        {
+            "model_type": OPT,
+            "vocab_size": vocab_size,
+            "hidden_size": config.d_model,
+            "word_embed_proj_dim": config.d_model,
+            "ffn_dim": config.d_ffn,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "max_position_embeddings": config.max_positions,
+            "do_layer_norm_before": True,
+            "activation_function": "relu",
+            "dropout": 0.0,
+            "init_std": 0.02,
+            "bos_token_id": START_TOKEN,
+            "eos_token_id": START_TOKEN,
+            "pad_token_id": 1,
+        }
     )
 
 

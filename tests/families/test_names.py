@@ -1,0 +1,18 @@
+"""Where names of OPT's modules and classes may stand in the library."""
+
+import re
+
+from conftest import REPOSITORY
+
+WORDS = re.compile(r"(?<!Sparse)\bOPTForCausalLM\b|\bfc1\b|\bfc2\b|\bdecoder\.layers\b|\bself_attn_layer_norm\b")
+ALLOWED = {
+    "families/opt.py": "the family",
+    "sparse/model.py": "the public class SparseOPTForCausalLM",
+}
+ENGINE = "engine/"  # its kernels have these names still
+
+
+def test_names_of_opt_stand_in_its_family():
+    library = REPOSITORY / "dejavu_train"
+    found = {str(path.relative_to(library)) for path in library.rglob("*.py") if WORDS.search(path.read_text())}
+    assert {name for name in found if not name.startswith(ENGINE)} == set(ALLOWED)
