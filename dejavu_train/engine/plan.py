@@ -20,7 +20,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Early, Engine, Formats, HalfPlan, Kernels, Packer, Place, Run, StepPlan
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
-from dejavu_train.families.dims import Activation, Norm, Positions
+from dejavu_train.families.dims import engine_refusal
 from dejavu_train.models.opt import DTYPES
 from kernels.common.limits import (
     DRIVERS_CARVEOUT,
@@ -101,18 +101,8 @@ def with_screen(plan: StepPlan, asked: bool | None, free: int | None) -> StepPla
 
 def _check_dims(dims: ModelDims, engine: Engine) -> None:
     """Raise Unsupported for a layer that no kernel computes."""
-    name = "the CPU engine" if engine is Engine.CPU else "the decode engine"
-    for part, got, known in (
-        ("norm", dims.norm, Norm.LAYER_NORM),
-        ("positions", dims.positions, Positions.LEARNED),
-        ("activation", dims.activation, Activation.RELU),
-    ):
-        if got != known:
-            raise Unsupported(f"{name} has no kernels for {part} {got} (there are {known})")
-    if dims.gated:
-        raise Unsupported(f"{name} has no kernels for a gated MLP")
-    if dims.n_kv_heads != dims.n_heads:
-        raise Unsupported(f"{name} has no kernels for {dims.n_kv_heads} K/V heads of {dims.n_heads} heads (one a head)")
+    if (why := engine_refusal(dims)) is not None:
+        raise Unsupported(f"{'the CPU engine' if engine is Engine.CPU else 'the decode engine'} has {why}")
     if engine in (Engine.GPU, Engine.INTERPRETER) and dims.head_dim not in HEAD_DIMS:
         raise Unsupported(f"head dim {dims.head_dim} has no kernels (there are {', '.join(map(str, HEAD_DIMS))})")
 

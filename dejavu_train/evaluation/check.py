@@ -6,6 +6,7 @@ from dejavu_train.bundle.folder import check_bundle, require_model
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
+from dejavu_train.families.opt import DOWN
 from dejavu_train.files import probe_folder
 from dejavu_train.machine import check_device_map, check_device_name, require_package
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
@@ -28,7 +29,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
         engine = Engine.GPU
         if quant_method(values) == INT4:
             name, head = "float16", head_kind(values)
-            formats = Formats("int4", name if head == "fp16" else head, name, row_sizes(dims)["fc2"].group)
+            formats = Formats("int4", name if head == "fp16" else head, name, row_sizes(dims)[DOWN].group)
         else:
             dtype = chosen_dtype(config.dtype, values, stored_files(config.model, revision=config.revision))
             name = str(dtype).removeprefix("torch.")

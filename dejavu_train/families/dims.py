@@ -141,10 +141,15 @@ class ModelDims:
 
 
 def engine_refusal(dims: ModelDims) -> str | None:
-    """Why the engines, whose arithmetic is an OPT's, do not run such a model. None where they do."""
-    others = {name: value for name, value in dims.stored().items() if name not in SIZES}
-    found = ", ".join(f"{name} {value}" for name, value in others.items())
-    return f"the engines compute what an OPT does, and this model has {found}" if others else None
+    """What the engines, which compute as an OPT does, lack: "no kernels for ...". None: they run such a model."""
+    others = {name: value for name, value in dims.stored().items() if name not in (*SIZES, "head_dim")}
+    words = {
+        "gated": "a gated MLP",
+        "biases": "maps without biases",
+        "n_kv_heads": f"{dims.n_kv_heads} K/V heads of {dims.n_heads} heads",
+    }
+    found = ", ".join(words.get(name, f"{name} {value}") for name, value in others.items())
+    return f"no kernels for {found}" if others else None
 
 
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")

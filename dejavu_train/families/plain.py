@@ -122,7 +122,7 @@ def check_read(model: Any) -> None:
             scaling.
     """
     if (why := engine_refusal(dims_of(model.config))) is not None:
-        raise NotPlain(f"a {type(model).__name__}", f"is not what an engine runs: {why}")
+        raise NotPlain(f"a {type(model).__name__}", f"is not what an engine runs, which has {why}")
     check_calls(model)
     norms = {"the final norm": family_of(model).final_norm(model)}
     for block in blocks_of(model):

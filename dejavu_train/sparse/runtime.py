@@ -167,7 +167,7 @@ def _engine_backend(
 ) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
     if (why := engine_refusal(dims_of(model.config))) is not None:
-        raise Unsupported(why)
+        raise Unsupported(f"the engine {backend} has {why}")
     try:
         if backend == "cpu":
             from dejavu_train.engine.cpu.backend import CpuBackend

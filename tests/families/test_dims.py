@@ -22,14 +22,15 @@ def test_units_have_the_weights_of_the_matrices():
 
 
 @pytest.mark.parametrize(
-    "name, value",
-    [("norm", "rms_norm"), ("positions", "rotary"), ("positions", "alibi"), ("activation", "relu2"), ("gated", True),
-     ("biases", False), ("n_kv_heads", 2), ("head_dim", 8)],
+    "name, value, said",
+    [("norm", "rms_norm", "norm rms_norm"), ("positions", "alibi", "positions alibi"),
+     ("activation", "relu2", "activation relu2"), ("gated", True, "a gated MLP"),
+     ("biases", False, "maps without biases"), ("n_kv_heads", 2, "2 K/V heads of 4 heads")],
 )  # fmt: skip
-def test_engines_refuse_what_is_no_opts(name, value):
+def test_engines_refuse_what_is_no_opts(name, value, said):
     assert engine_refusal(OPT) is None
     other = ModelDims(**{**OPT.stored(), name: value})
-    assert engine_refusal(other) == f"the engines compute what an OPT does, and this model has {name} {value}"
+    assert engine_refusal(other) == f"no kernels for {said}"
     assert ModelDims.from_stored(other.stored()) == other
 
 
