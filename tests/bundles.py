@@ -6,7 +6,8 @@ import torch
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
-from dejavu_train.models.opt import load_opt, read_dims, weight_hash
+from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors

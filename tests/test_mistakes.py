@@ -29,7 +29,8 @@ from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.further_config import GenerationConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
-from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims
+from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.models.stored import check_folder
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 

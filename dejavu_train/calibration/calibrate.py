@@ -182,7 +182,8 @@ def choose(measured: Bundle, config: CalibrateConfig, weights: WeightFormat) -> 
     Raises:
         UserError: a budget that cannot be met, or another value that cannot be meant.
     """
-    return measured.with_densities(choose_densities(measured, config, weights), top_k=config.selection == "top_k")
+    densities = _chosen(measured, config) if config.budget is None else _within_budget(measured, config, weights)
+    return measured.with_densities(densities, top_k=config.selection == "top_k")
 
 
 def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
@@ -229,15 +230,9 @@ def _sensitivities(
     return {key: spread_loss(densities[key], losses, specs[key].curve["density"]) for key, losses in measured.items()}
 
 
-def choose_densities(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[UnitKey, float]:
-    """A density for every spec of a bundle with curves, as ``config`` asks.
-
-    Raises:
-        UserError: a budget below what predictors and the smallest densities read.
-    """
+def _chosen(bundle: Bundle, config: CalibrateConfig) -> dict[UnitKey, float]:
+    """A density for every spec of a bundle with curves, by the means or the retained mass of ``config``."""
     densities: dict[UnitKey, float] = {}
-    if config.budget is not None:
-        return _within_budget(bundle, config, weights)
     for target, mean in ((Target.MLP, config.mlp_density), (Target.HEADS, config.head_density)):
         layers = {layer: spec for (layer, t), spec in bundle.specs.items() if t == target}
         if not layers:

@@ -6,9 +6,9 @@ killed makes the same plan again, keeps the shards that are complete and redoes 
 """
 
 import logging
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,8 +38,9 @@ from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Target, blocks_of
 from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import head_contribution, output_gram, record
-from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims, resolve_device, weight_hash
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.tokenizer_hash import hash_of
 from dejavu_train.progress import Progress
 
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 LoadSets = Callable[[], tuple[dict[str, list[Document]], TextManifest]]
 PAD_TOKEN = 1
+MOST_WAITING = 4  # layers of a batch that are not written yet
 SPARE_DISK = 50_000_000  # checkpoints, logs and the bundle need room as well
 
 
@@ -236,36 +238,27 @@ def _save_layer_weights(
 
 
 class _WriterThread:
-    """Runs ``writer.write`` in one thread, so that writing overlaps the forward pass; a short queue keeps memory flat.
+    """Runs ``writer.write`` in one thread, so that writing overlaps the forward pass. Few jobs wait, so memory is flat.
 
-    An error in the thread is raised in the caller at its next call.
+    An error in the thread is raised in the caller at a later call.
     """
 
     def __init__(self, writer: ShardWriter) -> None:
         self._writer = writer
-        self._jobs: queue.Queue[tuple[int, int, dict[str, np.ndarray], int] | None] = queue.Queue(maxsize=4)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="shard-writer", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._error is None:  # after an error go on emptying the queue, so that put never blocks
-                try:
-                    self._writer.write(*job)
-                except BaseException as error:
-                    self._error = error
+        self._pool = ThreadPoolExecutor(1, "shard-writer")
+        self._jobs: deque[Future[None]] = deque()
 
     def put(self, layer: int, start: int, rows: dict[str, np.ndarray], active: int) -> None:
-        if self._error is not None:
-            raise self._error
-        self._jobs.put((layer, start, rows, active))
+        self._jobs.append(self._pool.submit(self._writer.write, layer, start, rows, active))
+        if len(self._jobs) > MOST_WAITING:
+            self._jobs.popleft().result()
 
     def finish(self, failed: bool) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-        if self._error is not None and not failed:
-            raise self._error
+        try:
+            while self._jobs and not failed:
+                self._jobs.popleft().result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
 
 
 def _fill_shard(

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dejavu_train.data.packed import pack, unpack
 from dejavu_train.data.text import SELF, START_TOKEN, Document, SampleConfig, TextManifest, TextSource, load_documents
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed
@@ -77,21 +78,9 @@ class SampleManifest:
             raise UserError(f"{folder / 'samples.json'} is not a manifest of samples ({error}); delete it") from None
 
 
-def encode_rows(rows: np.ndarray) -> bytes:
-    """Token ids as LZMA of byte planes: bytes of equal weight side by side compress better."""
-    planes = np.ascontiguousarray(rows, dtype="<u4").reshape(-1).view(np.uint8).reshape(-1, 4).T
-    return lzma.compress(planes.tobytes(), preset=9)
-
-
 def decode_rows(data: bytes, length: int) -> np.ndarray:
-    """(rows, length) int32; the inverse of :func:`encode_rows`.
-
-    Raises:
-        ValueError, lzma.LZMAError: damaged data.
-    """
-    planes = np.frombuffer(lzma.decompress(data), np.uint8)
-    words = np.ascontiguousarray(planes.reshape(4, -1).T).view("<u4")
-    return words.reshape(-1, length).astype(np.int32)
+    """(rows, length) int32 of packed token ids. Raises ``ValueError`` and ``lzma.LZMAError`` for damaged data."""
+    return unpack(data).reshape(-1, length).astype(np.int32)
 
 
 def settings_of(config: SampleConfig, window: int) -> dict[str, Any]:
@@ -261,13 +250,13 @@ def _sample(
             rows = np.array(write(batch(part), length, (config.seed * 1_000_003 + part) % MAX_SEED), np.int32)
             assert rows.shape[1] == length and (rows[:, 0] == START_TOKEN).all()
             with replacing(folder / f"part_{part:04d}.xz") as temporary:
-                temporary.write_bytes(encode_rows(rows))
+                temporary.write_bytes(pack(rows))
             progress.update(rows.size)
     parts = [folder / f"part_{part:04d}.xz" for part in range(len(starts))]
     rows = np.concatenate([decode_rows(path.read_bytes(), length) for path in parts])
     (folder / "samples.json").unlink(missing_ok=True)  # a kill in between leaves no manifest of other samples
     with replacing(folder / "samples.xz") as temporary:
-        temporary.write_bytes(encode_rows(rows))
+        temporary.write_bytes(pack(rows))
     versions = {"torch": torch.__version__.split("+")[0]}
     digest = sha256_file(folder / "samples.xz")
     SampleManifest(model, weight_hash, settings, len(rows), int(rows.size), digest, writer, versions).save(folder)

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.class_path import bound_arguments, import_named
+from dejavu_train.data.paragraphs import read_paragraph_hashes, without_pretrained
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.files import replacing, sha256_file, sha256_text
+from dejavu_train.files import sha256_file, sha256_text
 from dejavu_train.ranges import COUNT, SEED, SHARE, Range, check_ranges
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ SETS = ("train", "calibration", "val", "test")
 START_TOKEN = 2  # </s>, which starts a text in OPT
 MIN_DOCUMENT_CHARACTERS = 4000
 MAX_DOCUMENT_CHARACTERS = 40_000  # plain text is cut before that, and longer JSONL documents are cut as plain text is
-PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that carries them
-MIN_HASHED_CHARACTERS = 80
 INSTALLED_DOCS = "installed-docs"
 SELF = "self"
 INSTALLED = (INSTALLED_DOCS, "installed-readmes", "installed-licences", "installed-code")  # see installed_text
@@ -223,12 +222,8 @@ def cut_plain_text(text: str) -> list[Document]:
     return documents
 
 
-def read_beginning(path: Path, field: str, most: int) -> list[Document]:
-    """The documents among the first ``most`` bytes of a file; raises as :func:`load_documents`."""
-    return _local_documents(path, field, most)
-
-
-def _local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
+def local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
+    """The documents of a file, or with ``most`` those among its first bytes. Raises as :func:`load_documents`."""
     text = _read_local(path, most)
     if not text.strip() and most < 0:
         raise UserError(f"the text file {path} is empty")
@@ -328,7 +323,7 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
         rows, versions = load_installed(source.source, source.cache)
         documents = [Document(row["name"], row["text"]) for row in rows]
     elif Path(source.source).is_file():
-        documents = _local_documents(Path(source.source), source.field)
+        documents = local_documents(Path(source.source), source.field)
     elif _names_file(source.source):
         require_file(source.source)
     else:
@@ -345,52 +340,15 @@ def split_of(source_key: str, name: str) -> str:
     return "train" if draw < 76 else SETS[1 + (draw - 76) // 8]
 
 
-def paragraph_hash(paragraph: str) -> int:
-    """32 bits of SHA-256 of the paragraph with its white space folded."""
-    return int.from_bytes(hashlib.sha256(" ".join(paragraph.split()).encode()).digest()[:4], "big")
-
-
-def hash_paragraphs(texts: Iterable[str]) -> np.ndarray:
-    """Sorted, distinct uint32 hashes of the paragraphs of at least 80 characters."""
-    hashes = {
-        paragraph_hash(part) for text in texts for part in text.split("\n\n") if len(part) >= MIN_HASHED_CHARACTERS
-    }
-    return np.array(sorted(hashes), dtype=np.uint32)
-
-
-def write_paragraph_hashes(path: str | Path, hashes: np.ndarray) -> None:
-    """Store sorted hashes as LZMA-compressed differences, bytes of equal weight side by side."""
-    differences = np.diff(hashes, prepend=np.uint32(0)).astype("<u4")
-    planes = differences.view(np.uint8).reshape(-1, 4).T
-    with replacing(path) as temporary:
-        temporary.write_bytes(lzma.compress(planes.tobytes(), preset=9))
-
-
-def read_paragraph_hashes(model: str) -> np.ndarray | None:
-    """The hashes of the paragraphs a model was pretrained on, if its folder carries them."""
-    path = Path(model) / PARAGRAPH_HASHES
-    if not path.is_file():
-        return None
-    try:
-        planes = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
-        differences = np.ascontiguousarray(planes.reshape(4, -1).T).view("<u4")[:, 0]
-    except (lzma.LZMAError, ValueError):
-        raise UserError(f"{path} is damaged; restore it, without it held-out text cannot be told apart") from None
-    return np.cumsum(differences, dtype=np.uint64).astype(np.uint32)
-
-
-def without_pretrained(text: str, hashes: np.ndarray) -> tuple[str, int]:
-    """``text`` without the paragraphs whose hashes are among ``hashes`` (sorted), and how many were left out."""
+def drop_pretrained(documents: Sequence[Document], hashes: np.ndarray) -> tuple[list[Document], int]:
+    """Documents without paragraphs that the model was pretrained on, and how many paragraphs were dropped."""
     kept, skipped = [], 0
-    for part in text.split("\n\n"):
-        if len(part) >= MIN_HASHED_CHARACTERS:
-            value = paragraph_hash(part)
-            place = int(np.searchsorted(hashes, value))
-            if place < len(hashes) and int(hashes[place]) == value:
-                skipped += 1
-                continue
-        kept.append(part)
-    return "\n\n".join(kept), skipped
+    for document in documents:
+        text, dropped = without_pretrained(document.text, hashes)
+        skipped += dropped
+        if text.strip():
+            kept.append(Document(document.name, text))
+    return kept, skipped
 
 
 def split_documents(
@@ -405,16 +363,13 @@ def split_documents(
         UserError: a set is empty.
     """
     sets: dict[str, list[Document]] = {name: [] for name in SETS}
-    skipped = 0
     for document in documents:
-        set_name = split_of(source_key, document.name)
-        if set_name != "train" and pretrained_hashes is not None:
-            text, dropped = without_pretrained(document.text, pretrained_hashes)
+        sets[split_of(source_key, document.name)].append(document)
+    skipped = 0
+    if pretrained_hashes is not None:
+        for name in SETS[1:]:
+            sets[name], dropped = drop_pretrained(sets[name], pretrained_hashes)
             skipped += dropped
-            if not text.strip():
-                continue
-            document = Document(document.name, text)
-        sets[set_name].append(document)
     empty = [name for name in SETS if not sets[name]]
     if empty:
         raise UserError(

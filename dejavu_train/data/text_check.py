@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dejavu_train.data.paragraphs import read_paragraph_hashes
 from dejavu_train.data.text import (
     INSTALLED,
     SELF,
@@ -9,8 +10,7 @@ from dejavu_train.data.text import (
     TextSource,
     is_compressed,
     load_documents,
-    read_beginning,
-    read_paragraph_hashes,
+    local_documents,
     require_file,
     split_documents,
 )
@@ -34,7 +34,7 @@ def check_source(source: TextSource) -> list[Document] | None:
         path = Path(source.file)
         require_file(source.file)
         if source.source == SELF or path.stat().st_size > SMALL or is_compressed(path):
-            read_beginning(path, source.field, SMALL // 8)
+            local_documents(path, source.field, SMALL // 8)
             return None
         return load_documents(source)[0]
     if isinstance(source.source, str) and source.source not in (SELF, *INSTALLED):

@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.data.paragraphs import hash_paragraphs, read_paragraph_hashes
 from dejavu_train.data.text import (
     INSTALLED,
     INSTALLED_DOCS,
     START_TOKEN,
     Document,
     TextSource,
-    hash_paragraphs,
+    drop_pretrained,
     load_documents,
-    read_paragraph_hashes,
     require_one_sequence,
     split_documents,
-    without_pretrained,
 )
 from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
@@ -111,7 +110,7 @@ def load_text(
     else:
         seen_by_predictors = _trained_on(name, documents, trained)
         if source.source in INSTALLED and pretrained is not None:
-            documents, skipped = _without_pretrained_paragraphs(documents, pretrained)
+            documents, skipped = drop_pretrained(documents, pretrained)
         elif pretrained is not None:
             _warn_of_pretraining(name, documents, pretrained)
     if skipped:
@@ -155,16 +154,6 @@ def behind_start(tokenizer: Any, text: str, flag: str) -> list[int]:
 
 def _is_file(source: TextSource) -> bool:
     return isinstance(source.source, str) and Path(source.source).is_file()
-
-
-def _without_pretrained_paragraphs(documents: Sequence[Document], hashes: np.ndarray) -> tuple[list[Document], int]:
-    kept, skipped = [], 0
-    for document in documents:
-        text, dropped = without_pretrained(document.text, hashes)
-        skipped += dropped
-        if text.strip():
-            kept.append(Document(document.name, text))
-    return kept, skipped
 
 
 def _trained_on(name: str, documents: Sequence[Document], trained: dict[str, Any]) -> int:

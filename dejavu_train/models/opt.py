@@ -14,25 +14,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families import dims_of
 from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
-from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values, refuse_foreign
+from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.stored import HEAD, embedding_name, full_name, read_header, stored_files
-
-__all__ = [
-    "DTYPES",
-    "ModelDims",
-    "has_hash",
-    "load_opt",
-    "load_tokenizer",
-    "load_with_info",
-    "read_dims",
-    "resolve_device",
-    "torch_dtype",
-    "weight_hash",
-]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SPELLED = {  # as safetensors spells the dtypes of stored tensors
@@ -246,37 +233,24 @@ def _earlier_spellings() -> Iterator[Spelling]:
     yield lambda name, dtype: (_canonical(name, dtype)[0], torch_names.get(dtype, dtype))
 
 
-def _hash_safetensors(file: Path, full: bool, spelling: Spelling = _canonical) -> list[tuple[str, bytes]]:
-    rows = []
-    with open(file, "rb") as stored:
-        for stored_name, entry in read_header(file).items():
-            spelled = spelling(stored_name, entry.dtype)
-            if spelled is None:
-                continue
-            name, dtype = spelled
-            digest = hashlib.sha256(f"{name} {dtype} {list(entry.shape)}".encode())
-            for start, stop in _samples(entry.end - entry.begin, full):
-                stored.seek(entry.begin + start)
-                digest.update(stored.read(stop - start))
-            rows.append((name, digest.digest()))
-    return rows
+def _stored_tensors(file: Path) -> Iterator[tuple[str, str, list[int], int, Callable[[int, int], bytes]]]:
+    """Of every tensor its name, its dtype, its shape, its bytes, and what reads bytes ``start`` to ``stop`` of them."""
+    if file.suffix == ".safetensors":
+        with open(file, "rb") as stored:
+            for name, entry in read_header(file).items():
 
+                def read(start: int, stop: int, begin: int = entry.begin) -> bytes:
+                    stored.seek(begin + start)
+                    return stored.read(stop - start)
 
-def _hash_pickled(file: Path, full: bool, spelling: Spelling = _canonical) -> list[tuple[str, bytes]]:
-    # Only files of hub repositories come here (older OPT uploads have nothing else); weights_only runs no code.
+                yield name, entry.dtype, list(entry.shape), entry.end - entry.begin, read
+        return
+    # Only files of hub repositories come here (older OPT uploads have nothing else). weights_only runs no code.
     tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    rows = []
-    for stored_name, tensor in tensors.items():
-        spelled = spelling(stored_name, SPELLED.get(tensor.dtype, str(tensor.dtype)))
-        if spelled is None:
-            continue
-        name, dtype = spelled
-        digest = hashlib.sha256(f"{name} {dtype} {list(tensor.shape)}".encode())
-        flat = tensor.contiguous().flatten().view(torch.uint8)
-        for start, stop in _samples(flat.numel(), full):
-            digest.update(flat[start:stop].numpy().tobytes())
-        rows.append((name, digest.digest()))
-    return rows
+    for name, tensor in tensors.items():
+        flat = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        dtype = SPELLED.get(tensor.dtype, str(tensor.dtype))
+        yield name, dtype, list(tensor.shape), len(flat), lambda start, stop: flat[start:stop].tobytes()  # noqa: B023
 
 
 def _samples(n_bytes: int, full: bool) -> list[tuple[int, int]]:
@@ -291,12 +265,21 @@ def _rows(files: Iterable[Path], full: bool, spelling: Spelling) -> dict[str, by
     """By name the digest of a tensor; where two files have it that of the later one, which the loader keeps."""
     rows: dict[str, bytes] = {}
     for file in files:
-        found = (_hash_safetensors if file.suffix == ".safetensors" else _hash_pickled)(file, full, spelling)
-        if len(dict(found)) < len(found):
-            raise UserError(
-                f"the weights file {file} holds a tensor twice, with and without model. before it; drop one"
-            )
-        rows |= dict(found)
+        found: dict[str, bytes] = {}
+        for stored_name, stored_dtype, shape, n_bytes, read in _stored_tensors(file):
+            spelled = spelling(stored_name, stored_dtype)
+            if spelled is None:
+                continue
+            name, dtype = spelled
+            if name in found:
+                raise UserError(
+                    f"the weights file {file} holds a tensor twice, with and without model. before it; drop one"
+                )
+            digest = hashlib.sha256(f"{name} {dtype} {shape}".encode())
+            for start, stop in _samples(n_bytes, full):
+                digest.update(read(start, stop))
+            found[name] = digest.digest()
+        rows |= found
     return rows
 
 

@@ -9,11 +9,11 @@ from small_runs import flags
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
+from dejavu_train.data.packed import pack
 from dejavu_train.data.samples import (
     CYCLE,
     SampleManifest,
     decode_rows,
-    encode_rows,
     load_samples,
     split_rows,
     tokens_needed,
@@ -67,7 +67,7 @@ def ids(sets):
 
 def test_rows_survive_packing():
     rows = np.random.default_rng(0).integers(0, 50272, (7, 33)).astype(np.int32)
-    assert (decode_rows(encode_rows(rows), 33) == rows).all()
+    assert (decode_rows(pack(rows), 33) == rows).all()
 
 
 def test_rows_become_documents_in_disjoint_sets():

@@ -9,22 +9,24 @@ import numpy as np
 import pytest
 from conftest import make_text
 
-from dejavu_train.data.text import (
+from dejavu_train.data.paragraphs import (
     PARAGRAPH_HASHES,
+    hash_paragraphs,
+    read_paragraph_hashes,
+    write_paragraph_hashes,
+)
+from dejavu_train.data.text import (
     SETS,
     Document,
     TextSource,
     cut_plain_text,
-    hash_paragraphs,
     load_documents,
     load_sets,
-    read_paragraph_hashes,
     require_one_sequence,
     shared_ngrams,
     split_documents,
     split_of,
     windows,
-    write_paragraph_hashes,
 )
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_tokenizer

@@ -7,7 +7,8 @@ from bundles import make_bundle
 from conftest import make_text, save_tiny_opt
 
 from dejavu_train.data import text
-from dejavu_train.data.text import PARAGRAPH_HASHES, TextSource, hash_paragraphs, load_sets, write_paragraph_hashes
+from dejavu_train.data.paragraphs import PARAGRAPH_HASHES, hash_paragraphs, write_paragraph_hashes
+from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import texts as eval_texts
 from dejavu_train.evaluation.config import name_texts

@@ -15,8 +15,9 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import hold_out
 from dejavu_train.evaluation.rows import read_csv, write_csv
 from dejavu_train.families import Site
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import decoder_layers, record
-from dejavu_train.models.opt import load_opt, load_tokenizer, read_dims
+from dejavu_train.models.opt import load_opt, load_tokenizer
 from papers.deja_vu.observe import run as observing
 from papers.deja_vu.observe.__main__ import main, read_config
 from papers.deja_vu.observe.attention import Attention, attention_weights, map_rows, uniformity

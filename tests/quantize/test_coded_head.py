@@ -14,10 +14,10 @@ from dejavu_train.data.text import TextSource
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.models.config_values import read_values
+from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
-from dejavu_train.models.opt import load_opt, read_dims, weight_hash
+from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export

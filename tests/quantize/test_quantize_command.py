@@ -20,10 +20,10 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import parse_config
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.models.config_values import INT4, read_values
+from dejavu_train.models.config_values import INT4, read_dims, read_values
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import load_opt, read_dims, weight_hash
+from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import make_text
 
-from dejavu_train.data.text import read_paragraph_hashes
+from dejavu_train.data.paragraphs import read_paragraph_hashes
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.training.pretrain import run as module

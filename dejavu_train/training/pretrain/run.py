@@ -22,15 +22,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dejavu_train import signals
+from dejavu_train.data.paragraphs import PARAGRAPH_HASHES, hash_paragraphs, write_paragraph_hashes
 from dejavu_train.data.text import (
-    PARAGRAPH_HASHES,
     START_TOKEN,
     TextSource,
-    hash_paragraphs,
     load_documents,
     split_of,
     windows,
-    write_paragraph_hashes,
 )
 from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
@@ -390,7 +388,11 @@ def pretrain(config: PretrainConfig) -> Path:
     device = resolve_device(config.device)
     pairs = read_text(config.text)
     if (output / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(str(output)) if (output / "config.json").is_file() else _bare_tokenizer(output)
+        tokenizer = (
+            load_tokenizer(str(output))
+            if (output / "config.json").is_file()
+            else PreTrainedTokenizerFast.from_pretrained(output)
+        )
     else:
         tokenizer = train_tokenizer((text for _, text in pairs), config.vocab_size)
         tokenizer.save_pretrained(output)
@@ -431,10 +433,6 @@ def pretrain(config: PretrainConfig) -> Path:
 
 def _names(paths: Sequence[str]) -> list[str]:
     return [Path(path).name for path in paths]
-
-
-def _bare_tokenizer(folder: Path) -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _device_name(device: torch.device) -> str:
