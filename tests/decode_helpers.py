@@ -1,6 +1,6 @@
 """A random OPT with kernel-sized heads, random predictors, and the masked forward pass that decoding must equal."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +10,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families import ModelDims, dims_of, family_of
+from dejavu_train.families.block import forward_block, positions_like
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows
@@ -145,11 +146,10 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
     K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where unselected.
     margins: a list that receives, for each predictor with a threshold, the distance (T,) of its nearest logit to it.
     """
-    decoder, shape = model.model.decoder, dims_of(model.config)
-    steps = len(tokens)
-    h, hd = shape.n_heads, shape.head_dim
-    ids = torch.tensor(tokens)
-    x = decoder.embed_tokens(ids) + decoder.embed_positions.weight[2 : 2 + steps]
+    family, shape = family_of(model), dims_of(model.config)
+    steps, h, hd = len(tokens), shape.n_heads, shape.head_dim
+    ids = torch.tensor([tokens])
+    x = family.embed(model, ids, positions_like(ids))[0]
     masks = {}
 
     def select(site, layer, n):
@@ -165,37 +165,35 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
                     margins.append((logits - spec.threshold).abs().amin(1))
             masks[key] = mask | (torch.arange(steps) < sparse_from)[:, None]
 
-    for i, layer in enumerate(decoder.layers):
-        n = layer.self_attn_layer_norm(x)
+    def attend(i, n, q, k, v):
         select("attn_in", i, n)
-        q, k, v = (
-            part(n).view(steps, h, hd).transpose(0, 1)
-            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-        )
-        heads = masks.get((i, "heads"), torch.ones(steps, h, dtype=torch.bool))
+        heads = masks.get((i, "heads"), torch.ones(steps, h, dtype=torch.bool)).T
         allowed = torch.ones(steps, steps, dtype=torch.bool).tril()[None].expand(h, steps, steps)
         if stale:
-            allowed = allowed & heads.T[:, None, :]
+            allowed = allowed & heads[:, None, :]
             allowed = allowed | torch.eye(steps, dtype=torch.bool)  # the row itself: unselected rows are masked below
-        scores = (q @ k.transpose(1, 2)) * hd**-0.5
-        attended = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
+        attended = (q @ k.transpose(1, 2)).masked_fill(~allowed, float("-inf")).softmax(-1) @ v
         instead = bundle.means.get(i, torch.zeros(h, hd)) if bundle is not None else torch.zeros(h, hd)
-        attended = torch.where(heads[..., None], attended.transpose(0, 1), instead)
-        x = x + layer.self_attn.out_proj(attended.reshape(steps, -1))
-        n = layer.final_layer_norm(x)
+        return torch.where(heads[..., None], attended, instead[:, None])
+
+    def up(i, fc1, n):
         select("mlp_in", i, n)
-        fc1 = layer.fc1
-        if bundle is not None and i in bundle.grids and (i, "mlp") in masks:
-            second_stage = build_second_stage(fc1.weight, fc1.bias, *bundle.grids[i])
-            passed = second_stage.passed(n)
-            if margins is not None:
-                margins.append((second_stage.scores(n) - second_stage.stage2_threshold).abs().amin(1))
-            masks[i, "mlp"] = masks[i, "mlp"] & (passed | (torch.arange(steps) < sparse_from)[:, None])
-            fc1 = partial(F.linear, weight=second_stage.planes.weight(), bias=second_stage.bias)
-        hidden = F.relu(fc1(n))
-        hidden = hidden * masks.get((i, "mlp"), torch.ones_like(hidden))
-        x = x + layer.fc2(hidden)
-    return model.lm_head(decoder.final_layer_norm(x)), masks
+        if bundle is None or i not in bundle.grids or (i, "mlp") not in masks:
+            return fc1(n)
+        second_stage = build_second_stage(fc1.weight, fc1.bias, *bundle.grids[i])
+        passed = second_stage.passed(n)
+        if margins is not None:
+            margins.append((second_stage.scores(n) - second_stage.stage2_threshold).abs().amin(1))
+        masks[i, "mlp"] = masks[i, "mlp"] & (passed | (torch.arange(steps) < sparse_from)[:, None])
+        return F.linear(n, second_stage.planes.weight(), second_stage.bias)
+
+    def activate(i, y):
+        return F.relu(y) * masks.get((i, "mlp"), torch.ones_like(y))
+
+    for i, block in enumerate(family.blocks(model)):
+        masked = replace(block, up=partial(up, i, block.up), activate=partial(activate, i))
+        x, _ = forward_block(masked, x, partial(attend, i))
+    return model.lm_head(family.final_norm(model)(x)), masks
 
 
 def masked_nll(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
