@@ -29,6 +29,7 @@ from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
+from dejavu_train.models.finite import not_finite
 from kernels.common.checks import runs_on
 
 DEFAULTS = EngineOptions()
@@ -167,11 +168,8 @@ class DecodeEngine(Session):
         done, last, fault = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
         for b, position in enumerate(fault):
             if position:
-                dtype = str(self.weights.embedding.dtype).removeprefix("torch.")
-                error = UserError(
-                    f"the logits of row {b} for the token at position {position} hold NaN; check the weights, and if"
-                    f" {dtype} is too narrow for this model's activations load it with dtype bfloat16 or float32"
-                )
+                what = f"the logits of row {b} for the token at position {position} hold NaN"
+                error = not_finite(what, self.weights.embedding.dtype)
                 error.tokens = self.state.tokens[b, :position].tolist()
                 raise error
         return [position + 1 for position in last], all(done)

@@ -25,8 +25,8 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
-from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of
+from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import head_contribution, output_gram, record
 from dejavu_train.models.weight_format import WeightFormat, loaded_format
 from dejavu_train.predictors.metrics import SelectionSums

@@ -20,7 +20,6 @@ from dejavu_train.evaluation import report
 from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
 from dejavu_train.evaluation.check import check, planned_step
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
-from dejavu_train.evaluation.finite import FiniteLogits
 from dejavu_train.evaluation.further import check_plan, measure, plan
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
@@ -40,6 +39,7 @@ from dejavu_train.evaluation.timing import (
 )
 from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.families import TARGETS, Target
+from dejavu_train.models.finite import FiniteLogits
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress

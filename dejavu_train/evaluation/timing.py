@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.evaluation.finite import check_logits
+from dejavu_train.models.finite import check_logits
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
+from dejavu_train.models.finite import check_finite
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call
-from dejavu_train.sparse.finite import check_finite
 from dejavu_train.sparse.inputs import READ, as_rows, keep_columns, positions_of
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import Runtime

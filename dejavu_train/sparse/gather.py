@@ -27,10 +27,10 @@ from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
 from dejavu_train.families.block import forward_block, repeat_groups, split_heads
 from dejavu_train.families.plain import check_calls, plain_blocks
+from dejavu_train.models.finite import check_finite, finite_positions
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.sparse.cache import SparseCache, SparseLayer
-from dejavu_train.sparse.finite import check_finite, finite_positions
 
 KV_POLICIES = ("backfill", "always", "stale")
 OnSelect = Callable[[int, Target, int, Tensor], None]

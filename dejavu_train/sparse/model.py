@@ -31,11 +31,11 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families.plain import exchanged_forward
+from dejavu_train.models.finite import check_finite
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
 from dejavu_train.sparse.derived import Held, no_mode
-from dejavu_train.sparse.finite import check_finite
 from dejavu_train.sparse.forward import (
     Given,
     Output,

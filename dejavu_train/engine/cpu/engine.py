@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import enter, prepare
-from dejavu_train.engine.cpu.prefill import not_finite, prefill
+from dejavu_train.engine.cpu.prefill import fault, prefill
 from dejavu_train.engine.cpu.selectors import TargetPredictor, make_selectors, read_predictors
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
@@ -176,7 +176,7 @@ class CpuEngine(Session):
         state = self.state
         if state.fault.any():
             b = int(state.fault.argmax())
-            raise not_finite(int(state.fault_site[b]) - 1, self.shape, b, int(state.fault[b]) - 1)
+            raise fault(int(state.fault_site[b]) - 1, b, int(state.fault[b]) - 1)
         return (state.position[:n] + 1).tolist(), bool((state.row_state[:n] == arrays.DONE).all())
 
     def begin(

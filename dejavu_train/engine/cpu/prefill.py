@@ -13,19 +13,14 @@ from torch.nn import functional as F
 from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims
 from dejavu_train.families.block import forward_block
+from dejavu_train.models.finite import name_half, not_finite
 
 
-def not_finite(site: int, shape: ModelDims, row: int, position: int) -> UserError:
+def fault(site: int, row: int, position: int) -> UserError:
     """What to raise where the input of LayerNorm ``site``, in order of use, is not finite; -1 = of the LM head."""
-    layer, half = divmod(site - 1, 2)
-    where = f"the {'MLP' if half else 'attention'} of layer {layer}"
-    if site < 1:
-        where = "the LM head" if site < 0 else "the embedding"
-    return UserError(
-        f"{where} gives numbers that are not finite (row {row}, position {position}); check the model's weights"
-    )
+    where = name_half(site - 1) if site > 0 else "the LM head" if site < 0 else "the embedding"
+    return not_finite(f"{where} gives numbers that are not finite (row {row}, position {position})")
 
 
 @torch.no_grad()
@@ -47,7 +42,7 @@ def prefill(
 
     def norm(number: int, x: Tensor) -> Tensor:
         if watched and not (finite := x.square().sum(dim=1).isfinite()).all():
-            raise not_finite(number, shape, row, int(finite.int().argmin()))
+            raise fault(number, row, int(finite.int().argmin()))
         weight, bias = torch.from_numpy(model.norms[number])
         return F.layer_norm(x, weight.shape, weight, bias, model.eps)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dejavu_train.evaluation.finite import check_logits
+from dejavu_train.models.finite import check_logits
 
 NGRAM = 4
 

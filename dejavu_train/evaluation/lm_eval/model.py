@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
-from dejavu_train.evaluation.finite import FiniteLogits, check_logits
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
+from dejavu_train.models.finite import FiniteLogits, check_logits
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.progress import Progress

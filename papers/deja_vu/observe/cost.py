@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import OPTForCausalLM
 
-from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import decoder_layers
 
 PHASES, PARTS = ("prompting", "generating"), ("attention", "mlp", "other")

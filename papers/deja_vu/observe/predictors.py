@@ -14,9 +14,9 @@ from transformers import OPTForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.evaluation.baselines import keep_top, ranks
-from dejavu_train.evaluation.finite import check_logits
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
+from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.predictors.metrics import SelectionSums
 
